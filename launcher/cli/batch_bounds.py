@@ -6,7 +6,7 @@ from launcher.cli.batch_option import BatchOption
 from launcher.config.fit_request import find_fit_model, is_bundled_program, make_fit_request
 from launcher.config.settings import Settings
 from launcher.errors import UsageError
-from launcher.fit.memory_estimate import estimate_memory
+from launcher.fit.memory import estimate_memory
 from launcher.launch.job import Job, JobSpec
 from launcher.plan.model import Plan
 from launcher.probe.available_memory import find_usable_memory

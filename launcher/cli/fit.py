@@ -23,8 +23,8 @@ from launcher.config.fit_request import (
 from launcher.config.program import find_program
 from launcher.config.settings import Settings
 from launcher.errors import EXIT_MACHINE, MachineError, UsageError
-from launcher.fit.fit_model import Device
-from launcher.fit.step_fit import StepFit, fit_step, make_step_peak
+from launcher.fit.choice import StepFit, fit_step, make_step_peak
+from launcher.fit.training import Device
 from launcher.launch.job import render_shim
 from launcher.plan.model import Plan
 from launcher.protocol import LAUNCH_FIT
@@ -83,7 +83,7 @@ def show_estimate(call: VerbCall, plan: Plan) -> int:
             " (fit.gpu_memory_gib=N)"
         )
     if config.format == "json":
-        from launcher.fit.fit_decision import fit_to_json
+        from launcher.fit.choice import fit_to_json
 
         sys.stdout.write(json.dumps({"schema": 1, **fit_to_json(report)}, indent=1) + "\n")
     else:

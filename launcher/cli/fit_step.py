@@ -15,8 +15,8 @@ from pathlib import Path
 from launcher.codec import DecodeError, load
 from launcher.errors import MachineError
 from launcher.files import read_file
-from launcher.fit.fit_model import Device
-from launcher.fit.gpu_table import find_gpu
+from launcher.fit.gpus import find_gpu
+from launcher.fit.training import Device
 from launcher.launch.job import render_shim
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import STOPPING, SignalQueue, catch_signals

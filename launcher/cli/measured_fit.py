@@ -7,9 +7,9 @@ from launcher.config.fit_request import settle_program
 from launcher.config.program import find_program
 from launcher.config.settings import Settings
 from launcher.errors import UsageError
-from launcher.fit.fit_model import FitRequest, Learned
-from launcher.fit.memory_estimate import estimate_memory
-from launcher.fit.step_fit import StepFit, predict_reserved
+from launcher.fit.choice import StepFit
+from launcher.fit.memory import estimate_memory
+from launcher.fit.training import Learned, Training
 from launcher.runs.measured_memory import (
     MeasuredRun,
     read_measured_runs,
@@ -22,7 +22,7 @@ def learn_ratio(runs_dir: Path, argv: Sequence[str], ranks: int, fit: StepFit) -
     """Return what earlier runs have measured over what is expected now; None if there are none."""
     device = fit.device.kind
     fingerprint = fingerprint_ranks(argv, device, ranks)
-    return make_learned(read_measured_runs(runs_dir, fingerprint, device, predict_reserved(fit)))
+    return make_learned(read_measured_runs(runs_dir, fingerprint, device, fit.predicted))
 
 
 def make_learned(runs: Sequence[MeasuredRun]) -> Learned | None:
@@ -34,7 +34,7 @@ def make_learned(runs: Sequence[MeasuredRun]) -> Learned | None:
 
 
 def learn_for_request(
-    config: Settings, program: Sequence[str] | None, request: FitRequest, environ: Mapping[str, str]
+    config: Settings, program: Sequence[str] | None, request: Training, environ: Mapping[str, str]
 ) -> Learned | None:
     """Return what earlier runs of a program with a known model have measured; None if there are none.
 
@@ -52,7 +52,7 @@ def learn_for_request(
     return make_learned(runs)
 
 
-def predict_request(request: FitRequest) -> int:
+def predict_request(request: Training) -> int:
     """Return the bytes that the hook of a rank is expected to measure; raises UsageError."""
     estimate = estimate_memory(request)
     return (estimate.reserved if request.device.kind == "gpu" else estimate.total).expected

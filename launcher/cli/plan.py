@@ -18,7 +18,7 @@ from launcher.plan.planner import plan
 from launcher.probe.malloc_library import locate_malloc
 
 if TYPE_CHECKING:
-    from launcher.fit.fit_model import FitReport
+    from launcher.fit.choice import FitReport
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def show_plan(call: VerbCall) -> int:
     made = plan_node(unset_settings(config, left_out), environ)
     fit = assess_plan(call, made)
     if config.format == "json":
-        from launcher.fit.fit_decision import fit_to_json
+        from launcher.fit.choice import fit_to_json
         from launcher.plan.json_form import plan_to_json
 
         found = {**plan_to_json(made), **({"fit": fit_to_json(fit)} if fit else {})}
@@ -79,16 +79,10 @@ def assess_plan(call: VerbCall, made: Plan) -> "FitReport | None":
     if request is None or not request.device.memory_mib:
         return None
     from launcher.cli.measured_fit import learn_for_request
-    from launcher.fit.fit_decision import assess
+    from launcher.fit.choice import assess
 
     learned = learn_for_request(config, call.program, request, call.environ)
-    report = assess(request, learned)
-    if not config.fit.grid:
-        return report
-    from launcher.fit.choose_settings import list_grid
-    from launcher.fit.fit_decision import estimate_with
-
-    return replace(report, grid=tuple(list_grid(request, lambda one: estimate_with(one, learned).total)))
+    return assess(request, learned, grid=config.fit.grid)
 
 
 def plan_node(config: Settings, environ: Mapping[str, str]) -> Plan:

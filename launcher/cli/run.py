@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from launcher.agent.read_ahead import ReadAhead
-    from launcher.fit.fit_model import ModelDimensions
+    from launcher.fit.training import ModelDimensions
     from launcher.launch.agent_process import Agent, AgentRequest
     from launcher.plan.model import Plan
     from launcher.report.viewer import OutputViewer

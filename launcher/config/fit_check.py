@@ -14,10 +14,16 @@ from launcher.config.fit_request import (
 )
 from launcher.config.settings import FitConfig, ParallelConfig, Settings
 from launcher.errors import MachineError, UsageError
-from launcher.fit.choose_settings import describe_choice
-from launcher.fit.fit_decision import assess, describe_change, describe_fit, explain_misfit
-from launcher.fit.fit_model import FitReport, FitRequest, Learned, ModelDimensions
-from launcher.fit.memory_estimate import estimate_memory
+from launcher.fit.choice import (
+    FitReport,
+    assess,
+    describe_change,
+    describe_choice,
+    describe_fit,
+    explain_misfit,
+)
+from launcher.fit.memory import estimate_memory
+from launcher.fit.training import Learned, ModelDimensions, Training
 from launcher.plan.model import Plan
 
 if TYPE_CHECKING:
@@ -71,7 +77,7 @@ def settle_planned(
     `find_start_model`'s.
     """
 
-    def make(asked: Settings) -> FitRequest | None:
+    def make(asked: Settings) -> Training | None:
         return make_fit_request(asked, plan, model, nodes=nodes, is_bundled=is_bundled, environ=environ)
 
     if model is None:
@@ -107,7 +113,7 @@ def settle_job(spec: "JobSpec", config: Settings) -> "JobSpec":
 
 
 def act_on_request(
-    make: Callable[[Settings], FitRequest | None],
+    make: Callable[[Settings], Training | None],
     config: Settings,
     learned: Learned | None = None,
     *,

@@ -1,4 +1,4 @@
-"""The FitRequest of a configuration: the model, and where it would be trained; None if there is no claim."""
+"""The Training of a configuration: the model, and where it would be trained; None if there is no claim."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -18,11 +18,10 @@ from launcher.config.program import BUNDLED, find_unused
 from launcher.config.settings import FitConfig, ParallelConfig, Settings
 from launcher.config.start import is_step_task, parse_nodes
 from launcher.errors import UsageError
-from launcher.fit.batch_arithmetic import check_layout
-from launcher.fit.choose_settings import choose_settings
-from launcher.fit.fit_model import Device, FitRequest, Free, ModelDimensions, NodeResources
-from launcher.fit.gpu_table import GpuType, find_gpu
-from launcher.fit.memory_estimate import estimate_memory
+from launcher.fit.choice import choose_settings
+from launcher.fit.gpus import GpuType, find_gpu
+from launcher.fit.memory import estimate_memory
+from launcher.fit.training import Device, Free, ModelDimensions, NodeResources, Training, check_layout
 from launcher.plan.allocator import EXPANDABLE, merge_settings
 from launcher.plan.model import Gpu, Machine, Plan
 from launcher.plan.workers_and_threads import count_memory_kib
@@ -77,7 +76,7 @@ def make_fit_request(
     nodes: int,
     is_bundled: bool,
     environ: Mapping[str, str],
-) -> FitRequest | None:
+) -> Training | None:
     """Return what is asked of a job of which each node has this plan; None if there is no claim.
 
     What the bundled program computes with is chosen on a device of unknown memory, too.
@@ -111,7 +110,7 @@ def make_request_on(
     shape: tuple[int, int],
     is_bundled: bool,
     expandable: bool = True,
-) -> FitRequest:
+) -> Training:
     """Return what is asked of a job of `shape` (ranks of a node, nodes) on known devices; raises UsageError.
 
     What is `auto` of the bundled program is chosen.
@@ -136,7 +135,7 @@ def make_request_on(
         trains = trains and (not fixed or is_usual)
     else:
         layout, settings = describe_training_settings(config.fit, config.parallel, model, ranks)
-    request = FitRequest(
+    request = Training(
         model=model,
         layout=layout,
         settings=replace(settings, bundled=trains),
@@ -157,7 +156,7 @@ def make_request_on(
     return choose_settings(request, lambda one: estimate_memory(one).total)
 
 
-def settle_program(config: Settings, request: FitRequest | None) -> Settings:
+def settle_program(config: Settings, request: Training | None) -> Settings:
     """Return a configuration with the values that were chosen for the bundled program.
 
     Without a request, as if the device is not known, the program's own defaults are taken.

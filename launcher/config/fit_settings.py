@@ -8,10 +8,16 @@ from typing import Any, TypeVar
 from launcher.config.model_dimensions import LARGEST_NUMBER
 from launcher.config.settings import FitConfig, ParallelConfig, Settings
 from launcher.errors import UsageError
-from launcher.fit.batch_arithmetic import solve_batch
-from launcher.fit.cheapest_changes import find_framework
-from launcher.fit.fit_model import Free, Lora, ModelDimensions, ParallelLayout, TrainingSettings
-from launcher.fit.parameter_counts import count_model_parameters
+from launcher.fit.counts import count_model_parameters
+from launcher.fit.training import (
+    Free,
+    Lora,
+    ModelDimensions,
+    ParallelLayout,
+    TrainingSettings,
+    find_framework,
+    solve_batch,
+)
 
 AUTO = "auto"
 MAX_DEFAULT_SEQ_LEN = 4096
@@ -178,13 +184,8 @@ def choose_framework(parallel: ParallelConfig, layout: ParallelLayout) -> str:
 
 def choose_batch(fit: FitConfig, dp: int) -> tuple[int, int]:
     """Return (sequences of a micro-step, micro-steps), solved from `fit.global_batch` if that is set."""
-    solved = solve_batch(
-        micro_batch=choose(fit.micro_batch, None),
-        dp=dp,
-        accumulation=choose(fit.accumulation, None),
-        global_batch=fit.global_batch,
-    )
-    return solved.micro_batch, solved.accumulation
+    micro_batch, accumulation = choose(fit.micro_batch, None), choose(fit.accumulation, None)
+    return solve_batch(micro_batch, dp, accumulation, fit.global_batch)
 
 
 def choose_seq_len(model: ModelDimensions) -> int:

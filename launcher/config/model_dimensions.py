@@ -6,7 +6,7 @@ from dataclasses import fields
 from launcher.codec import DecodeError, convert
 from launcher.errors import UsageError
 from launcher.files import read_input
-from launcher.fit.fit_model import Experts, LatentAttention, ModelDimensions
+from launcher.fit.training import Experts, LatentAttention, ModelDimensions
 
 LARGEST_CONFIG = 1 << 20
 """Bytes of a config.json; published ones have a few KiB."""
@@ -34,7 +34,7 @@ def read_dimensions(section: Mapping[str, object]) -> ModelDimensions | None:
 
 def read_model_config(path: str) -> ModelDimensions:
     """Read a Hugging Face config.json, relative to the working directory; raises UsageError."""
-    from launcher.fit.hf_config import parse_model_config
+    from launcher.fit.hf import parse_model_config
 
     try:
         text = read_input(path, LARGEST_CONFIG).decode("utf-8-sig")

@@ -1,18 +1,22 @@
-"""What a job needs of its nodes, and what makes it slow: the node's budget, and advice on shapes and layouts.
+"""What a job needs of its nodes, what makes it slow, and how fast it is.
 
 Budget: the book "Machine Learning Engineering" (S. Bekman, chapters on CPUs and CPU memory):
 `gpus * (workers + 1) + 4` cores, and at least as much CPU memory as the GPUs have together. Advice: NVIDIA's
 "Matrix Multiplication Background User's Guide" (dimensions in multiples of 8 elements of 16 bits for tensor
 cores, of 64 on an A100); "The Case for Co-Designing Model Architectures with Hardware" (arXiv:2401.14489);
-the same book; others beside the rule.
+the same book; others beside the rule. Speed: TFLOPS, MFU and HFU of a measured step, or a range by published
+runs before it. MFU counts what the model needs (PaLM, arXiv:2204.02311, appendix B: the masked half of
+attention included), HFU also what is computed again; both are shares of the dense peak of all GPUs at the
+precision.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from launcher.fit.fit_model import Advice, BudgetLine, FitRequest, ModelDimensions
-from launcher.fit.gpu_table import find_gpu
-from launcher.fit.memory_estimate import count_kept
-from launcher.fit.parameter_counts import count_model_parameters, count_token_flops
+from launcher.fit.counts import count_active_parameters, count_model_parameters, count_token_flops
+from launcher.fit.gpus import GpuType, find_gpu
+from launcher.fit.memory import count_kept
+from launcher.fit.training import ModelDimensions, Training
 from launcher.plan.rules import count_node_cores
 
 GIB = 1 << 30
@@ -36,105 +40,6 @@ PREFETCHED = 3
 """Batches of a worker in /dev/shm: two prefetched, and the one in use."""
 NCCL_MIB = 32
 """Of /dev/shm for each rank's transports within a node."""
-
-
-def budget_node(request: FitRequest) -> tuple[BudgetLine, ...]:
-    """Return a line for each resource of a node; for ranks on CPUs, memory and /dev/shm alone."""
-    lines = [budget_memory(request), budget_shared_memory(request)]
-    return tuple(lines if request.device.kind == "cpu" else [budget_cores(request), *lines])
-
-
-def budget_cores(request: FitRequest) -> BudgetLine:
-    """Return the line of CPU cores: one for a rank's process and for each worker, and the system's."""
-    gpus, workers, cores = request.gpus_per_node, request.node.num_workers, request.node.cores
-    needed = count_node_cores(gpus, workers)
-    system = needed - gpus * (workers + 1)
-    enough = cores is None or cores >= needed
-    most = max(0, ((cores or 0) - system) // gpus - 1)
-    fix = f"dataloader.num_workers={most}" if most < workers else ""
-    note = f"{gpus} x (1 + {workers} workers) + {system}"
-    if request.settings.offload != "none":
-        note += "; more for the optimizer on CPUs"
-    fix = "" if enough else f"{fix}, or ask for {needed} cores (cluster.cpus_per_task)".removeprefix(", or ")
-    return BudgetLine("CPU cores", needed, cores, "cores", enough, note, fix)
-
-
-def budget_memory(request: FitRequest) -> BudgetLine:
-    """Return the line of CPU memory, in GiB: what the job's parts sum to, and at least the GPUs' memory."""
-    parts = dict(list_memory(request))
-    needed, note = (
-        sum(parts.values()),
-        ", ".join(f"{name} {gib:.0f}" for name, gib in parts.items() if gib >= 0.5),
-    )
-    gpus = request.gpus_per_node * request.device.memory_mib / 1024 if request.device.kind == "gpu" else 0
-    if gpus > needed:
-        needed, note = gpus, f"the GPUs' sum; {note}"
-    kib = request.node.memory_kib
-    available = None if kib is None else kib / (1 << 20)
-    enough = available is None or available >= needed
-    return BudgetLine(
-        "CPU memory", needed, available, "GiB", enough, note, "" if enough else advise_memory(request, parts)
-    )
-
-
-def list_memory(request: FitRequest) -> Iterator[tuple[str, float]]:
-    """Give what takes CPU memory on a node, in GiB."""
-    node, ranks = request.node, request.gpus_per_node
-    if request.device.kind == "gpu":  # on CPUs, the ranks' memory is the estimate's
-        yield "system", SYSTEM_GIB
-        yield "ranks", ranks * PROCESS_GIB
-    yield "workers", ranks * node.num_workers * (node.worker_gib or WORKER_GIB)
-    yield "offload", count_offloaded(request) / GIB
-    if request.settings.activation_offload:
-        yield "activations", ranks * count_kept(request).expected * PINNED_ROUNDING / GIB
-    yield "checkpoint on rank 0", count_gathered(request) / GIB
-
-
-def count_offloaded(request: FitRequest) -> float:
-    """Return the bytes of states that a node keeps in CPU memory, pinned."""
-    parameters, layout = count_model_parameters(request.model), request.layout
-    copies = 1 if layout.zero else layout.dp * layout.cp
-    share = min(1.0, request.gpus_per_node * copies / layout.world_size)
-    return OFFLOADED.get(request.settings.offload, 0) * parameters * share * PINNED_ROUNDING
-
-
-def count_gathered(request: FitRequest) -> int:
-    """Return the bytes of a full checkpoint that rank 0 gathers; 0 for a program that saves in shards.
-
-    The bundled program saves by torch.distributed.checkpoint, Megatron its own shards.
-    """
-    if request.is_bundled or request.settings.framework == "megatron" or request.layout.zero < 3:
-        return 0
-    return MASTER_BYTES * count_model_parameters(request.model)
-
-
-def advise_memory(request: FitRequest, parts: dict[str, float]) -> str:
-    """Say what to change if CPU memory is short, by what takes most of it."""
-    largest = max(parts, key=lambda name: parts[name])
-    if largest == "activations":
-        return "fit.activation_offload=false, or fit.checkpointing=full: less is kept"
-    if largest == "offload":
-        return "more nodes share the states (nodes=N), or fit.offload=none"
-    if largest == "workers":
-        return "fewer workers (dataloader.num_workers=N)"
-    if largest.startswith("checkpoint"):
-        return "save in shards (torch.distributed.checkpoint)"
-    return "ask for more (cluster.mem=0 is all of a node)"
-
-
-def budget_shared_memory(request: FitRequest) -> BudgetLine:
-    """Return the line of /dev/shm, in GiB: batches of the workers, and NCCL's transports."""
-    ranks, workers, settings = request.gpus_per_node, request.node.num_workers, request.settings
-    batches = ranks * workers * PREFETCHED * settings.micro_batch * settings.seq_len * TOKEN_BYTES
-    nccl = ranks * NCCL_MIB << 20 if ranks > 1 and request.device.kind == "gpu" else 0
-    needed = (batches + nccl) / GIB
-    available = None if request.node.shm_kib is None else request.node.shm_kib / (1 << 20)
-    enough = available is None or available >= needed
-    note = "batches of text, NCCL" if nccl else "batches of text"
-    fix = "" if enough else "a larger /dev/shm (docker: --shm-size), or dataloader.num_workers=0"
-    return BudgetLine(SHARED_MEMORY, needed, available, "GiB", enough, note, fix)
-
-
 TILE = 64
 """Elements of 16 bits in 128 bytes, by which an A100's tensor cores are used best (NVIDIA's guide)."""
 LEAST_MULTIPLE = 8
@@ -150,25 +55,116 @@ FEW_TOKENS = 2048
 """Tokens of a micro-batch below which products are short."""
 
 
-def advise(request: FitRequest) -> tuple[Advice, ...]:
+@dataclass(frozen=True, slots=True)
+class BudgetLine:
+    """A resource of the node: what the job needs and has."""
+
+    name: str
+    """`CPU cores`, `CPU memory`, `/dev/shm`."""
+    needed: float
+    available: float | None
+    unit: str
+    """`cores` or `GiB`."""
+    enough: bool
+    note: str = ""
+    fix: str = ""
+
+
+def budget_node(training: Training) -> tuple[BudgetLine, ...]:
+    """Return a line for each resource of a node; for ranks on CPUs, memory and /dev/shm alone."""
+    lines = (_budget_memory(training), _budget_shared_memory(training))
+    return (_budget_cores(training), *lines) if training.on_gpu else lines
+
+
+def _budget_cores(training: Training) -> BudgetLine:
+    """Return the line of CPU cores: one for a rank's process and for each worker, and the system's."""
+    gpus, workers, cores = training.gpus_per_node, training.node.num_workers, training.node.cores
+    needed = count_node_cores(gpus, workers)
+    system = needed - gpus * (workers + 1)
+    note = f"{gpus} x (1 + {workers} workers) + {system}"
+    if training.settings.offload != "none":
+        note += "; more for the optimizer on CPUs"
+    if cores is None or cores >= needed:
+        return BudgetLine("CPU cores", needed, cores, "cores", True, note)
+    most, fix = max(0, (cores - system) // gpus - 1), f"ask for {needed} cores (cluster.cpus_per_task)"
+    fix = f"dataloader.num_workers={most}, or {fix}" if most < workers else fix
+    return BudgetLine("CPU cores", needed, cores, "cores", False, note, fix)
+
+
+def _budget_memory(training: Training) -> BudgetLine:
+    """Return the line of CPU memory, in GiB: what the job's parts sum to, and at least the GPUs' memory."""
+    node, ranks, layout, settings = training.node, training.gpus_per_node, training.layout, training.settings
+    parameters, parts = count_model_parameters(training.model), dict[str, float]()
+    if training.on_gpu:  # on CPUs, the ranks' memory is the estimate's
+        parts = {"system": SYSTEM_GIB, "ranks": ranks * PROCESS_GIB}
+    parts["workers"] = ranks * node.num_workers * (node.worker_gib or WORKER_GIB)
+    # States in CPU memory are pinned.
+    share = min(1.0, ranks * (1 if layout.zero else layout.replicas) / layout.world_size)
+    parts["offload"] = OFFLOADED.get(settings.offload, 0) * parameters * share * PINNED_ROUNDING / GIB
+    if settings.activation_offload:
+        parts["activations"] = ranks * count_kept(training).expected * PINNED_ROUNDING / GIB
+    # The bundled program saves by torch.distributed.checkpoint, Megatron its own shards.
+    in_shards = training.is_bundled or settings.framework == "megatron" or layout.zero < 3
+    parts["checkpoint on rank 0"] = 0 if in_shards else MASTER_BYTES * parameters / GIB
+    needed = sum(parts.values())
+    note = ", ".join(f"{name} {gib:.0f}" for name, gib in parts.items() if gib >= 0.5)
+    gpus = ranks * training.device.memory_mib / 1024 if training.on_gpu else 0
+    if gpus > needed:
+        needed, note = gpus, f"the GPUs' sum; {note}"
+    available = None if node.memory_kib is None else node.memory_kib / (1 << 20)
+    enough = available is None or available >= needed
+    fixes = {
+        "activations": "fit.activation_offload=false, or fit.checkpointing=full: less is kept",
+        "offload": "more nodes share the states (nodes=N), or fit.offload=none",
+        "workers": "fewer workers (dataloader.num_workers=N)",
+        "checkpoint on rank 0": "save in shards (torch.distributed.checkpoint)",
+    }
+    fix = fixes.get(max(parts, key=lambda name: parts[name]), "ask for more (cluster.mem=0 is all of a node)")
+    return BudgetLine("CPU memory", needed, available, "GiB", enough, note, "" if enough else fix)
+
+
+def _budget_shared_memory(training: Training) -> BudgetLine:
+    """Return the line of /dev/shm, in GiB: batches of the workers, and NCCL's transports."""
+    ranks, workers, settings = training.gpus_per_node, training.node.num_workers, training.settings
+    batches = ranks * workers * PREFETCHED * settings.micro_batch * settings.seq_len * TOKEN_BYTES
+    nccl = ranks * NCCL_MIB << 20 if ranks > 1 and training.on_gpu else 0
+    needed = (batches + nccl) / GIB
+    available = None if training.node.shm_kib is None else training.node.shm_kib / (1 << 20)
+    enough = available is None or available >= needed
+    note = "batches of text, NCCL" if nccl else "batches of text"
+    fix = "" if enough else "a larger /dev/shm (docker: --shm-size), or dataloader.num_workers=0"
+    return BudgetLine(SHARED_MEMORY, needed, available, "GiB", enough, note, fix)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Something about the settings that a person should know."""
+
+    level: str
+    """`warning` (it will cost) or `note`."""
+    what: str
+    fix: str = ""
+    gain: str = ""
+    """Expected gain, with its source."""
+
+
+def advise(training: Training) -> tuple[Advice, ...]:
     """Give advice, warnings first."""
-    found = [*advise_model(request), *advise_precision(request), *advise_links(request)]
-    found += [*advise_pipeline(request), *advise_batch(request)]
+    rules = (_advise_model, _advise_precision, _advise_links, _advise_pipeline, _advise_batch)
+    found = [one for rule in rules for one in rule(training)]
     return tuple(sorted(found, key=lambda one: one.level != "warning"))
 
 
-def round_up(value: int, multiple: int) -> int:
+def _round_up(value: int, multiple: int) -> int:
     """Round up to a multiple."""
     return -(-value // multiple) * multiple
 
 
-def advise_model(request: FitRequest) -> Iterator[Advice]:
+def _advise_model(training: Training) -> Iterator[Advice]:
     """Advise on the model's dimensions."""
-    model, tp = request.model, request.layout.tp
-    if request.device.kind == "gpu":
-        yield from advise_vocabulary(model, tp, request.settings.seq_len)
-        yield from advise_heads(model)
-        yield from advise_widths(model, tp)
+    model, tp, length = training.model, training.layout.tp, training.settings.seq_len
+    if training.on_gpu:
+        yield from _advise_shapes(model, tp, length)
     if tp > 1 and model.hidden_size // tp < NARROW:
         yield Advice(
             "note",
@@ -176,117 +172,86 @@ def advise_model(request: FitRequest) -> Iterator[Advice]:
             f"{model.hidden_size}: its products are narrow",
             "a smaller parallel.tp, with the states sharded by parallel.zero instead",
         )
-    most, length = model.max_seq_len, request.settings.seq_len
-    if length > most:
+    if length > model.max_seq_len:
         yield Advice(
             "warning",
-            f"fit.seq_len={length} is more than model.max_seq_len={most}",
-            f"fit.seq_len={most}, or a model whose rotary frequencies are scaled",
+            f"fit.seq_len={length} is more than model.max_seq_len={model.max_seq_len}",
+            f"fit.seq_len={model.max_seq_len}, or a model whose rotary frequencies are scaled",
         )
 
 
-def advise_vocabulary(model: ModelDimensions, tp: int, seq_len: int) -> Iterator[Advice]:
-    """Advise to pad the vocabulary."""
+def _advise_shapes(model: ModelDimensions, tp: int, seq_len: int) -> Iterator[Advice]:
+    """Advise on the vocabulary, the width of a head, the hidden size, and widths inside MLP and experts."""
     multiple = TILE * tp
-    if model.vocab_size % multiple == 0:
-        return
-    padded = round_up(model.vocab_size, multiple)
-    share = 6 * model.vocab_size * model.hidden_size / count_token_flops(model, seq_len)
-    gain = f"the output layer is {share:.0%} of the operations"
-    if model.vocab_size % LEAST_MULTIPLE:
-        gain += "; 25% of GPT-2's step by 50257 to 50304 (A. Karpathy, nanoGPT)"
-    level = "warning" if model.vocab_size % LEAST_MULTIPLE and share > 0.02 else "note"
-    of_tp = f" (64 * parallel.tp={tp})" if tp > 1 else ""
-    what = f"model.vocab_size={model.vocab_size} is no multiple of {multiple}{of_tp}"
-    yield Advice(level, what, f"pad it to {padded}", gain)
-
-
-def advise_heads(model: ModelDimensions) -> Iterator[Advice]:
-    """Advise on the width of a head."""
-    width = model.head_width
-    if width > LARGEST_HEAD:
+    if model.vocab_size % multiple:
+        share = 6 * model.vocab_size * model.hidden_size / count_token_flops(model, seq_len)
+        gain, is_odd = f"the output layer is {share:.0%} of the operations", model.vocab_size % LEAST_MULTIPLE
+        if is_odd:
+            gain += "; 25% of GPT-2's step by 50257 to 50304 (A. Karpathy, nanoGPT)"
+        of_tp = f" (64 * parallel.tp={tp})" if tp > 1 else ""
         yield Advice(
-            "warning",
-            f"heads are {width} wide, and FlashAttention-2 has none wider than {LARGEST_HEAD}",
-            "more heads of 64 or 128",
+            "warning" if is_odd and share > 0.02 else "note",
+            f"model.vocab_size={model.vocab_size} is no multiple of {multiple}{of_tp}",
+            f"pad it to {_round_up(model.vocab_size, multiple)}",
+            gain,
         )
-    elif width % LEAST_MULTIPLE:
-        yield Advice(
-            "warning",
-            f"heads are {width} wide, no multiple of 8: attention does without fast kernels",
-            "heads of 64 or 128",
-            "up to 39% of a step by efficient shapes (arXiv:2401.14489)",
+    heads = f"heads are {model.head_width} wide"
+    if model.head_width > LARGEST_HEAD:
+        what = f"{heads}, and FlashAttention-2 has none wider than {LARGEST_HEAD}"
+        yield Advice("warning", what, "more heads of 64 or 128")
+    elif model.head_width % LEAST_MULTIPLE:
+        what, gain = (
+            "no multiple of 8: attention does without fast kernels",
+            "up to 39% of a step by efficient shapes",
         )
-    elif width % TILE:
-        yield Advice(
-            "note",
-            f"heads are {width} wide, no multiple of 64",
-            "heads of 64 or 128",
-            "heads of 64 and 128 use tensor cores best (arXiv:2401.14489)",
-        )
-
-
-def advise_widths(model: ModelDimensions, tp: int) -> Iterator[Advice]:
-    """Advise on the hidden size and on the widths inside MLP and experts."""
-    widths = {"model.hidden_size": (model.hidden_size, 1)}
+        yield Advice("warning", f"{heads}, {what}", "heads of 64 or 128", f"{gain} (arXiv:2401.14489)")
+    elif model.head_width % TILE:
+        gain = "heads of 64 and 128 use tensor cores best (arXiv:2401.14489)"
+        yield Advice("note", f"{heads}, no multiple of 64", "heads of 64 or 128", gain)
+    widths = [("model.hidden_size", model.hidden_size, 1)]
     if model.experts is not None:
-        widths["model.experts.intermediate_size"] = (model.experts.intermediate_size, 1)
+        widths.append(("model.experts.intermediate_size", model.experts.intermediate_size, 1))
     if model.experts is None or model.experts.dense_layers:
-        widths["model.intermediate_size"] = (model.intermediate_size, tp)
-    for key, (width, parts) in widths.items():
-        if width % (TILE * parts):
-            yield advise_width(key, width, parts, is_swiglu=model.mlp == "swiglu")
-
-
-def advise_width(key: str, width: int, parts: int, *, is_swiglu: bool) -> Advice:
-    """Advise to round a width of a matrix, of which each GPU has a part."""
-    near = max(1, round(width / (TILE * parts))) * TILE * parts
-    bad = width % (LEAST_MULTIPLE * parts)
-    gain = ""
-    if is_swiglu and key.endswith("intermediate_size") and bad:
+        widths.append(("model.intermediate_size", model.intermediate_size, tp))
+    for key, width, parts in widths:
+        if width % (TILE * parts) == 0:
+            continue
+        near, is_odd = max(1, round(width / (TILE * parts))) * TILE * parts, width % (LEAST_MULTIPLE * parts)
         gain = "SwiGLU's 10922 to 10944: 273 to 398 TFLOPS on an H100 (S. Bekman)"
-    what = f"{key}={width} is no multiple of {TILE}"
-    if parts > 1:
-        what = f"{key}={width} over parallel.tp={parts} is {width / parts:g}, no multiple of {TILE}"
-    return Advice("warning" if bad else "note", what, f"{key}={near}", gain)
+        has_gain = model.mlp == "swiglu" and key.endswith("intermediate_size") and is_odd
+        what = f"{key}={width} is no multiple of {TILE}"
+        if parts > 1:
+            what = f"{key}={width} over parallel.tp={parts} is {width / parts:g}, no multiple of {TILE}"
+        yield Advice("warning" if is_odd else "note", what, f"{key}={near}", gain if has_gain else "")
 
 
-def advise_precision(request: FitRequest) -> Iterator[Advice]:
+def _advise_precision(training: Training) -> Iterator[Advice]:
     """Advise on what the GPU computes in."""
-    settings, device, model = request.settings, request.device, request.model
-    gpu = find_gpu(device.name) if device.kind == "gpu" else None
-    names = dict(gpu.peak_tflops) if gpu else {}
-    if gpu and settings.precision == "fp8" and gpu.fp8 is None:
-        yield Advice(
-            "warning", f"fit.precision=fp8, and a {device.name} computes no fp8", "fit.precision=mixed"
-        )
-    if gpu and settings.precision in ("bf16", "mixed") and "bf16" not in names:
-        yield Advice(
-            "warning",
-            f"fit.precision={settings.precision}, and a {device.name} has no fast bf16",
-            "fp16 with loss scaling, which needs the same memory",
-        )
-    if gpu and gpu.tf32 and settings.precision == "fp32":
+    precision, name = training.settings.precision, training.device.name
+    gpu = find_gpu(name) if training.on_gpu else None
+    if gpu and precision == "fp8" and gpu.fp8 is None:
+        yield Advice("warning", f"fit.precision=fp8, and a {name} computes no fp8", "fit.precision=mixed")
+    if gpu and precision in ("bf16", "mixed") and "bf16" not in dict(gpu.peak_tflops):
+        what = f"fit.precision={precision}, and a {name} has no fast bf16"
+        yield Advice("warning", what, "fp16 with loss scaling, which needs the same memory")
+    if gpu and gpu.tf32 and precision == "fp32":
         yield Advice(
             "note",
             "fit.precision=fp32 leaves tensor cores unused",
             'torch.set_float32_matmul_precision("high") for TF32, or fit.precision=mixed',
             f"peaks: fp32 {gpu.fp32:g}, TF32 {gpu.tf32:g}, bf16 {gpu.bf16:g} TFLOPS",
         )
-    for name in ("hidden_size", "intermediate_size"):
-        if settings.precision == "fp8" and getattr(model, name) % FP8_MULTIPLE:
-            value = getattr(model, name)
-            yield Advice(
-                "warning",
-                f"model.{name}={value} is no multiple of 16, which products in fp8 need",
-                f"model.{name}={round_up(value, FP8_MULTIPLE)}",
-            )
+    for key in ("hidden_size", "intermediate_size"):
+        value = getattr(training.model, key)
+        if precision == "fp8" and value % FP8_MULTIPLE:
+            what = f"model.{key}={value} is no multiple of 16, which products in fp8 need"
+            yield Advice("warning", what, f"model.{key}={_round_up(value, FP8_MULTIPLE)}")
 
 
-def advise_links(request: FitRequest) -> Iterator[Advice]:
+def _advise_links(training: Training) -> Iterator[Advice]:
     """Advise on groups that cross nodes or NVLink's domain."""
-    layout, each = request.layout, request.gpus_per_node
-    domain = request.device.nvlink_domain or each
+    layout, each = training.layout, training.gpus_per_node
+    domain = training.device.nvlink_domain or each
     if layout.tp > domain:
         within = layout.tp <= each and each % layout.tp == 0
         yield Advice(
@@ -296,84 +261,66 @@ def advise_links(request: FitRequest) -> Iterator[Advice]:
             f"parallel.tp={domain} or less, and parallel.pp or parallel.zero for the rest",
             "Megatron-LM keeps tp within a node (arXiv:2104.04473, section 5)",
         )
-    elif layout.tp > 1 and request.nodes > 1 and each % layout.tp and domain <= each:
-        yield Advice(
-            "warning",
-            f"parallel.tp={layout.tp} does not divide the {each} GPUs of a node: a group spans two nodes",
-            "a divisor",
-        )
-    for name, what in (("ep", "the all-to-alls of experts"), ("cp", "the exchange of keys and values")):
-        size = getattr(layout, name) * layout.tp
-        if getattr(layout, name) > 1 and size > domain:
+    elif layout.tp > 1 and training.nodes > 1 and each % layout.tp and domain <= each:
+        what = f"parallel.tp={layout.tp} does not divide the {each} GPUs of a node: a group spans two nodes"
+        yield Advice("warning", what, "a divisor")
+    overlap = "as long as the computation in DeepSeek-V3, which overlaps it (arXiv:2412.19437, 3.2.1)"
+    for name, level, what, gain in (
+        ("ep", "warning", "the all-to-alls of experts", overlap),
+        ("cp", "note", "the exchange of keys and values", ""),
+    ):
+        size = getattr(layout, name)
+        if size > 1 and size * layout.tp > domain:
             yield Advice(
-                "warning" if name == "ep" else "note",
-                f"parallel.{name}={getattr(layout, name)} with parallel.tp={layout.tp} spans {size} GPUs,"
+                level,
+                f"parallel.{name}={size} with parallel.tp={layout.tp} spans {size * layout.tp} GPUs,"
                 f" and NVLink or a node connects {domain}: {what} go over slower links",
                 f"parallel.{name}={max(1, domain // layout.tp)} or less, unless they are overlapped",
-                "as long as the computation in DeepSeek-V3, which overlaps it (arXiv:2412.19437, 3.2.1)"
-                if name == "ep"
-                else "",
+                gain,
             )
 
 
-def advise_pipeline(request: FitRequest) -> Iterator[Advice]:
+def _advise_pipeline(training: Training) -> Iterator[Advice]:
     """Advise on the bubble of the pipeline, (pp - 1) / (v m + pp - 1), and on uneven stages."""
-    layout, micro_steps = request.layout, request.settings.accumulation
+    layout, steps, layers = training.layout, training.settings.accumulation, training.model.layers
     if layout.pp == 1:
         return
     idle = layout.pp - 1
-    bubble = idle / (layout.virtual_stages * micro_steps + idle)
+    bubble = idle / (layout.virtual_stages * steps + idle)
     if bubble > LARGEST_BUBBLE:
-        enough = -(-idle * 9 // layout.virtual_stages)
-        steps = "1 micro-step" if micro_steps == 1 else f"{micro_steps} micro-steps"
-        fix = f"fit.accumulation={enough} makes it 10%"
-        if layout.virtual_stages == 1 and request.model.layers >= 2 * layout.pp:
+        fix = f"fit.accumulation={-(-idle * 9 // layout.virtual_stages)} makes it 10%"
+        if layout.virtual_stages == 1 and layers >= 2 * layout.pp:
             fix += ", or parallel.virtual_stages=2"
+        shown = f"{steps} micro-step{'s' * (steps > 1)}"
+        what = f"the pipeline of {layout.pp} stages idles {bubble:.0%} of a step of {shown}"
+        yield Advice("warning", what, fix, "share (pp - 1) / (v m + pp - 1) (arXiv:2104.04473, section 2.2)")
+    if layout.virtual_stages > 1 and steps % layout.pp:
         yield Advice(
             "warning",
-            f"the pipeline of {layout.pp} stages idles {bubble:.0%} of a step of {steps}",
-            fix,
-            "share (pp - 1) / (v m + pp - 1) (arXiv:2104.04473, section 2.2)",
-        )
-    if layout.virtual_stages > 1 and micro_steps % layout.pp:
-        yield Advice(
-            "warning",
-            f"fit.accumulation={micro_steps} is no multiple of parallel.pp={layout.pp}, which Megatron-LM's"
+            f"fit.accumulation={steps} is no multiple of parallel.pp={layout.pp}, which Megatron-LM's"
             " interleaved schedule needs",
-            f"fit.accumulation={round_up(micro_steps, layout.pp)}",
+            f"fit.accumulation={_round_up(steps, layout.pp)}",
         )
     chunks = layout.pp * layout.virtual_stages
-    if request.model.layers % chunks:
-        most = -(-request.model.layers // chunks)
-        yield Advice(
-            "note",
-            f"model.layers={request.model.layers} over {chunks} stages is uneven: the largest has {most}",
-            "a parallel.pp that divides the layers, or the ends of the pipeline with fewer layers",
-        )
+    if layers % chunks:
+        what = f"model.layers={layers} over {chunks} stages is uneven: the largest has {-(-layers // chunks)}"
+        fix = "a parallel.pp that divides the layers, or the ends of the pipeline with fewer layers"
+        yield Advice("note", what, fix)
 
 
-def advise_batch(request: FitRequest) -> Iterator[Advice]:
+def _advise_batch(training: Training) -> Iterator[Advice]:
     """Advise on the micro-batch, accumulation and attention."""
-    settings, layout = request.settings, request.layout
+    settings, layout = training.settings, training.layout
     tokens = settings.micro_batch * settings.seq_len // layout.cp
-    if tokens < FEW_TOKENS and request.device.kind == "gpu":
-        yield Advice(
-            "note",
-            f"a micro-batch of {tokens} tokens a GPU is short for products of matrices",
-            "a larger micro-batch if it fits: `launch tune batch` finds it",
-        )
-    if tokens % TILE and request.device.kind == "gpu":
-        yield Advice(
-            "note",
-            f"a micro-batch has {tokens} tokens, no multiple of 64",
-            "a sequence length of a power of two",
-        )
-    if layout.zero == 3 and settings.accumulation > 1 and layout.dp * layout.cp > 1:
-        yield Advice(
-            "note",
-            f"sharded weights are gathered in each of fit.accumulation={settings.accumulation} micro-steps",
-            "a larger micro-batch and fewer micro-steps",
-        )
+    if tokens < FEW_TOKENS and training.on_gpu:
+        what = f"a micro-batch of {tokens} tokens a GPU is short for products of matrices"
+        yield Advice("note", what, "a larger micro-batch if it fits: `launch tune batch` finds it")
+    if tokens % TILE and training.on_gpu:
+        what = f"a micro-batch has {tokens} tokens, no multiple of 64"
+        yield Advice("note", what, "a sequence length of a power of two")
+    if layout.zero == 3 and settings.accumulation > 1 and layout.replicas > 1:
+        what = f"sharded weights are gathered in each of fit.accumulation={settings.accumulation} micro-steps"
+        yield Advice("note", what, "a larger micro-batch and fewer micro-steps")
     if not settings.flash_attention and settings.seq_len >= FEW_TOKENS:
         yield Advice(
             "warning",
@@ -381,3 +328,130 @@ def advise_batch(request: FitRequest) -> Iterator[Advice]:
             "torch's scaled_dot_product_attention, or fit.flash_attention=true",
             "attention 2 to 4 times as fast (arXiv:2205.14135)",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedEstimate:
+    """Speed of one optimizer step and of the whole training; ranges are (low, high)."""
+
+    parameters: int
+    active_parameters: int
+    tokens_per_step: int
+    flops_per_step: float
+    """Of the model, all GPUs: without recomputation."""
+    peak_tflops: float | None
+    """Dense, of one GPU at the precision; None if unknown."""
+    peak_source: str
+    step_seconds: tuple[float, float] | None
+    """Expected; both ends are the measured one if there is one."""
+    mfu: tuple[float, float] | None
+    hfu: tuple[float, float] | None
+    tflops: tuple[float, float] | None
+    """Of one GPU, without recomputation."""
+    total_seconds: tuple[float, float] | None = None
+    """To the token budget."""
+    gpu_hours: tuple[float, float] | None = None
+
+
+BLACKWELL, HOPPER, AMPERE = (
+    ("b200", "b300", "gb200", "gb300"),
+    ("h100", "h200", "h800", "h20", "gh200"),
+    ("a100", "a800"),
+)
+MFU_RANGES = (
+    # torchtitan's Llama 3.1 8B 21% on B200 with a power limit (docs of mxfp8), 42% on GB200 (nvfp4);
+    # Megatron-Bridge's Qwen3 235B 33%.
+    (BLACKWELL, 0.20, 0.48, "B200 and GB200 runs of torchtitan, Megatron-Bridge; H100's at the high end"),
+    # llm-foundry 26 to 46%; Llama 3.1 405B 38 to 43% (arXiv:2407.21783, table 4); torchtitan's Llama 3.1 8B
+    # 33 to 39% (benchmarks/llama3_h100_202412_torchtitan.md); Megatron Core up to 47% (its README).
+    (HOPPER, 0.26, 0.48, "H100 runs of llm-foundry, Llama 3.1, torchtitan, Megatron Core"),
+    # torchtune's Llama 3.2 3B, compiled, 68 to 69% (its README); MosaicML's llm-foundry 36 to 64%
+    # (scripts/train/benchmarking/README.md); torchtitan 50.5 to 61.1%
+    # (docs/performance.md); LLaMA 65B 49% (arXiv:2302.13971: 380 tokens/s/GPU); MT-NLG 530B 30.2%
+    # (arXiv:2204.02311, table 3); Megatron-LM 33 to 39% (arXiv:2104.04473, table 1: 44 to 52% with
+    # recomputation); Korthikanti et al. 42 to 56% (arXiv:2205.05198, table 5).
+    (AMPERE, 0.30, 0.70, "A100 runs of torchtune, llm-foundry, torchtitan, LLaMA, Megatron-LM"),
+    (
+        ("v100", "t4"),
+        0.20,
+        0.35,
+        "V100 runs: GPT-3 21% (arXiv:2204.02311), Megatron-LM 30% (arXiv:1909.08053)",
+    ),
+)
+"""First words of GPUs' names, and the low and high MFU of published runs on them."""
+OTHER = (0.20, 0.50, "an assumption, since no published run on such a GPU is known here")
+FP8 = (0.115, 0.43, "fp8 runs of llm-foundry, torchtitan, DeepSeek-V3, Megatron-Bridge, of the fp8 peak")
+"""llm-foundry 14 to 30% of the fp8 peak; torchtitan's Llama 3.1 8B 12% eager, 25 to 32% compiled; DeepSeek-V3
+22% (2.664M GPU-hours for 14.8T tokens, arXiv:2412.19437, table 1); Transformer Engine's recipes 37 to 42%
+(Megatron-Bridge's performance summary, Megatron-LM's examples/llama)."""
+SMALL = 1_000_000_000
+"""Parameters below which starting kernels counts."""
+SMALL_SHARE, MIXTURE_SHARE, SPLIT_SHARE = 0.4, 0.45, 0.7
+"""Of the low end: small models with small micro-batches, by reasoning (llm-foundry's 125M reaches 43% with
+large ones); mixtures, whose tokens travel between GPUs (torchtitan's DeepSeek-V3 16B 12%);
+layers or sequences that are split over GPUs (its Qwen3 32B 19 to 25% with tp 8 and 4, 405B 9 to 12%)."""
+QUANTIZED_SHARE = 0.5
+"""Of the low end with quantized weights, which are made 16-bit ones in each product: litgpt's nf4 runs are
+1.1 to 2 times as slow as its LoRA runs (tutorials/resource-tables.md)."""
+RECOMPUTING_SHARE = 0.92
+"""Of the high end with all activations computed again: llm-foundry's best is 59.5% with it, 64.2% without."""
+
+
+def _find_mfu_range(training: Training, gpu: GpuType) -> tuple[float, float, str] | None:
+    """Return what published runs reach on such a GPU, and which; None for fp32, which nobody publishes."""
+    settings, first = training.settings, gpu.name.split()[0]
+    if settings.precision == "fp32":
+        return None
+    found = next(((low, high, source) for names, low, high, source in MFU_RANGES if first in names), OTHER)
+    low, high, source = FP8 if settings.precision == "fp8" and gpu.fp8 else found
+    low *= SMALL_SHARE if count_model_parameters(training.model) < SMALL else 1
+    low *= MIXTURE_SHARE if training.model.experts else 1
+    low *= SPLIT_SHARE if max(training.layout.tp, training.layout.cp) > 1 else 1
+    low *= QUANTIZED_SHARE if settings.quantization != "none" else 1
+    high *= RECOMPUTING_SHARE if settings.checkpointing == "full" else 1
+    return low, high, source
+
+
+def estimate_speed(training: Training) -> SpeedEstimate:
+    """Estimate speed: of the measured step if there is one, else by what published runs reach."""
+    settings, model, gpus = training.settings, training.model, training.layout.world_size
+    is_frozen, measured = settings.lora is not None, training.step_seconds
+    of_token = count_token_flops(model, settings.seq_len, is_frozen=is_frozen)
+    early_stop = settings.framework != "megatron"
+    done = count_token_flops(
+        model, settings.seq_len, settings.checkpointing, early_stop=early_stop, is_frozen=is_frozen
+    )
+    again, tokens = done / of_token, training.step_sequences * settings.seq_len
+    flops = float(of_token) * tokens
+    gpu = find_gpu(training.device.name) if training.on_gpu else None
+    peak = gpu.find_precision_peak(settings.precision) if gpu else None
+    published = _find_mfu_range(training, gpu) if gpu else None
+    ideal = flops / (peak * 1e12 * gpus) if peak else None
+    seconds: tuple[float, float] | None = None
+    if measured is not None and measured > 0:
+        seconds = (measured, measured)
+    elif ideal is not None and published is not None:
+        seconds = (ideal / published[1], ideal / published[0])
+    mfu = (ideal / seconds[1], ideal / seconds[0]) if ideal is not None and seconds else None
+    source = gpu.source if gpu else ""
+    if gpu and published and measured is None:
+        source += f"; range: {published[2]}"
+    total, hours, each = None, None, flops / gpus / 1e12
+    if training.tokens is not None and seconds is not None:
+        steps = training.tokens / tokens
+        total = (steps * seconds[0], steps * seconds[1])
+        hours = (total[0] * (gpus / 3600), total[1] * (gpus / 3600))
+    return SpeedEstimate(
+        parameters=count_model_parameters(model),
+        active_parameters=count_active_parameters(model),
+        tokens_per_step=tokens,
+        flops_per_step=flops,
+        peak_tflops=peak,
+        peak_source=source,
+        step_seconds=seconds,
+        mfu=mfu,
+        hfu=(mfu[0] * again, mfu[1] * again) if mfu else None,
+        tflops=(each / seconds[1], each / seconds[0]) if seconds else None,
+        total_seconds=total,
+        gpu_hours=hours,
+    )

@@ -22,7 +22,7 @@ from launcher.runs.run_directory import RunDir, name_run_dir
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from launcher.config.start import AgentChoice, Cluster
-    from launcher.fit.fit_model import ModelDimensions
+    from launcher.fit.training import ModelDimensions
     from launcher.plan.model import Plan
 
 SHIM = Path(__file__).parents[1] / "rank" / "__main__.py"

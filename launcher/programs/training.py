@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from launcher.fit.gpu_table import find_gpu
+from launcher.fit.gpus import find_gpu
 from launcher.programs.checkpoint import Checkpointer, Progress
 from launcher.programs.data import Schedule, Windows, find_text, make_loader
 from launcher.programs.options import RECOMPUTED, Config, OptionError, TrainConfig

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from launcher.fit.choose_settings import describe_choice
-from launcher.fit.fit_decision import format_bytes
-from launcher.fit.fit_model import BudgetLine, FitReport, FitRequest, Range, SpeedEstimate
-from launcher.fit.step_fit import StepFit
+from launcher.fit.advice import BudgetLine, SpeedEstimate
+from launcher.fit.choice import FitReport, StepFit, describe_choice, format_bytes
+from launcher.fit.training import Range, Training
 from launcher.report.tables import make_table, print_line
 from launcher.text import clean_text, count_things, describe_time, escape_text, format_size
 from launcher.tune.batch_search import FAILED, FITS, BatchChoice, BatchTrial, measure_use
@@ -72,7 +71,7 @@ def _describe_verdict(report: FitReport) -> str:
     return f"memory of {where}{name}: {text}; {needed}"
 
 
-def _describe_request(request: FitRequest, speed: SpeedEstimate | None) -> str:
+def _describe_request(request: Training, speed: SpeedEstimate | None) -> str:
     """Say in a line what is judged: the model, the layout and the settings."""
     layout, settings = request.layout, request.settings
     sizes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "dp")}
@@ -188,7 +187,7 @@ def _write_amount(amount: float, unit: str) -> str:
     return f"{amount:.0f}" if unit == "cores" else f"{_write_number(amount)} {unit}"
 
 
-def _describe_speed(speed: SpeedEstimate, request: FitRequest) -> Iterator[str]:
+def _describe_speed(speed: SpeedEstimate, request: Training) -> Iterator[str]:
     """Give the lines on speed: of a step, and to the budget of tokens."""
     if not speed.step_seconds:
         return

@@ -13,7 +13,7 @@ from launcher.codec import convert
 from launcher.config.settings import Settings
 from launcher.errors import MachineError
 from launcher.files import LARGEST, read_file
-from launcher.fit.fit_model import ModelDimensions
+from launcher.fit.training import ModelDimensions
 from launcher.protocol import LAUNCH_SECRETS
 from launcher.runs.run_directory import write_json
 from launcher.runs.secrets import mask_tree, mask_words

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from launcher.config.fit_check import act_on_request, settle_job, settle_planned
 from launcher.config.fit_request import find_fit_device, make_request_on
 from launcher.config.settings import Settings
-from launcher.fit.fit_model import Device, FitRequest, ModelDimensions, NodeResources
-from launcher.fit.gpu_table import GPU_TYPES, GpuType, find_gpu, split_words
+from launcher.fit.gpus import GPU_TYPES, GpuType, find_gpu, split_words
+from launcher.fit.training import Device, ModelDimensions, NodeResources, Training
 from launcher.launch.job import JobSpec
 from launcher.slurm.job_options import JobOptions, read_nproc
 from launcher.slurm.node_snapshot import count_gpus, plan_snapshot
@@ -90,7 +90,7 @@ def find_largest_gpu(name: str | None) -> GpuType | None:
     return max(filter(None, found), key=lambda one: one.memory_mib, default=None)
 
 
-def make_site_request(spec: JobSpec, model: ModelDimensions, site: Site) -> FitRequest:
+def make_site_request(spec: JobSpec, model: ModelDimensions, site: Site) -> Training:
     """Return what is asked of a job on such nodes; raises UsageError."""
     config = spec.config
     device = find_fit_device(config.fit, [], 0) if config.fit.gpu else site.device

@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from launcher.fit.fit_model import FitRequest, MemoryEstimate
+from launcher.fit.training import Estimate, Training
 from launcher.tune.batch_search import MARGIN
 
 
-def guess_batch(
-    request: FitRequest, estimate: Callable[[FitRequest], MemoryEstimate], max_batch: int
-) -> int | None:
+def guess_batch(request: Training, estimate: Callable[[Training], Estimate], max_batch: int) -> int | None:
     """Return the largest power of two up to `max_batch` that is expected to fit with a margin.
 
     None if the memory of the device is unknown; 1 if nothing is expected to fit, since estimates can be off.

@@ -4,7 +4,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.fit.fit_model import Device, FitRequest, ModelDimensions, ParallelLayout, TrainingSettings
+from launcher.fit.training import Device, ModelDimensions, ParallelLayout, Training, TrainingSettings
 
 H100 = Device("NVIDIA H100 80GB HBM3", 81559)
 
@@ -45,7 +45,7 @@ GRID, FEW = (tuple(FitCase(**fields) for fields in TABLES[name]) for name in ("g
 """All of them, and a few that an ordinary test can afford."""
 
 
-def make_request(case: FitCase) -> FitRequest:
+def make_request(case: FitCase) -> Training:
     """Make what is asked of the estimate."""
     sharded = case.parallel == "fsdp"
     settings = TrainingSettings(
@@ -60,4 +60,4 @@ def make_request(case: FitCase) -> FitRequest:
         bundled=True,
     )
     layout = ParallelLayout(dp=case.world_size, zero=3 if sharded else 0)
-    return FitRequest(MODELS[case.model], layout, settings, H100, min(8, case.world_size))
+    return Training(MODELS[case.model], layout, settings, H100, min(8, case.world_size))

@@ -10,8 +10,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from launcher.fit.fit_model import ModelDimensions, Range
-from launcher.fit.memory_estimate import estimate_memory
+from launcher.fit.memory import estimate_memory
+from launcher.fit.training import ModelDimensions, Range
 from tests.benchmarks.fit_cases import GRID, MODELS, FitCase, make_request
 
 GIB = 2**30

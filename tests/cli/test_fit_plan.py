@@ -50,7 +50,7 @@ def test_the_table_is_below_the_placement(launch: Launch) -> None:
 def test_a_plan_loads_no_torch(tmp_path: Path) -> None:
     words = ["plan", "+model=llama7b", "nodes=4", H100]
     loaded = list_loaded(words, tmp_path)
-    assert "launcher.fit.memory_estimate" in loaded
+    assert "launcher.fit.memory" in loaded
     assert not loaded & {"torch", "numpy", "launcher.programs"}
 
 

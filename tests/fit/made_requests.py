@@ -2,20 +2,20 @@
 
 from dataclasses import replace
 
-from launcher.fit.cheapest_changes import find_framework
-from launcher.fit.fit_model import (
+from launcher.fit.training import (
     Device,
-    FitRequest,
     ModelDimensions,
     NodeResources,
     ParallelLayout,
+    Training,
     TrainingSettings,
+    find_framework,
 )
 
 LLAMA7B = ModelDimensions("llama7b", 32000, 32, 4096, 32, 32, 128, 11008, 4096)
 H100 = Device("NVIDIA H100 80GB HBM3", 81559, nvlink_domain=8)
 NODE = NodeResources(cores=112, memory_kib=2 << 30, shm_kib=1 << 30, num_workers=2)
-REQUEST = FitRequest(
+REQUEST = Training(
     LLAMA7B,
     ParallelLayout(dp=8),
     TrainingSettings(micro_batch=8, seq_len=4096),
@@ -26,7 +26,7 @@ REQUEST = FitRequest(
 )
 
 
-def make_request(layout: ParallelLayout, settings: TrainingSettings = REQUEST.settings) -> FitRequest:
+def make_request(layout: ParallelLayout, settings: TrainingSettings = REQUEST.settings) -> Training:
     """LLaMA 7B on nodes of eight H100, split and set up like this."""
     settings = replace(settings, framework=find_framework(layout))
     return replace(REQUEST, layout=layout, settings=settings, nodes=max(1, layout.world_size // 8))

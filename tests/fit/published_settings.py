@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass, replace
 
-from launcher.fit.fit_model import (
+from launcher.fit.gpus import find_gpu
+from launcher.fit.memory import estimate_memory
+from launcher.fit.training import (
     Device,
     Experts,
-    FitRequest,
     LatentAttention,
     ModelDimensions,
     ParallelLayout,
+    Training,
     TrainingSettings,
 )
-from launcher.fit.gpu_table import find_gpu
-from launcher.fit.memory_estimate import estimate_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class Published:
     reserved_gib: float | None = None
     """torch.cuda.max_memory_reserved, if it is published."""
 
-    def make_request(self) -> FitRequest:
+    def make_request(self) -> Training:
         """What is asked of the launcher."""
         gpu = find_gpu(self.gpu)
         assert gpu is not None
         each = min(8, self.layout.world_size)
         device = Device(self.gpu, gpu.memory_mib, nvlink_domain=gpu.nvlink_domain)
         nodes = self.layout.world_size // each
-        return FitRequest(self.model, self.layout, self.settings, device, each, nodes, is_bundled=False)
+        return Training(self.model, self.layout, self.settings, device, each, nodes, is_bundled=False)
 
 
 def make_gpt(name: str, layers: int, hidden: int, heads: int, **others: object) -> ModelDimensions:

@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.fit.advice import advise, budget_node
-from launcher.fit.fit_model import (
-    BudgetLine,
+from launcher.fit.advice import BudgetLine, advise, budget_node
+from launcher.fit.training import (
     Device,
     Experts,
-    FitRequest,
     ModelDimensions,
     NodeResources,
     ParallelLayout,
+    Training,
     TrainingSettings,
 )
 from tests.fit.made_requests import NODE, REQUEST, make_request
@@ -21,7 +20,7 @@ LLAMA70B = ModelDimensions("llama70b", 32768, 80, 8192, 64, 8, 128, 28672, 4096)
 GPT2 = ModelDimensions("gpt2", 50257, 12, 768, 12, 12, 64, 3072, 1024, mlp="gelu", tied_embeddings=True)
 MIXTRAL = ModelDimensions("mixtral", 32768, 32, 4096, 32, 8, 128, 14336, 32768, experts=Experts(8, 2, 14336))
 H100 = Device("NVIDIA H100 80GB HBM3", 81559, nvlink_domain=8)
-GOOD = FitRequest(
+GOOD = Training(
     LLAMA70B,
     ParallelLayout(tp=8, pp=4, dp=2, virtual_stages=5),
     TrainingSettings(framework="megatron", seq_len=4096, accumulation=32),
@@ -32,10 +31,10 @@ GOOD = FitRequest(
 
 
 def change(
-    request: FitRequest = GOOD,
+    request: Training = GOOD,
     model: dict[str, int] | None = None,
     **others: dict[str, object] | Device | int,
-) -> FitRequest:
+) -> Training:
     """A request with fields of its parts changed."""
     parts: dict[str, object] = {"model": replace(request.model, **(model or {}))}  # type: ignore[arg-type]  # all are int
     for name, value in others.items():
@@ -99,7 +98,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("request_", "level", "what", "fix", "gain"), CASES, ids=[str(row[2]) for row in CASES]
 )
-def test_a_rule(request_: FitRequest, level: str, what: str, fix: str, gain: str) -> None:
+def test_a_rule(request_: Training, level: str, what: str, fix: str, gain: str) -> None:
     found = [one for one in advise(request_) if what in one.what]
     assert [one.level for one in found] == [level]
     assert fix in found[0].fix and gain in found[0].gain
@@ -122,7 +121,7 @@ def test_warnings_come_first() -> None:
     assert levels == sorted(levels, reverse=True) and len(set(levels)) == 2
 
 
-def budget(request: FitRequest) -> dict[str, BudgetLine]:
+def budget(request: Training) -> dict[str, BudgetLine]:
     return {line.name: line for line in budget_node(request)}
 
 
@@ -153,22 +152,21 @@ def test_an_offloaded_optimizer_is_in_the_nodes_that_share_it() -> None:
     offload = replace(REQUEST.settings, offload="optimizer")
     one = make_request(ParallelLayout(dp=8, zero=3), offload)
     eight = make_request(ParallelLayout(dp=64, zero=3), offload)
-    needed = [dict(list_parts(request))["offload"] for request in (one, eight)]
+    needed = [count_parts(replace(request, is_bundled=True)) for request in (one, eight)]
     assert needed[0] == pytest.approx(16 * 6_738_415_616 * 1.5 / (1 << 30))
     assert needed[1] == pytest.approx(needed[0] / 8)
 
 
-def list_parts(request: FitRequest) -> list[tuple[str, float]]:
-    from launcher.fit.advice import list_memory
-
-    return list(list_memory(request))
+def count_parts(request: Training) -> float:
+    """GiB of what depends on the model: without workers, and without what a GPU's rank takes."""
+    on_cpus = replace(request, device=replace(request.device, kind="cpu"), node=NodeResources())
+    return budget(on_cpus)["CPU memory"].needed
 
 
 def test_a_gathered_checkpoint_counts_where_a_program_may_gather_it() -> None:
     sharded = make_request(ParallelLayout(dp=8, zero=3))
-    gathered = dict(list_parts(sharded))["checkpoint on rank 0"]
-    assert gathered == pytest.approx(4 * 6_738_415_616 / (1 << 30))
-    assert dict(list_parts(replace(sharded, is_bundled=True)))["checkpoint on rank 0"] == 0
+    assert count_parts(sharded) == pytest.approx(4 * 6_738_415_616 / (1 << 30))
+    assert count_parts(replace(sharded, is_bundled=True)) == 0
 
 
 def test_batches_of_the_workers_are_in_shared_memory() -> None:

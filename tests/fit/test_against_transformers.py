@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from launcher.fit.hf_config import FAMILIES, parse_model_config
-from launcher.fit.parameter_counts import count_model_parameters
+from launcher.fit.counts import count_model_parameters
+from launcher.fit.hf import FAMILIES, parse_model_config
 
 SMALL = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 SMALL |= {"max_position_embeddings": 128, "intermediate_size": 96}

@@ -6,16 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UsageError
-from launcher.fit.advice import advise
-from launcher.fit.batch_arithmetic import check_layout
-from launcher.fit.fit_model import (
-    Device,
-    FitRequest,
-    ParallelLayout,
-    TrainingSettings,
-)
-from launcher.fit.memory_estimate import estimate_memory
-from launcher.fit.speed_estimate import estimate_speed
+from launcher.fit.advice import advise, estimate_speed
+from launcher.fit.memory import estimate_memory
+from launcher.fit.training import Device, ParallelLayout, Training, TrainingSettings, check_layout
 from tests.fit.published_settings import DEEPSEEK, GPT2, LLAMA70B, MIXTRAL
 from tests.fuzzing import WORDS
 
@@ -49,7 +42,7 @@ DEVICES = [
     Device("x", 0),
 ]
 requests = st.builds(
-    FitRequest,
+    Training,
     model=st.sampled_from([LLAMA70B, MIXTRAL, GPT2, DEEPSEEK]),
     layout=layouts,
     settings=trainings,
@@ -61,7 +54,7 @@ requests = st.builds(
 
 
 @given(requests)
-def test_what_is_taken_has_memory_speed_and_advice(found: FitRequest) -> None:
+def test_what_is_taken_has_memory_speed_and_advice(found: Training) -> None:
     request = replace(found, nodes=found.layout.world_size // 2)
     try:
         check_layout(request)

@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UsageError
-from launcher.fit.batch_arithmetic import BatchSizes, check_layout, solve_batch
-from launcher.fit.fit_model import (
+from launcher.fit.training import (
     Device,
     Experts,
-    FitRequest,
     ModelDimensions,
     ParallelLayout,
+    Training,
     TrainingSettings,
+    check_layout,
+    solve_batch,
 )
 
 LLAMA70B = ModelDimensions("llama70b", 32000, 80, 8192, 64, 8, 128, 28672, 4096)
@@ -26,46 +27,47 @@ H100 = Device("H100", 81559, nvlink_domain=8)
 
 def make_request(
     layout: ParallelLayout, model: ModelDimensions = LLAMA70B, gpus: int = 8, **settings: object
-) -> FitRequest:
+) -> Training:
     nodes = max(1, layout.world_size // gpus)
     chosen = replace(TrainingSettings(framework="megatron", seq_len=4096), **settings)  # type: ignore[arg-type]  # of several types
-    return FitRequest(model, layout, chosen, H100, gpus_per_node=gpus, nodes=nodes)
+    return Training(model, layout, chosen, H100, gpus_per_node=gpus, nodes=nodes)
 
 
 @pytest.mark.parametrize(
-    ("given_sizes", "solved"),
+    ("sizes", "solved"),
     [
-        ({}, (1, 1, 1, 1)),
-        ({"micro_batch": 4, "dp": 8}, (4, 8, 1, 32)),
-        ({"micro_batch": 4, "dp": 8, "global_batch": 256}, (4, 8, 8, 256)),
-        ({"micro_batch": 4, "accumulation": 8, "global_batch": 256}, (4, 8, 8, 256)),
-        ({"dp": 8, "accumulation": 8, "global_batch": 256}, (4, 8, 8, 256)),
-        ({"dp": 8, "global_batch": 256}, (1, 8, 32, 256)),
-        ({"global_batch": 256}, (1, 1, 256, 256)),
-        ({"micro_batch": 4, "dp": 8, "accumulation": 8, "global_batch": 256}, (4, 8, 8, 256)),
+        ((None, 1, None, None), (1, 1)),
+        ((4, 8, None, None), (4, 1)),
+        ((4, 8, None, 256), (4, 8)),
+        ((None, 8, 8, 256), (4, 8)),
+        ((None, 8, None, 256), (1, 32)),
+        ((None, 1, None, 256), (1, 256)),
+        ((4, 8, 8, 256), (4, 8)),
     ],
 )
-def test_any_one_is_solved_from_the_others(given_sizes: dict[str, int], solved: tuple[int, ...]) -> None:
-    assert solve_batch(**given_sizes) == BatchSizes(*solved)
+def test_any_one_is_solved_from_the_others(
+    sizes: tuple[int | None, int, int | None, int | None], solved: tuple[int, int]
+) -> None:
+    assert solve_batch(*sizes) == solved
 
 
 @pytest.mark.parametrize(
     ("sizes", "parts"),
     [
         (
-            {"micro_batch": 3, "dp": 8, "global_batch": 256},
+            (3, 8, None, 256),
             ("global_batch=256", "(24)", "micro_batch=2", "micro_batch=4", "=240", "=264"),
         ),
-        ({"micro_batch": 4, "dp": 8, "accumulation": 7, "global_batch": 256}, ("accumulation=8", "=224")),
-        ({"global_batch": 10**30}, ("bits", "at most")),
-        ({"micro_batch": 10**12, "dp": 10**12}, ("at most",)),
+        ((4, 8, 7, 256), ("accumulation=8", "=224")),
+        ((10**15, 10**15, None, None), ("bits", "at most")),
+        ((10**12, 10**12, None, None), ("at most",)),
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest(
-    sizes: dict[str, int], parts: tuple[str, ...]
+    sizes: tuple[int | None, int, int | None, int | None], parts: tuple[str, ...]
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        solve_batch(**sizes)
+        solve_batch(*sizes)
     for part in parts:
         assert part in str(caught.value)
 
@@ -73,20 +75,20 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest(
 sizes = st.integers(1, 4096) | st.sampled_from([1, 2, 8, 64, 10**6, 10**12])
 
 
-@given(micro_batch=st.none() | sizes, dp=st.none() | sizes, accumulation=st.none() | sizes, total=sizes)
+@given(micro_batch=st.none() | sizes, dp=sizes, accumulation=st.none() | sizes, total=sizes)
 def test_every_batch_that_an_error_proposes_works(
-    micro_batch: int | None, dp: int | None, accumulation: int | None, total: int
+    micro_batch: int | None, dp: int, accumulation: int | None, total: int
 ) -> None:
-    given_sizes = {"micro_batch": micro_batch, "dp": dp, "accumulation": accumulation, "global_batch": total}
+    known = {"micro_batch": micro_batch, "accumulation": accumulation, "global_batch": total}
     try:
-        found = solve_batch(**given_sizes)
+        micro, steps = solve_batch(micro_batch, dp, accumulation, total)
     except UsageError as error:
         fixes = re.findall(r"(\w+)=(\d+)", str(error).partition(": set ")[2])
         assert fixes or "at most" in str(error)
         for name, value in fixes:
-            solve_batch(**{**given_sizes, name: int(value)})
+            solve_batch(dp=dp, **{**known, name: int(value)})
     else:
-        assert found.micro_batch * found.dp * found.accumulation == found.global_batch == total
+        assert micro * dp * steps == total
 
 
 BAD = [
@@ -127,7 +129,7 @@ BAD = [
     ("request_", "parts"), BAD, ids=lambda value: "" if isinstance(value, tuple) else None
 )
 def test_a_layout_that_cannot_be_is_refused_with_the_nearest(
-    request_: FitRequest, parts: tuple[str, ...]
+    request_: Training, parts: tuple[str, ...]
 ) -> None:
     with pytest.raises(UsageError) as caught:
         check_layout(request_)
@@ -145,7 +147,7 @@ def test_a_layout_that_cannot_be_is_refused_with_the_nearest(
         make_request(ParallelLayout(), gpus=1, framework="ddp"),
     ],
 )
-def test_layouts_that_are_used(good: FitRequest) -> None:
+def test_layouts_that_are_used(good: Training) -> None:
     check_layout(good)
 
 
@@ -164,7 +166,7 @@ layouts = st.builds(
     virtual_stages=st.just(1) | numbers,
 )
 requests = st.builds(
-    FitRequest,
+    Training,
     model=st.sampled_from([LLAMA70B, MIXTRAL, GPT2]),
     layout=layouts,
     settings=st.builds(
@@ -182,7 +184,7 @@ requests = st.builds(
 
 
 @given(requests)
-def test_any_layout_is_taken_or_refused(found: FitRequest) -> None:
+def test_any_layout_is_taken_or_refused(found: Training) -> None:
     try:
         check_layout(found)
     except UsageError as error:
@@ -190,7 +192,7 @@ def test_any_layout_is_taken_or_refused(found: FitRequest) -> None:
 
 
 @given(st.builds(replace, requests, layout=layouts, gpus_per_node=st.just(8), nodes=small))
-def test_what_an_error_proposes_for_a_layout_works(found: FitRequest) -> None:
+def test_what_an_error_proposes_for_a_layout_works(found: Training) -> None:
     """The proposed value removes the error: no error names the same key with the proposed value."""
     try:
         check_layout(found)

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.fit.cheapest_changes import find_cheapest_changes, list_micro_batches
-from launcher.fit.fit_model import FitRequest, ParallelLayout, Range, TrainingSettings
-from launcher.fit.parameter_counts import count_model_parameters
+from launcher.fit.choice import find_changes
+from launcher.fit.counts import count_model_parameters
+from launcher.fit.training import ParallelLayout, Range, Training, TrainingSettings
 from tests.fit.made_requests import REQUEST, make_request
 
 GIB = 1 << 30
 
 
-def estimate(request: FitRequest) -> Range:
+def estimate(request: Training) -> Range:
     """States and activations of a simple model of memory, in which every change counts."""
     layout, settings = request.layout, request.settings
     parameters = count_model_parameters(request.model) // layout.tp
@@ -25,8 +25,12 @@ def estimate(request: FitRequest) -> Range:
     return Range(total, total, total)
 
 
-def propose(request: FitRequest, gib: float) -> list[tuple[str, ...]]:
-    changes = find_cheapest_changes(request, int(gib * GIB), estimate)
+def limit(request: Training, gib: float) -> Training:
+    return replace(request, device=replace(request.device, memory_mib=int(gib * 1024)))
+
+
+def propose(request: Training, gib: float) -> list[tuple[str, ...]]:
+    changes = find_changes(limit(request, gib), estimate)
     assert all(change.total.high <= gib * GIB for change in changes)
     assert all(change.why for change in changes)
     return [change.settings for change in changes]
@@ -67,7 +71,7 @@ def test_the_bundled_programs_changes_are_its_own_options() -> None:
 
 def test_a_set_global_batch_is_kept() -> None:
     request = make_request(ParallelLayout(dp=8, zero=3), TrainingSettings(micro_batch=6, seq_len=4096))
-    changes = find_cheapest_changes(replace(request, global_batch=48), 90 * GIB, estimate)
+    changes = find_changes(limit(replace(request, global_batch=48), 90), estimate)
     for change in changes:
         pairs = dict(setting.split("=") for setting in change.settings)
         replicas = 8 * int(pairs.get("nodes", 1)) // int(pairs.get("parallel.tp", 1))
@@ -75,10 +79,18 @@ def test_a_set_global_batch_is_kept() -> None:
         assert batch == 48
 
 
-@pytest.mark.parametrize(("now", "sizes"), [(8, [4, 2, 1]), (6, [3, 2, 1]), (7, [1]), (1, []), (10**9, [1])])
-def test_smaller_micro_batches_divide_the_batch(now: int, sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("now", "most", "chosen"),
+    [(8, 4, 4), (8, 3, 2), (8, 1, 1), (6, 5, 3), (6, 2, 2), (7, 6, 1), (10**9, 5, 1), (1, 1, None)],
+)
+def test_smaller_micro_batches_divide_the_batch(now: int, most: int, chosen: int | None) -> None:
     request = make_request(ParallelLayout(dp=8), TrainingSettings(micro_batch=now))
-    assert [step.value for step in list_micro_batches(request)] == sizes
+
+    def measure(one: Training) -> Range:
+        return Range.of(0 if one.settings.micro_batch <= most and one.settings.micro_batch < now else 2**60)
+
+    found = [setting for change in find_changes(request, measure) for setting in change.settings]
+    assert [one for one in found if "micro_batch" in one] == ([f"fit.micro_batch={chosen}"] if chosen else [])
 
 
 def test_heads_are_not_split_unevenly() -> None:

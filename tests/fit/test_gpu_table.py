@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.fit.gpu_table import GPU_TYPES, find_gpu
+from launcher.fit.gpus import GPU_TYPES, find_gpu
 from tests.fuzzing import WORDS, texts
 
 NAMES = [

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UsageError
-from launcher.fit.hf_config import FAMILIES, MAX_TEXT, parse_model_config
-from launcher.fit.parameter_counts import count_active_parameters, count_model_parameters
+from launcher.fit.counts import count_active_parameters, count_model_parameters
+from launcher.fit.hf import FAMILIES, MAX_TEXT, parse_model_config
 from tests.fuzzing import scalars, texts
 
 Fields = dict[str, object]

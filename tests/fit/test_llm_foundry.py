@@ -9,17 +9,10 @@ import csv
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.fit.fit_decision import assess
-from launcher.fit.fit_model import (
-    Device,
-    FitReport,
-    FitRequest,
-    ModelDimensions,
-    ParallelLayout,
-    TrainingSettings,
-)
-from launcher.fit.gpu_table import find_gpu
-from launcher.fit.parameter_counts import count_model_parameters
+from launcher.fit.choice import FitReport, assess
+from launcher.fit.counts import count_model_parameters
+from launcher.fit.gpus import find_gpu
+from launcher.fit.training import Device, ModelDimensions, ParallelLayout, Training, TrainingSettings
 
 TABLES = Path(__file__).parents[1] / "data" / "llm_foundry.csv"
 SIZES = {
@@ -61,7 +54,7 @@ def make_report(row: dict[str, str]) -> FitReport:
     assert gpu
     layout = ParallelLayout(dp=gpus, zero=2 if row["sharding"] == "SHARD_GRAD_OP" else 3)
     device = Device(gpu.name, gpu.memory_mib)
-    return assess(FitRequest(model, layout, settings, device, min(8, gpus), nodes=max(1, gpus // 8)))
+    return assess(Training(model, layout, settings, device, min(8, gpus), nodes=max(1, gpus // 8)))
 
 
 def read_reports() -> Iterator[tuple[dict[str, str], FitReport]]:

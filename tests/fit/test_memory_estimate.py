@@ -6,22 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.fit.activation_memory import count_in_flight, count_layer_activations, count_run
 from launcher.fit.advice import budget_node
-from launcher.fit.fit_model import (
+from launcher.fit.counts import Implementation, count_layer_bytes, count_stage, count_trained
+from launcher.fit.memory import Stage, count_state_bytes, estimate_memory
+from launcher.fit.training import (
     Device,
+    Estimate,
     Experts,
-    FitRequest,
     LatentAttention,
     Lora,
-    MemoryEstimate,
     ModelDimensions,
     ParallelLayout,
+    Training,
     TrainingSettings,
 )
-from launcher.fit.memory_estimate import estimate_memory
-from launcher.fit.parameter_counts import count_stage, count_trained
-from launcher.fit.state_memory import count_state_bytes
 from tests.fuzzing import WORDS
 
 GIB = 2**30
@@ -35,11 +33,11 @@ def ask(
     layout: ParallelLayout | None = None,
     training: TrainingSettings | None = None,
     device: Device = H100,
-) -> FitRequest:
-    return FitRequest(model, layout or ParallelLayout(), training or TrainingSettings(), device, 8)
+) -> Training:
+    return Training(model, layout or ParallelLayout(), training or TrainingSettings(), device, 8)
 
 
-def part(estimate: MemoryEstimate, name: str) -> int:
+def part(estimate: Estimate, name: str) -> int:
     return next(one.bytes.expected for one in estimate.parts if one.name == name)
 
 
@@ -59,6 +57,17 @@ GPTS = (
 """Table 3 of arXiv:2205.05198; all with a sequence of 2048 and tp=8."""
 
 
+def count_korthikanti(model: ModelDimensions, layout: ParallelLayout, checkpointing: str) -> float:
+    """Bytes a token that a layer keeps, with dropout and without flash attention."""
+    settings = TrainingSettings("megatron", seq_len=2048, flash_attention=False, checkpointing=checkpointing)
+    request = ask(model, layout, settings)
+    return count_layer_bytes(request, mixture=False, how=Implementation(dropout=True))
+
+
+def count_in_flight(request: Training, stage: int) -> float:
+    return Stage(request, stage, 4 * stage, 4).count_in_flight()
+
+
 @pytest.mark.parametrize("model", GPTS, ids=lambda model: model.name)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("selective", [False, True])
@@ -68,18 +77,16 @@ def test_activations_of_a_layer_are_those_of_korthikanti(
     """Table 2 of arXiv:2205.05198, over sh, for one sequence: 10 + 24/t + 5as/ht and its variants."""
     t, ratio = 8, 5 * model.heads * 2048 / model.hidden_size
     published = (34 / t if sequence_parallel else 10 + 24 / t) + (0 if selective else ratio / t)
-    layer = count_layer_activations(model, 2048, flash=False, dropout=True)
-    counted = layer.share(t, sequence_parallel=sequence_parallel)
-    if selective:
-        counted -= layer.scores / t
+    layout = ParallelLayout(tp=t, sequence_parallel=sequence_parallel)
+    counted = count_korthikanti(model, layout, "selective" if selective else "none")
     assert counted / model.hidden_size == pytest.approx(published, rel=0.05)
 
 
 @pytest.mark.parametrize(("model", "saved"), [(GPTS[1], 0.70), (GPTS[2], 0.65)])
 def test_scores_are_the_published_share(model: ModelDimensions, saved: float) -> None:
     """Section 5 of arXiv:2205.05198: selective recomputation saves 70% for GPT-3, 65% for MT-NLG."""
-    layer = count_layer_activations(model, 2048, flash=False, dropout=True)
-    assert layer.scores / layer.share(1, sequence_parallel=True) == pytest.approx(saved, abs=0.01)
+    whole, rest = (count_korthikanti(model, ParallelLayout(), kind) for kind in ("none", "selective"))
+    assert 1 - rest / whole == pytest.approx(saved, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -136,12 +143,11 @@ def test_the_first_stage_holds_the_activations_of_pp_micro_batches() -> None:
 )
 def test_bytes_a_parameter(training: TrainingSettings, published: float) -> None:
     """ZeRO (arXiv:1910.02054, section 3.1): 16; Megatron-LM's distributed optimizer: 6 + 12 / dp."""
-    assert count_state_bytes(training, 4096).total == pytest.approx(published, rel=0.005)
+    assert sum(count_state_bytes(training, 4096)[:3]) == pytest.approx(published, rel=0.005)
 
 
 def test_autocast_adds_two_bytes_a_parameter_while_it_computes() -> None:
-    each = count_state_bytes(TrainingSettings("ddp"), 4096)
-    assert each.total + each.cast == 18
+    assert sum(count_state_bytes(TrainingSettings("ddp"), 4096)) == 18
 
 
 @pytest.mark.parametrize(("zero", "published"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -169,8 +175,8 @@ def test_states_of_zeros_stages(zero: int, published: float) -> None:
 def test_measured_copies_of_the_stream_are_in_the_range(model: ModelDimensions, published: float) -> None:
     """The ml-engineering book (Stas Bekman) measured a layer's activations, in bf16 copies of sbh."""
     request = ask(model, ParallelLayout(dp=8, zero=3), TrainingSettings("fsdp", seq_len=4096))
-    run = count_stage(request, 0, model.layers, 0).layers[0]
-    low, expected, high = (value / 2 / model.hidden_size for value in count_run(request, run))
+    kept = Stage(request, 0, 0, model.layers).kept * (1 / model.layers / 4096 / 2)
+    low, expected, high = (value / model.hidden_size for value in (kept.low, kept.expected, kept.high))
     assert low <= published <= 1.1 * high
     assert expected == pytest.approx(published, rel=0.15)
 
@@ -228,10 +234,12 @@ def test_a_matrix_without_an_adapter_does_not_keep_its_input() -> None:
     """34 sbh of a layer with GELU less 2 for each input that nobody needs: of attention's and MLP's four."""
     gpt = make_gpt("7B", 32, 4096, 32)
     each = [
-        count_layer_activations(gpt, 2048, lora=Lora(1, targets)).share(1, sequence_parallel=True)
+        count_layer_bytes(
+            ask(gpt, training=TrainingSettings(lora=Lora(1, targets))), mixture=False, how=Implementation()
+        )
         for targets in (("all-linear",), ("q_proj",), ("up_proj",), ("down_proj",))
     ]
-    whole = count_layer_activations(gpt, 2048).share(1, sequence_parallel=True)
+    whole = count_layer_bytes(ask(gpt), mixture=False, how=Implementation())
     rank = 2  # bytes of an adapter's low-rank result
     assert each == [
         whole + 6 * rank,
@@ -374,7 +382,7 @@ REQUESTS = st.builds(ask, MODELS, LAYOUTS | PLAIN, TRAINING)
 
 
 @given(REQUESTS)
-def test_memory_is_never_negative_and_in_order(request: FitRequest) -> None:
+def test_memory_is_never_negative_and_in_order(request: Training) -> None:
     estimate = estimate_memory(request)
     ranges = [one.bytes for one in estimate.parts]
     for value in (*ranges, estimate.total, estimate.allocated, estimate.reserved):
@@ -384,7 +392,7 @@ def test_memory_is_never_negative_and_in_order(request: FitRequest) -> None:
 
 
 @given(REQUESTS, st.integers(1, 8), st.integers(0, 2048))
-def test_more_tokens_never_take_less_memory(request: FitRequest, factor: int, longer: int) -> None:
+def test_more_tokens_never_take_less_memory(request: Training, factor: int, longer: int) -> None:
     training = request.settings
     more = replace(training, micro_batch=training.micro_batch * factor, seq_len=training.seq_len + longer)
     before, after = (estimate_memory(replace(request, settings=one)).total for one in (training, more))

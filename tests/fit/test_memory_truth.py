@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.fit.memory_estimate import CUBLAS, estimate_memory
+from launcher.fit.memory import CUBLAS, estimate_memory
 from tests.benchmarks.fit_cases import FEW, GRID, FitCase, make_request
 from tests.benchmarks.fit_grid import MOST_ABOVE, find_missing, track_cases
 

@@ -8,12 +8,21 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.fit.fit_model import Experts, LatentAttention, ModelDimensions
-from launcher.fit.parameter_counts import (
+from launcher.fit.counts import (
+    LayerRun,
     count_active_parameters,
     count_model_parameters,
-    count_part_parameters,
+    count_stage,
     count_token_flops,
+)
+from launcher.fit.training import (
+    Device,
+    Experts,
+    LatentAttention,
+    ModelDimensions,
+    ParallelLayout,
+    Training,
+    TrainingSettings,
 )
 from launcher.programs.options import ModelConfig
 from tests.seam import Result
@@ -93,14 +102,15 @@ def test_mixtures_have_their_published_parameters(model: ModelDimensions, total:
 
 
 def test_the_parts_of_a_mixture_by_kind() -> None:
-    parts = count_part_parameters(read_mixture("deepseek_v3"))
-    dense, sparse = parts.layers[0], parts.layers[3]
-    assert parts.layers == (dense,) * 3 + (sparse,) * 58
-    assert (dense.experts, dense.router, dense.mlp) == (0, 0, 3 * 7168 * 18432)
-    expert = 3 * 7168 * 2048
-    assert (sparse.experts, sparse.mlp, sparse.router) == (256 * expert, expert, 256 * 7168 + 256)
-    assert sparse.attention + sparse.latent == 187_107_328 and sparse.norms == 2 * 7168
-    assert parts.embedding == parts.head == 129280 * 7168
+    model = read_mixture("deepseek_v3")
+    whole = Training(model, ParallelLayout(), TrainingSettings(), Device("H100", 81559), 1)
+    found = count_stage(whole, 0, model.layers, 0)
+    attention, norms, expert = 187_107_328, 2 * 7168, 3 * 7168 * 2048
+    assert found.layers == (
+        LayerRun(3, False, attention + norms + 3 * 7168 * 18432, 0),
+        LayerRun(58, True, attention + norms + expert + 256 * 7168 + 256, 256 * expert),
+    )
+    assert (found.tables, found.norm) == (2 * 129280 * 7168, 7168)
 
 
 def test_what_is_computed_again_is_counted_for_hfu() -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from launcher.fit.fit_decision import assess
-from launcher.fit.memory_estimate import estimate_memory
-from launcher.fit.parameter_counts import count_model_parameters
+from launcher.fit.choice import assess
+from launcher.fit.counts import count_model_parameters
+from launcher.fit.memory import estimate_memory
 from tests.fit.published_settings import PUBLISHED, Published
 
 GIB = 1 << 30

@@ -13,8 +13,8 @@ from typing import Any
 from launcher.config.fit_request import find_fit_device, make_request_on
 from launcher.config.model_dimensions import read_dimensions
 from launcher.config.settings import FitConfig, LoraConfig, ParallelConfig, Settings
-from launcher.fit.fit_decision import assess
-from launcher.fit.fit_model import FitReport, NodeResources, Range
+from launcher.fit.choice import FitReport, assess
+from launcher.fit.training import NodeResources, Range
 
 DATA = Path(__file__).parents[1] / "data"
 TRAININGS, ADAPTERS = "published_trainings.json", "published_adapters.json"

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.fit.fit_model import (
+from launcher.fit.advice import estimate_speed
+from launcher.fit.counts import count_token_flops
+from launcher.fit.training import (
     Device,
     Experts,
-    FitRequest,
     LatentAttention,
     ModelDimensions,
     ParallelLayout,
+    Training,
     TrainingSettings,
 )
-from launcher.fit.parameter_counts import count_token_flops
-from launcher.fit.speed_estimate import estimate_speed
 
 LLAMA7B = ModelDimensions("llama7b", 32000, 32, 4096, 32, 32, 128, 11008, 4096)
 LLAMA65B = ModelDimensions("llama65b", 32000, 80, 8192, 64, 64, 128, 22016, 2048)
@@ -45,10 +45,10 @@ DEEPSEEK = ModelDimensions(
 
 def make_request(
     model: ModelDimensions, gpus: int, gpu: str, seq_len: int, tokens: float | None, **settings: str
-) -> FitRequest:
+) -> Training:
     chosen = replace(TrainingSettings(framework="fsdp", seq_len=seq_len), **settings)  # type: ignore[arg-type]  # all are texts
     layout = ParallelLayout(dp=gpus, zero=3)
-    return FitRequest(model, layout, chosen, Device(gpu, 81920), 8, gpus // 8, tokens=tokens)
+    return Training(model, layout, chosen, Device(gpu, 81920), 8, gpus // 8, tokens=tokens)
 
 
 PUBLISHED_HOURS = [
@@ -120,7 +120,7 @@ def test_the_gpt_models_of_korthikanti_et_al() -> None:
     """Table 5 of arXiv:2205.05198: 175B on 64 A100, batch 64, 13.75 s: 51.4% MFU, 52.8% HFU (selective)."""
     settings = TrainingSettings(framework="megatron", checkpointing="selective", accumulation=64)
     layout = ParallelLayout(tp=8, pp=8, virtual_stages=3)
-    request = FitRequest(GPT175B, layout, settings, Device("A100", 81920), 8, 8, step_seconds=13.75)
+    request = Training(GPT175B, layout, settings, Device("A100", 81920), 8, 8, step_seconds=13.75)
     found = estimate_speed(request)
     assert found.mfu is not None and found.hfu is not None
     assert found.mfu[0] == pytest.approx(0.514, abs=0.01) and found.hfu[0] == pytest.approx(0.528, abs=0.01)
@@ -129,7 +129,7 @@ def test_the_gpt_models_of_korthikanti_et_al() -> None:
 def test_a_step_by_hand() -> None:
     settings = TrainingSettings(framework="fsdp", micro_batch=2, accumulation=4, seq_len=4096)
     layout = ParallelLayout(tp=2, dp=8, zero=3)
-    request = FitRequest(LLAMA7B, layout, settings, Device("NVIDIA H100 80GB HBM3", 81559), 8, 2)
+    request = Training(LLAMA7B, layout, settings, Device("NVIDIA H100 80GB HBM3", 81559), 8, 2)
     found = estimate_speed(replace(request, step_seconds=2.0, tokens=1e9))
     assert found.tokens_per_step == 2 * 4 * 8 * 4096
     assert found.flops_per_step == count_token_flops(LLAMA7B, 4096) * found.tokens_per_step

@@ -2,8 +2,8 @@
 
 import pytest
 
-from launcher.fit.fit_model import Device, Learned
-from launcher.fit.step_fit import fit_step, make_step_peak, predict_reserved
+from launcher.fit.choice import fit_step, make_step_peak
+from launcher.fit.training import Device, Learned
 from launcher.runs.memory_prediction import fingerprint_program, strip_numbers
 
 GIB = 1 << 30
@@ -41,8 +41,8 @@ def test_what_was_measured_counts_and_is_not_learned_twice() -> None:
     first = fit_step(PEAK, H100, 1, expandable=True)
     learned = Learned(1.1, 0.0, 1, "train/1")
     found = fit_step(PEAK, H100, 1, expandable=True, learned=learned)
-    assert found.estimate.reserved.expected == pytest.approx(1.1 * predict_reserved(first), rel=1e-6)
-    assert predict_reserved(found) == predict_reserved(first)
+    assert found.estimate.reserved.expected == pytest.approx(1.1 * first.predicted, rel=1e-6)
+    assert found.predicted == first.predicted
     for end in ("low", "expected", "high"):
         rows = sum(getattr(part.bytes, end) for part in found.estimate.parts)
         assert rows == getattr(found.estimate.total, end)
@@ -52,7 +52,7 @@ def test_what_was_measured_counts_and_is_not_learned_twice() -> None:
 def test_on_cpus_the_process_counts() -> None:
     found = fit_step(PEAK, Device("CPU", 100 << 10, kind="cpu"), 1, expandable=True)
     assert found.verdict == "fits" and found.estimate.total.low > PEAK.total
-    assert predict_reserved(found) == found.estimate.total.expected
+    assert found.predicted == found.estimate.total.expected
 
 
 def test_numbers_that_do_not_matter_are_left_out() -> None:

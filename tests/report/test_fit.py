@@ -7,16 +7,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from launcher.fit.fit_model import (
-    Advice,
-    BudgetLine,
-    Change,
-    FitReport,
-    MemoryEstimate,
-    MemoryPart,
-    Range,
-    SpeedEstimate,
-)
+from launcher.fit.advice import Advice, BudgetLine, SpeedEstimate
+from launcher.fit.choice import Change, FitReport
+from launcher.fit.training import Estimate, MemoryPart, Range
 from launcher.report.fit import print_fit
 from tests.fit.made_requests import REQUEST
 from tests.fuzzing import Terminal, assert_harmless
@@ -38,7 +31,7 @@ PARTS = (
 TOTAL = gib(95.5, 98.05, 101.3)
 REPORT = FitReport(
     REQUEST,
-    MemoryEstimate(PARTS, TOTAL, TOTAL, TOTAL),
+    Estimate(PARTS, TOTAL, TOTAL, TOTAL),
     81559 << 20,
     "does_not_fit",
     (Change(("parallel.zero=3",), "weights are sharded: up to 10% slower", gib(40, 41, 42)),),
@@ -150,5 +143,5 @@ def test_what_fits_has_no_changes() -> None:
 
 def test_a_small_model_is_shown_in_mib() -> None:
     small = gib(0.01, 0.02, 0.03)
-    estimate = MemoryEstimate((MemoryPart("weights", small),), small, small, small)
+    estimate = Estimate((MemoryPart("weights", small),), small, small, small)
     assert show(replace(REPORT, estimate=estimate, verdict="fits"), 80).splitlines()[2].startswith("MiB")

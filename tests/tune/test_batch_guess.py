@@ -4,26 +4,26 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.fit.fit_model import (
+from launcher.fit.training import (
     Device,
-    FitRequest,
-    MemoryEstimate,
+    Estimate,
     ModelDimensions,
     ParallelLayout,
     Range,
+    Training,
     TrainingSettings,
 )
 from launcher.tune.batch_guess import guess_batch
 
 MODEL = ModelDimensions("tiny", 256, 4, 128, 4, 2, 32, 384, 128)
-REQUEST = FitRequest(MODEL, ParallelLayout(), TrainingSettings(), Device("H100", 80 << 10), 1)
+REQUEST = Training(MODEL, ParallelLayout(), TrainingSettings(), Device("H100", 80 << 10), 1)
 
 
-def estimate(request: FitRequest) -> MemoryEstimate:
+def estimate(request: Training) -> Estimate:
     """20 GiB, and one for each sequence; the range goes 10% to each side."""
     expected = (20 + request.settings.micro_batch) << 30
     total = Range(expected * 9 // 10, expected, expected * 11 // 10)
-    return MemoryEstimate((), total, total, total)
+    return Estimate((), total, total, total)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,738 @@
+"""Whether a training fits, what makes it fit, and what is chosen where nothing is set.
+
+Costs of changes are shares of a step's time, as far as they are known, and only order the changes: an extra
+forward pass is a third of a step (forward 2, backward 4 operations); Korthikanti et al. (arXiv:2205.05198)
+measure 2 to 4% for selective recomputation; ZeRO (arXiv:1910.02054) counts half as much communication again
+for sharded weights; ZeRO-Offload (arXiv:2101.06840) is bound by PCIe and the CPU's Adam.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+from launcher.errors import UsageError
+from launcher.fit.advice import Advice, BudgetLine, SpeedEstimate, advise, budget_node, estimate_speed
+from launcher.fit.memory import CONTEXT, CUBLAS, NCCL, PROCESS, count_lost, estimate_memory
+from launcher.fit.training import (
+    Device,
+    Estimate,
+    Learned,
+    MemoryPart,
+    ParallelLayout,
+    Range,
+    Training,
+    check_layout,
+    find_framework,
+)
+
+GIB, MIB = 1 << 30, 1 << 20
+LEAST_SPREAD = 0.02
+"""Half of the range that remains of a measured program: what differs from run to run."""
+UNMEASURED = ("context",)
+"""Parts that max_memory_reserved does not hold."""
+LARGEST_PARTS = 3
+Measure = Callable[[Training], Range]
+"""Gives the memory of a GPU, corrected by what runs have measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change that makes a job fit."""
+
+    settings: tuple[str, ...]
+    """Overrides for the command line, such as `parallel.zero=3`."""
+    why: str
+    """What it does and what it costs."""
+    total: Range
+    """Memory of a GPU with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GridCell:
+    """What a combination of settings takes, and how fast it is."""
+
+    micro_batch: int
+    checkpointing: str
+    framework: str
+    total: Range
+    tokens_per_second: tuple[float, float] | None
+    """Of the whole job; None without a published range."""
+    is_chosen: bool
+    """It is what the report judges."""
+
+
+@dataclass(frozen=True, slots=True)
+class FitReport:
+    """What comes of a training."""
+
+    request: Training
+    estimate: Estimate
+    capacity: int
+    """Bytes of the device; 0 if unknown."""
+    verdict: str
+    """One of `VERDICTS`; empty if the device's memory is unknown."""
+    changes: tuple[Change, ...] = ()
+    """At most three, the cheapest first, if it does not fit."""
+    budget: tuple[BudgetLine, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    speed: SpeedEstimate | None = None
+    learned: str = ""
+    """What earlier runs of the same program have measured, and how it was used; empty if there were none."""
+    grid: tuple[GridCell, ...] = ()
+    """Micro-batch by checkpointing by sharding, if that was asked for."""
+
+
+def assess(training: Training, learned: Learned | None = None, *, grid: bool = False) -> FitReport:
+    """Judge a training: memory, verdict and changes, the node's budget, advice and speed.
+
+    `learned` is what runs of the same program and settings have measured. Raises UsageError for a layout that
+    the model or the job cannot have.
+    """
+    check_layout(training)
+    estimate = _estimate_with(training, learned)
+    verdict = _judge(estimate.total, training.capacity)
+
+    def measure(one: Training) -> Range:
+        return _estimate_with(one, learned).total
+
+    changes = find_changes(training, measure) if verdict == "does_not_fit" else ()
+    if verdict in ("tight", "does_not_fit") and training.free.any:
+        wider = _find_least_nodes(training, measure)
+        changes = (*changes, wider) if wider else changes
+    said = ""
+    if learned:
+        runs = "1 run" if learned.runs == 1 else f"{learned.runs} runs"
+        source = f" of {learned.source}" if learned.source else ""
+        share = f"had {learned.ratio:.0%} of the computed memory"
+        said = f"{runs}{source} {share}: the estimate is corrected by that"
+    return FitReport(
+        training,
+        estimate,
+        training.capacity,
+        verdict,
+        changes,
+        budget_node(training),
+        advise(training),
+        estimate_speed(training),
+        learned=said,
+        grid=tuple(_list_grid(training, measure)) if grid else (),
+    )
+
+
+def _judge(total: Range, capacity: int) -> str:
+    """Return one of `VERDICTS`; empty if the capacity is not known."""
+    if capacity <= 0:
+        return ""
+    if total.high <= capacity:
+        return "fits"
+    return "does_not_fit" if total.low > capacity else "tight"
+
+
+def _estimate_with(training: Training, learned: Learned | None) -> Estimate:
+    """Return the estimate; with runs, their measured share of what is expected, in the range of the runs."""
+    estimate = estimate_memory(training)
+    if learned is None:
+        return estimate
+    parts = tuple(
+        part if part.name in UNMEASURED else replace(part, bytes=_correct(part.bytes, learned))
+        for part in estimate.parts
+    )
+    return replace(
+        estimate,
+        parts=parts,
+        total=sum((part.bytes for part in parts), Range(0, 0, 0)),
+        allocated=_correct(estimate.allocated, learned),
+        reserved=_correct(estimate.reserved, learned),
+    )
+
+
+def _correct(found: Range, learned: Learned) -> Range:
+    """Return the range about what was measured."""
+    middle = found.expected * learned.ratio
+    spread = max(LEAST_SPREAD, learned.spread)
+    return Range.of(middle * (1 - spread), middle, middle * (1 + spread))
+
+
+# What a report says.
+
+
+def fit_to_json(report: FitReport) -> dict[str, object]:
+    """Return a report as JSON has it; keys are only ever added. Bytes are integers, times are seconds."""
+    training, estimate = report.request, report.estimate
+    parts = [{"name": part.name, **asdict(part.bytes), "note": part.note} for part in estimate.parts]
+    return {
+        "verdict": report.verdict,
+        "capacity": training.capacity,
+        "headroom": training.capacity - estimate.total.expected,
+        "memory": {**asdict(estimate), "parts": parts},
+        "model": asdict(training.model),
+        "layout": {**asdict(training.layout), "world_size": training.layout.world_size},
+        "settings": asdict(training.settings),
+        "device": asdict(training.device),
+        "nodes": training.nodes,
+        "ranks_per_node": training.gpus_per_node,
+        "is_bundled": training.is_bundled,
+        "chosen": describe_choice(training, estimate.total) if training.free.any else "",
+        "changes": [asdict(change) for change in report.changes],
+        "budget": [asdict(line) for line in report.budget],
+        "advice": [asdict(item) for item in report.advice],
+        "speed": asdict(report.speed) if report.speed else None,
+        "learned": report.learned,
+        **({"grid": [asdict(cell) for cell in report.grid]} if report.grid else {}),
+    }
+
+
+def explain_misfit(report: FitReport) -> str:
+    """Say why a job does not fit, with the figures and the changes that make it fit."""
+    total = report.estimate.total
+    parts = sorted(report.estimate.parts, key=lambda part: part.bytes.low, reverse=True)[:LARGEST_PARTS]
+    shown = ", ".join(f"{part.name} {format_bytes(part.bytes.low)}" for part in parts)
+    fixes = "; or ".join(map(describe_change, report.changes)) or "no change that is known here makes it fit"
+    return (
+        f"{report.request.model.name} does not fit: {_describe_device(report.request)}, and the training"
+        f" needs at least {format_bytes(total.low)} ({shown}): {fixes}"
+    )
+
+
+def describe_fit(report: FitReport) -> str:
+    """Say in a line how a job that is not refused stands."""
+    total = report.estimate.total
+    word = "is tight" if report.verdict == "tight" else "fits"
+    return (
+        f"{report.request.model.name} {word}: {_describe_device(report.request)}, and the training needs"
+        f" about {format_bytes(total.expected)}, at most {format_bytes(total.high)}"
+    )
+
+
+def _describe_device(training: Training) -> str:
+    """Say what memory there is."""
+    where = f"each GPU ({training.device.name})" if training.on_gpu else "each rank (on CPUs)"
+    return f"{where} has {format_bytes(training.capacity)}"
+
+
+def describe_change(change: Change) -> str:
+    """Return what to type, and the memory with it."""
+    return f"{' '.join(change.settings)} (at most {format_bytes(change.total.high)})"
+
+
+def format_bytes(size: int) -> str:
+    """Return a size in GiB, a small one in MiB."""
+    value, unit = (size / GIB, "GiB") if abs(size) >= GIB else (size / MIB, "MiB")
+    return f"{value:.0f} {unit}" if abs(value) >= 1000 else f"{value:.1f} {unit}"
+
+
+# What the bundled program computes with if nobody says: the fastest setting whose high estimate fits.
+
+UNKNOWN_MEMORY = 8 * GIB
+"""Of a device that does not tell: a small slice of a GPU has it."""
+ENOUGH_TOKENS = 8192
+"""Of a micro-step: more of them make the matrix products of a GPU little faster."""
+MOST_TOKENS = 65536
+"""Of a micro-step that is chosen."""
+DEFAULT_BATCH = 8
+"""Sequences of a micro-step at most, and one micro-step, without a global batch."""
+MOST_NODES = 4096
+"""Of the search for nodes that are enough."""
+SPARE = 0.02
+"""Share of a device's memory that the choice leaves: the driver keeps some of the total that it reports. Of
+79.65 GiB of an H100 torch has 79.1, of 40 of an A100 39.4, of 22.5 of an A10G 22.1, as its errors say."""
+LADDER = ("none", "selective", "full")
+"""From the fastest to the one that keeps least: about 3% and 30% slower (arXiv:2205.05198)."""
+
+
+def choose_settings(
+    training: Training, measure: Measure = lambda one: estimate_memory(one).total
+) -> Training:
+    """Return a training with what is free chosen; what is not keeps its value.
+
+    As little recomputation as lets ENOUGH_TOKENS fit, or all that the global batch asks for, with DDP before
+    FSDP; if nothing does, the largest micro-batch that fits; if nothing fits, what takes least. What fits
+    leaves SPARE of the device.
+    """
+    free, settings = training.free, training.settings
+    capacity = (1 - SPARE) * (training.capacity or UNKNOWN_MEMORY)
+    frameworks, sizes = [settings.framework], _list_sizes(training)
+    if free.parallel:  # one process has nobody to share with
+        frameworks = ["ddp", "fsdp"] if training.layout.world_size > 1 else ["ddp"]
+    ladder = LADDER if free.checkpointing else (settings.checkpointing,)
+    best: Training | None = None
+    for checkpointing, framework in product(ladder, frameworks):
+        for size in sizes:
+            one = _set_up(training, size, checkpointing, framework)
+            if measure(one).high > capacity:
+                continue
+            if size == sizes[0] or size * settings.seq_len >= ENOUGH_TOKENS:
+                return one
+            if best is None or size > best.settings.micro_batch:
+                best = one
+            break
+    return best or _set_up(training, sizes[-1], ladder[-1], frameworks[-1])
+
+
+def _list_sizes(training: Training) -> list[int]:
+    """List micro-batches from the largest that makes sense to 1: those that give the global batch, if any
+    do.
+    """
+    settings, sequences = training.settings, training.free.sequences
+    if not training.free.micro_batch:
+        return [settings.micro_batch]
+    most = DEFAULT_BATCH
+    if sequences:
+        ranks = training.layout.dp * (1 if training.free.accumulation else settings.accumulation)
+        most = min(max(1, MOST_TOKENS // settings.seq_len), -(-sequences // ranks))
+        if sequences % ranks == 0:
+            return [size for size in range(most, 0, -1) if sequences // ranks % size == 0]
+    return [1 << power for power in reversed(range(most.bit_length()))]
+
+
+def _set_up(training: Training, size: int, checkpointing: str, framework: str) -> Training:
+    """Return a training with these settings, and micro-steps for the global batch."""
+    settings, sequences = training.settings, training.free.sequences
+    steps = settings.accumulation
+    if training.free.accumulation:
+        steps = max(1, round(sequences / (size * training.layout.dp))) if sequences else 1
+    autocast = settings.precision == "mixed" and framework == "ddp"
+    settings = replace(
+        settings,
+        micro_batch=size,
+        accumulation=steps,
+        checkpointing=checkpointing,
+        framework=framework,
+        autocast=autocast,
+    )
+    zero = {"ddp": 0, "fsdp": 3}.get(framework, training.layout.zero)
+    return replace(training, settings=settings, layout=replace(training.layout, zero=zero))
+
+
+def _list_grid(training: Training, measure: Measure) -> Iterator[GridCell]:
+    """Give micro-batches by checkpointing by sharding, with the global batch of a training."""
+    settings, layout = training.settings, training.layout
+    frameworks = [settings.framework]
+    if 1 < layout.world_size == layout.dp and settings.framework in ("ddp", "fsdp"):
+        frameworks = ["ddp", "fsdp"]
+    batch = training.step_sequences
+    most = min(max(1, MOST_TOKENS // settings.seq_len), max(1, batch // layout.dp))
+    sizes = {1 << power for power in range(most.bit_length())} | {settings.micro_batch}
+    free = replace(training.free, accumulation=True, sequences=batch)
+    current = (settings.micro_batch, settings.checkpointing, settings.framework)
+    for size, checkpointing, framework in product(sorted(sizes), LADDER, frameworks):
+        cell, one = (size, checkpointing, framework), training
+        if cell != current:
+            one = _set_up(replace(training, free=free), size, checkpointing, framework)
+        if framework == settings.framework:
+            one = replace(one, layout=layout)
+        speed, tokens = estimate_speed(one), None
+        if speed.step_seconds:
+            low, high = speed.step_seconds
+            tokens = (speed.tokens_per_step / high, speed.tokens_per_step / low)
+        yield GridCell(size, checkpointing, framework, measure(one), tokens, cell == current)
+
+
+def describe_choice(training: Training, total: Range) -> str:
+    """Say in a line what was chosen, and why; `total` is the memory of a GPU with it."""
+    capacity, free, settings = training.capacity or UNKNOWN_MEMORY, training.free, training.settings
+    why = f"at most {total.high / GIB:.1f} of {capacity / GIB:.1f} GiB"
+    if total.high > capacity:
+        why = f"nothing takes less; {why}"
+    elif free.checkpointing and settings.checkpointing != "none":
+        most = min(ENOUGH_TOKENS, settings.micro_batch * settings.seq_len)
+        fewer = f"fewer than {most:,} tokens fit" if free.micro_batch else "it does not fit"
+        why += f"; without recomputation {fewer}"
+    if not training.capacity:
+        why += f"; the memory of {training.device.name} is not known, and taken as {capacity / GIB:.0f} GiB"
+    names: tuple[str, ...] = (
+        "fit.micro_batch",
+        "fit.checkpointing",
+        "parallel.framework",
+        "fit.accumulation",
+    )
+    if training.is_bundled:
+        options = ("batch_size", "activation_checkpointing", "parallel", "grad_accumulation")
+        names = tuple(f"program.{name}" for name in options)
+    values = (settings.micro_batch, settings.checkpointing, settings.framework, settings.accumulation)
+    is_free = (free.micro_batch, free.checkpointing, free.parallel, free.accumulation)
+    found = zip(names, values, is_free, strict=True)
+    chosen = " ".join(f"{name}={value}" for name, value, may in found if may)
+    batch, length = training.step_sequences, settings.seq_len
+    return f"chosen: {chosen} ({batch} sequences of {length}, {batch * length:,} tokens a step): {why}"
+
+
+def _find_least_nodes(training: Training, measure: Measure) -> Change | None:
+    """Return the smallest number of nodes with which a job fits, chosen for them; None if none is known."""
+    each = training.layout.dp // training.nodes
+
+    def fit_on(nodes: int) -> Change | None:
+        wider = replace(training, nodes=nodes, layout=replace(training.layout, dp=each * nodes))
+        total = measure(choose_settings(wider, measure))
+        why = f"states are sharded over {nodes} nodes, the fewest that are enough"
+        return Change((f"nodes={nodes}",), why, total) if total.high <= training.capacity else None
+
+    low, high = training.nodes, 2 * training.nodes
+    while (found := fit_on(high)) is None:
+        if high >= MOST_NODES:
+            return None
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one := fit_on(middle):
+            high, found = middle, one
+        else:
+            low = middle
+    return found
+
+
+# The cheapest changes with which a job fits, each computed by the same estimate as the job itself.
+
+MOST_CHANGES = 3
+MOST_COMBINED = 4
+MOST_ESTIMATES = 250
+"""Estimates of one search: 0.1 to 0.3 ms each."""
+MOST_NODES_CHANGED = 1024
+HALVING, TENSOR_SPLIT, MORE_NODES = 0.03, 0.1, 0.4
+"""Cost of half the micro-batch, of twice the GPUs that share a layer, of twice the nodes."""
+RECOMPUTING = {"none": 0.0, "selective": 0.04, "full": 0.33}
+SHARDING = {0: 0.0, 1: 0.02, 2: 0.04, 3: 0.1}
+EIGHT_BITS = 0.05
+"""No time, but other numbers."""
+OFFLOADING = {"none": 0.0, "optimizer": 0.5, "parameters": 1.0}
+ACTIVATION_OFFLOAD = 0.05
+"""Of what full checkpointing keeps: next to nothing if the copies hide behind recomputation (torchtune's
+README)."""
+IN_BACKWARD = 0.02
+QUANTIZING = 0.3
+"""litgpt's nf4 runs take 1.1 to 2 times as long."""
+ORDER = (
+    *("tp", "nodes", "zero", "offload", "checkpointing", "optimizer", "quantization", "activation_offload"),
+    *("micro_batch", "optimizer_in_backward"),
+)
+"""In which steps are applied; those of no case in `_apply_step` are `TrainingSettings`'s."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One setting that is changed."""
+
+    subject: str
+    """One of `ORDER`."""
+    value: int | str
+    cost: float
+    why: str
+
+
+def find_changes(training: Training, measure: Measure) -> tuple[Change, ...]:
+    """Return at most three changes with which the high estimate is within the capacity, the cheapest first.
+
+    Single settings come before combinations of them.
+    """
+    left = MOST_ESTIMATES
+
+    def judge(steps: Sequence[_Step]) -> Change | None:
+        """Return the change that steps make, None if the job does not fit with them or cannot have them."""
+        nonlocal left
+        changed = _apply_steps(training, steps) if left > 0 else None
+        if changed is None:
+            return None
+        left -= 1
+        total = measure(changed)
+        if total.high > training.capacity:
+            return None
+        return Change(_render_change(training, changed), "; ".join(step.why for step in steps), total)
+
+    ladders = [ladder for ladder in _list_ladders(training) if ladder]
+    found: list[tuple[float, Change]] = []
+    enough: list[set[str]] = []  # what fits with these needs no more
+    for size in range(1, MOST_COMBINED + 1):
+        for chosen in combinations(ladders, size):
+            subjects = {ladder[0].subject for ladder in chosen}
+            if any(known <= subjects for known in enough) or judge([ladder[-1] for ladder in chosen]) is None:
+                continue
+            for steps in sorted(product(*chosen), key=_add_costs):
+                if change := judge(steps):
+                    found.append((_add_costs(steps), change))
+                    enough.append(subjects)
+                    break
+        if len(found) >= MOST_CHANGES or not left:
+            break
+    return tuple(change for _, change in sorted(found, key=lambda one: one[0])[:MOST_CHANGES])
+
+
+def _add_costs(steps: Sequence[_Step]) -> float:
+    """Return the cost of several steps."""
+    return sum(step.cost for step in steps)
+
+
+def _list_ladders(training: Training) -> Iterator[list[_Step]]:
+    """Give the steps of each subject, from the one that saves least to the one that saves most."""
+    settings, layout = training.settings, training.layout
+    now = settings.micro_batch
+    divisors = [size for size in range(now // 2, 0, -1) if now % size == 0] if now <= 4096 else [1]
+    ladder = []
+    for size in divisors[:7] + divisors[7:][-1:]:
+        cost = HALVING * math.log2(now / size)
+        why = f"micro-batch {size} in place of {now}, smaller matrices: about {cost:.0%} slower"
+        ladder.append(_Step("micro_batch", size, cost, why))
+    yield ladder
+    whats = {"selective": "all but products and attention", "full": "each block"}
+    base = RECOMPUTING[settings.checkpointing]
+    yield [
+        _Step(
+            "checkpointing",
+            kind,
+            RECOMPUTING[kind] - base,
+            f"{what} is computed again in backward: about {RECOMPUTING[kind]:.0%} slower",
+        )
+        for kind, what in whats.items()
+        if RECOMPUTING[kind] > base
+    ]
+    states = ("optimizer states", "optimizer states and gradients", "weights, gradients and optimizer states")
+    ladder = []
+    for stage, what in enumerate(states, 1):
+        if stage > layout.zero and (stage == 3 or not training.is_bundled):
+            cost = SHARDING[stage] - SHARDING[layout.zero]
+            why = f"{what} are sharded over the replicas: up to {cost:.0%} slower"
+            ladder.append(_Step("zero", stage, cost, why))
+    yield ladder
+    if not training.free.parallel:  # else the fewest nodes are searched for
+        numbers = [(doublings, training.nodes << doublings) for doublings in range(1, 6)]
+        why = "states are sharded over {} nodes in place of {}"
+        yield [
+            _Step("nodes", nodes, MORE_NODES * doublings, why.format(nodes, training.nodes))
+            for doublings, nodes in numbers
+            if nodes <= MOST_NODES_CHANGED
+        ]
+    if not training.is_bundled:
+        yield from _list_other_ladders(training)
+
+
+def _list_other_ladders(training: Training) -> Iterator[list[_Step]]:
+    """Give the steps of what the bundled program does not have."""
+    settings = training.settings
+    if settings.optimizer == "adamw":
+        why = "AdamW's moments in 8 bits (bitsandbytes, torchao): as fast, other rounding"
+        yield [_Step("optimizer", "adamw8bit", EIGHT_BITS, why)]
+    base = OFFLOADING[settings.offload]
+    whats = {"optimizer": "optimizer states", "parameters": "weights and optimizer states"}
+    why = "in CPU memory: bound by PCIe and the CPU, often half as fast"
+    yield [
+        _Step("offload", kind, OFFLOADING[kind] - base, f"{what} {why}")
+        for kind, what in whats.items()
+        if OFFLOADING[kind] > base
+    ]
+    if settings.lora and settings.quantization == "none":
+        why = "the frozen weights in 4 bits (QLoRA): slower products"
+        yield [_Step("quantization", "nf4", QUANTIZING, why)]
+    if (
+        settings.checkpointing == "full" and not settings.activation_offload
+    ):  # all of them are too much to copy
+        why = "the blocks' inputs are in CPU memory between forward and backward: bound by PCIe"
+        yield [_Step("activation_offload", True, ACTIVATION_OFFLOAD, why)]
+    if not settings.optimizer_in_backward and settings.accumulation == 1 and not settings.lora:
+        why = "each gradient is freed at once: none is clipped by the norm of all"
+        yield [_Step("optimizer_in_backward", True, IN_BACKWARD, why)]
+    ladder, size = [], training.layout.tp * 2
+    while size <= training.gpus_per_node:
+        cost = TENSOR_SPLIT * math.log2(size / training.layout.tp)
+        why = f"each layer is split over {size} GPUs of a node: about {cost:.0%} slower"
+        ladder.append(_Step("tp", size, cost, why))
+        size *= 2
+    yield ladder
+
+
+def _apply_steps(training: Training, steps: Sequence[_Step]) -> Training | None:
+    """Return a training with steps applied, and as many micro-steps as the same global batch takes.
+
+    None if the job cannot be so. If no number of micro-steps gives the same batch, a batch that is set makes
+    the change impossible; else it grows.
+    """
+    changed: Training | None = training
+    for step in sorted(steps, key=lambda one: ORDER.index(one.subject)):
+        changed = _apply_step(changed, step) if changed else None
+    if changed is None:
+        return None
+    batch, step_batch = training.step_sequences, changed.settings.micro_batch * changed.layout.dp
+    if training.global_batch and batch % step_batch:
+        return None
+    accumulation = max(1, -(-batch // step_batch))
+    changed = replace(changed, settings=replace(changed.settings, accumulation=accumulation))
+    try:
+        check_layout(changed)
+    except UsageError:
+        return None
+    return changed
+
+
+def _apply_step(training: Training, step: _Step) -> Training | None:
+    """Return a training with one setting changed; None if the job cannot be so."""
+    layout, value = training.layout, step.value
+    match step.subject:
+        case "tp" if isinstance(value, int):
+            factor = value // layout.tp
+            layout = replace(layout, tp=value, dp=layout.dp // factor)
+            return None if training.layout.dp % factor else _with_layout(training, layout)
+        case "nodes" if isinstance(value, int):
+            layout = replace(layout, dp=layout.dp * (value // training.nodes))
+            return replace(training, layout=layout, nodes=value)
+        case "zero" if isinstance(value, int):  # impossible if there is nobody to share with
+            return None if layout.replicas == 1 else _with_layout(training, replace(layout, zero=value))
+        case "offload" if value == "parameters" and layout.zero < 3:
+            return None
+        case "checkpointing":
+            settings = replace(training.settings, checkpointing=str(value), recompute_modules=())
+        case _:
+            changed: dict[str, Any] = {step.subject: value}
+            settings = replace(training.settings, **changed)
+    return replace(training, settings=settings)
+
+
+def _with_layout(training: Training, layout: ParallelLayout) -> Training:
+    """Return a training with a layout, and its framework, if nobody has chosen one."""
+    if "parallel.framework" in training.fixed:
+        return replace(training, layout=layout)
+    framework = find_framework(layout)
+    autocast = training.settings.autocast and framework == "ddp"
+    settings = replace(training.settings, framework=framework, autocast=autocast)
+    return replace(training, layout=layout, settings=settings)
+
+
+def _render_change(training: Training, changed: Training) -> tuple[str, ...]:
+    """Return the overrides that make one training of another."""
+    before = _list_values(training)
+    found = [f"{key}={value}" for key, value in _list_values(changed).items() if before[key] != value]
+    if "parallel.dp" in training.fixed and changed.layout.dp != training.layout.dp:
+        found.append(f"parallel.dp={changed.layout.dp}")
+    return tuple(found)
+
+
+def _list_values(training: Training) -> dict[str, str]:
+    """Return the keys that a change may set, with their values."""
+    settings, layout = training.settings, training.layout
+    if training.is_bundled:
+        return {
+            "nodes": str(training.nodes),
+            "program.parallel": "fsdp" if layout.zero == 3 else "ddp",
+            "program.activation_checkpointing": settings.checkpointing,
+            "program.batch_size": str(settings.micro_batch),
+            "program.grad_accumulation": str(settings.accumulation),
+        }
+    names = ("optimizer", "offload", "quantization", "activation_offload", "optimizer_in_backward")
+    values = {f"fit.{name}": str(getattr(settings, name)) for name in names}
+    return {
+        "nodes": str(training.nodes),
+        "parallel.tp": str(layout.tp),
+        "parallel.zero": str(layout.zero),
+        **{key: value.lower() for key, value in values.items()},
+        "fit.checkpointing": settings.checkpointing,
+        "fit.recompute_modules": f"[{','.join(settings.recompute_modules)}]",
+        "fit.micro_batch": str(settings.micro_batch),
+        "fit.accumulation": str(settings.accumulation),
+    }
+
+
+# A program whose steps ran on fake tensors: the tracked peak, and what comes on top.
+
+CATEGORIES = ("weights", "buffers", "gradients", "optimizer", "activations", "temporary")
+"""In the order in which they are shown."""
+EARLIER_RUNS = "earlier runs"
+"""The part of the estimate by which earlier runs correct the sum of the others."""
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleShare:
+    """What belongs to a module, or to all that differ by a number alone, at the peak."""
+
+    name: str
+    """Such as `blocks.*.mlp`; empty for what is no module's."""
+    count: int
+    bytes: int
+    categories: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPeak:
+    """The peak of a program's tensors over its first steps, in bytes."""
+
+    total: int
+    categories: tuple[tuple[str, int], ...]
+    modules: tuple[ModuleShare, ...]
+    """The largest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFit:
+    """What comes of it."""
+
+    peak: StepPeak
+    device: Device
+    estimate: Estimate
+    verdict: str
+    """One of `VERDICTS`; empty if the device's memory is unknown."""
+    learned: str = ""
+
+    @property
+    def predicted(self) -> int:
+        """Bytes that the hook is expected to measure: reserved by torch, or resident on CPUs.
+
+        What earlier runs have measured is left out, so that it is not learned twice.
+        """
+        left_out = ("context", EARLIER_RUNS) if self.device.kind == "gpu" else (EARLIER_RUNS,)
+        return sum(part.bytes.expected for part in self.estimate.parts if part.name not in left_out)
+
+
+def make_step_peak(total: int, categories: dict[str, int], modules: dict[str, dict[str, int]]) -> StepPeak:
+    """Return a peak from what the program's interpreter has recorded; numbered modules are added up."""
+    groups: dict[str, dict[str, int]] = {}
+    counts: dict[str, int] = {}
+    for name, own in modules.items():
+        key = NUMBER.sub("*", name)
+        counts[key] = counts.get(key, 0) + 1
+        group = groups.setdefault(key, {})
+        for category, size in own.items():
+            group[category] = group.get(category, 0) + size
+    shares = [
+        ModuleShare(name, counts[name], sum(own.values()), _order_categories(own))
+        for name, own in groups.items()
+    ]
+    shares.sort(key=lambda share: (-share.bytes, share.name))
+    return StepPeak(total, _order_categories(categories), tuple(shares))
+
+
+def _order_categories(found: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """Return sizes in the order of CATEGORIES, those that are not among them last."""
+    names = [*CATEGORIES, *sorted(set(found) - set(CATEGORIES))]
+    return tuple((name, found[name]) for name in names if found.get(name))
+
+
+def fit_step(
+    peak: StepPeak, device: Device, world_size: int, *, expandable: bool, learned: Learned | None = None
+) -> StepFit:
+    """Say whether a tracked peak fits a device, with what the allocator and the libraries add.
+
+    The tracked peak is exact for the tensors; libraries' workspaces are in the allocator beside them.
+    `learned` is what earlier runs have measured over what was expected: on a GPU of the allocator's memory,
+    on CPUs of the process's.
+    """
+    is_gpu, tensors, told = device.kind == "gpu", Range.of(peak.total), ""
+    parts = [MemoryPart(name, Range.of(size), "from fake tensors") for name, size in peak.categories]
+    allocated = reserved = tensors
+    context, note = PROCESS, "Python and torch"
+    if is_gpu:
+        lost = count_lost(tensors, expandable=expandable)
+        allocated = tensors + CUBLAS
+        reserved = allocated + lost
+        context, note = CONTEXT + NCCL if world_size > 1 else CONTEXT, ""
+        parts += [MemoryPart("workspaces", CUBLAS, "of cuBLAS"), MemoryPart("fragmentation", lost)]
+    parts.append(MemoryPart("context", context, note))
+    total = reserved + context
+    if learned is not None:
+        expected = reserved if is_gpu else total
+        reserved = _correct(expected, learned)
+        total = reserved + context if is_gpu else reserved
+        ends = zip(astuple(reserved), astuple(expected), strict=True)
+        parts.append(MemoryPart(EARLIER_RUNS, Range(*(after - before for after, before in ends))))
+        told = f"{learned.source or 'earlier runs'} took {learned.ratio:.0%} of what was expected"
+    estimate = Estimate(tuple(parts), total, allocated, reserved)
+    return StepFit(peak, device, estimate, _judge(total, device.memory_mib << 20), told)

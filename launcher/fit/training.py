@@ -1,0 +1,541 @@
+"""A training before its start: its model, layout, settings and device, and the values that come of it.
+
+Bytes are integers; memory of one GPU unless a field says otherwise. All values are immutable. `check_layout`
+and `solve_batch` raise UsageError with the value, the rule, and the nearest settings that work.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import gcd
+from typing import NoReturn
+
+from launcher.errors import UsageError
+
+VERDICTS = ("fits", "tight", "does_not_fit")
+LARGEST_SETTING = 10**12
+"""No count of GPUs, sequences or tokens of a step is larger; products of them are still exact."""
+MOST_TRIED = 10_000
+"""Values that are tried in search of a near divisor."""
+SHARDED_BY = {"ddp": (0,), "fsdp": (2, 3), "zero": (0, 1, 2, 3), "megatron": (0, 1, 2, 3)}
+"""Stages of `parallel.zero` that a framework has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of the MLP."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    """Width inside one expert."""
+    shared: int = 0
+    """Experts that every token passes."""
+    dense_layers: int = 0
+    """First layers with an ordinary MLP."""
+    shared_gate: bool = False
+    """A gate of one output before the shared experts (Qwen)."""
+    router_bias: bool = False
+    """A number for each expert beside the router's matrix (DeepSeek-V3's correction of the load)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
+
+    query_rank: int | None
+    """Width of the compressed query; None if queries are not compressed."""
+    kv_rank: int
+    rope_width: int
+    """Width of a head's rotary part."""
+    plain_width: int
+    """Width of a head's other part."""
+    value_width: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDimensions:
+    """A decoder-only transformer."""
+
+    name: str
+    vocab_size: int
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    intermediate_size: int
+    max_seq_len: int
+    norm: str = "rmsnorm"
+    """`rmsnorm` or `layernorm`."""
+    mlp: str = "swiglu"
+    """`swiglu` (three matrices) or `gelu` (two)."""
+    position: str = "rope"
+    """`rope` or `learned`."""
+    bias: bool = False
+    """Biases in all linear layers, and in a layernorm."""
+    qkv_bias: bool = False
+    """Biases in the query, key and value layers alone."""
+    qk_norm: bool = False
+    """A norm over each head's query and key."""
+    tied_embeddings: bool = False
+    experts: Experts | None = None
+    latent_attention: LatentAttention | None = None
+    out_bias: bool = False
+    """A bias in the attention's output layer, without biases everywhere."""
+    norm_bias: bool | None = None
+    """Biases in a layernorm; None is as `bias`."""
+    norms_per_layer: int = 2
+    """Norms of the hidden size in a layer: 4 with norms after attention and MLP too (Gemma 2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """How a job is split over its GPUs: tp * pp * cp * dp of them; ep divides dp * cp."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: int = 0
+    """0: replicas; 1: optimizer states sharded; 2: gradients too; 3: weights too (FSDP)."""
+    shard_size: int | None = None
+    """GPUs over which states are sharded (hybrid sharding); None is all of dp * cp."""
+    sequence_parallel: bool = True
+    """With tp above 1: norms and dropout split along the sequence too."""
+    virtual_stages: int = 1
+    """Model chunks of each pipeline stage (interleaved schedule)."""
+
+    @property
+    def world_size(self) -> int:
+        """GPUs of the job."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """GPUs among which data parallelism may shard states, and the sequences are split."""
+        return self.dp * self.cp
+
+
+ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
+"""A layer's matrices by the names of Hugging Face's models; GELU has no gate_proj."""
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Low-rank adapters, which are trained in place of the model (arXiv:2106.09685)."""
+
+    rank: int
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Matrices that have an adapter; `all-linear` is all of a layer's, as in peft, without `lm_head`."""
+
+    @property
+    def matrices(self) -> frozenset[str]:
+        """The targets by name."""
+        every = ATTENTION_MATRICES + MLP_MATRICES if ALL_LINEAR in self.targets else ()
+        return frozenset({*every, *self.targets} - {ALL_LINEAR})
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """What decides memory and speed beside the model and the layout, in words of `FitConfig`'s."""
+
+    framework: str = "ddp"
+    """Who holds the states: torch's DDP or FSDP2, DeepSpeed's ZeRO (`zero`), or Megatron's distributed
+    optimizer. It decides copies and buffers, `ParallelLayout.zero` what is sharded."""
+    precision: str = "mixed"
+    """`fp32`: all in 32 bits; `bf16`: weights, gradients and moments in bf16; `mixed`: computes in bf16 with
+    fp32 master weights; `fp8`: as `mixed`, matrix products in 8 bits."""
+    optimizer: str = "adamw"
+    checkpointing: str = "none"
+    offload: str = "none"
+    micro_batch: int = 1
+    """Sequences for each data-parallel rank and micro-step."""
+    accumulation: int = 1
+    """Micro-steps for each optimizer step."""
+    seq_len: int = 2048
+    flash_attention: bool = True
+    autocast: bool = False
+    """`mixed` by torch.autocast over fp32 weights, as the bundled program does with DDP."""
+    bundled: bool = False
+    """It is the bundled program, whose tensors are known exactly."""
+    expandable_segments: bool = True
+    loss: str = "auto"
+    """`plain`: all logits at once; `chunked`: some at a time; `fused`: in one kernel with the output layer
+    (Liger, cut cross-entropy); `auto`: not known, which makes the range wide."""
+    compile: bool | None = None
+    """By torch.compile; None is not known."""
+    optimizer_fused: bool | None = None
+    """The optimizer's step makes no list of temporaries; None is not known."""
+    gradients: str = "auto"
+    """`fp32` or `bf16`; `auto` is the framework's."""
+    lora: Lora | None = None
+    """With it the model's weights are frozen: in fp32 if `precision` is, else in 16 bits."""
+    quantization: str = "none"
+    """Of the frozen weights: `nf4` (4 bits and a scale for each 64; arXiv:2305.14314) or `int8`."""
+    optimizer_in_backward: bool = False
+    """Each parameter is updated, and its gradient freed, as soon as it has one."""
+    activation_offload: bool = False
+    """Activations are in CPU memory between forward and backward."""
+    recompute_modules: tuple[str, ...] = ()
+    """What selective checkpointing computes again, by the names of Megatron Core and `attention`; empty: by
+    operator, or as Megatron's own default."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in the computation."""
+        return 4 if self.precision == "fp32" else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a rank computes on."""
+
+    name: str
+    memory_mib: int
+    """As the driver says it; 0 if unknown."""
+    kind: str = "gpu"
+    """`gpu` or `cpu`; a CPU rank's memory is its share of the node's."""
+    nvlink_domain: int = 0
+    """GPUs that NVLink connects, this one included; 0 if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeResources:
+    """What the job has of a node; None is not known."""
+
+    cores: int | None = None
+    """Physical cores."""
+    memory_kib: int | None = None
+    shm_kib: int | None = None
+    num_workers: int = 0
+    """DataLoader workers of each rank."""
+    worker_gib: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Which settings of the bundled program are `auto`, and may be chosen."""
+
+    micro_batch: bool = False
+    accumulation: bool = False
+    checkpointing: bool = False
+    parallel: bool = False
+    sequences: int | None = None
+    """Of an optimizer step, which the choice keeps; None: as many as it comes to."""
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to choose."""
+        return self.micro_batch or self.accumulation or self.checkpointing or self.parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A training whose memory and speed are asked for."""
+
+    model: ModelDimensions
+    layout: ParallelLayout
+    settings: TrainingSettings
+    device: Device
+    gpus_per_node: int
+    nodes: int = 1
+    node: NodeResources = field(default_factory=NodeResources)
+    tokens: float | None = None
+    """Tokens to train on in all, for time and GPU-hours."""
+    step_seconds: float | None = None
+    """Measured seconds of an optimizer step."""
+    is_bundled: bool = True
+    """False: a program of the user's, or settings that the bundled one does not have; never refused."""
+    global_batch: int | None = None
+    """Sequences of an optimizer step, if that is set."""
+    free: Free = field(default_factory=Free)
+    """What was chosen, and would be chosen otherwise on other nodes."""
+    fixed: tuple[str, ...] = ()
+    """Keys of `parallel` and `fit` with values of their own, which a change has to set too."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the ranks compute on GPUs."""
+        return self.device.kind == "gpu"
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the device; 0 if unknown."""
+        return self.device.memory_mib << 20
+
+    @property
+    def step_sequences(self) -> int:
+        """Sequences of an optimizer step."""
+        return self.settings.micro_batch * self.settings.accumulation * self.layout.dp
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An estimate, in bytes."""
+
+    low: int
+    expected: int
+    high: int
+
+    @classmethod
+    def of(cls, low: float, expected: float | None = None, high: float | None = None) -> "Range":
+        """Make a range of whole bytes, never negative and in order; of one number, an exact one."""
+        middle = max(0, round(low if expected is None else expected))
+        least, most = max(0, round(low)), max(0, round(middle if high is None else high))
+        return cls(min(middle, least), middle, max(middle, most))
+
+    def __add__(self, other: "Range") -> "Range":
+        """Add both ends and the middle."""
+        return Range(self.low + other.low, self.expected + other.expected, self.high + other.high)
+
+    def __sub__(self, other: "Range") -> "Range":
+        """Subtract low from low and high from high: what is left of the same estimate without a part."""
+        return Range.of(self.low - other.low, self.expected - other.expected, self.high - other.high)
+
+    def __mul__(self, factor: float) -> "Range":
+        """Multiply both ends and the middle."""
+        return Range.of(self.low * factor, self.expected * factor, self.high * factor)
+
+
+NOTHING = Range(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """One kind of memory of a GPU."""
+
+    name: str
+    """`weights`, `gradients`, `optimizer`, `activations`, `logits`, `temporary`, `communication`, `context`
+    or `fragmentation`."""
+    bytes: Range
+    note: str = ""
+    """How it comes about, in a few words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Peak memory of the fullest GPU of the job."""
+
+    parts: tuple[MemoryPart, ...]
+    total: Range
+    """Of all parts: what the device has in use."""
+    allocated: Range
+    """What torch.cuda.max_memory_allocated shows: without context and fragmentation."""
+    reserved: Range
+    """What torch.cuda.max_memory_reserved shows: with fragmentation, without the context."""
+    stage: int = 0
+    """Pipeline stage of that GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What earlier runs of the same program and settings have measured."""
+
+    ratio: float
+    """Measured over expected: the median of max_memory_reserved over `Estimate.reserved.expected`."""
+    spread: float
+    """Half of the range of the runs' ratios over their median; 0 for one run."""
+    runs: int
+    source: str = ""
+    """Where from, for people: a run, a program."""
+
+
+def find_framework(layout: ParallelLayout) -> str:
+    """Return the framework that a layout is most used with."""
+    if layout.zero == 3:
+        return "fsdp"
+    if layout.tp * layout.pp * layout.cp * layout.ep > 1:
+        return "megatron"
+    return "zero" if layout.zero else "ddp"
+
+
+def solve_batch(
+    micro_batch: int | None, dp: int, accumulation: int | None, global_batch: int | None = None
+) -> tuple[int, int]:
+    """Solve global_batch = micro_batch * dp * accumulation; returns (micro_batch, accumulation).
+
+    Without a global batch, None is 1. With one, accumulation is solved first, else the micro-batch. Raises
+    UsageError with the nearest settings if there is no whole solution.
+    """
+    keys = {"fit.micro_batch": micro_batch, "parallel.dp": dp, "fit.accumulation": accumulation}
+    product = (micro_batch or 1) * dp * (accumulation or 1)
+    if product > LARGEST_SETTING:
+        shown = product if product < LARGEST_SETTING**2 else f"(a number of {product.bit_length()} bits)"
+        raise UsageError(
+            f"fit.micro_batch * parallel.dp * fit.accumulation={shown}: give at most {LARGEST_SETTING}"
+        )
+    is_whole = micro_batch is not None and accumulation is not None
+    if global_batch is None or (is_whole and product == global_batch):
+        return micro_batch or 1, accumulation or 1
+    if not is_whole and global_batch % product == 0:
+        solved = global_batch // product
+        return (micro_batch or 1, solved) if accumulation is None else (solved, accumulation)
+    given = " * ".join(f"{key}={value}" for key, value in keys.items() if value is not None)
+    rule = f"is not {given} ({product})" if is_whole else f"is not divisible by {given} ({product})"
+    fixes = []
+    for key in ("fit.micro_batch", "fit.accumulation"):
+        value = keys[key]
+        if value is not None and global_batch % (product // value) == 0:
+            whole = global_batch // (product // value)
+            near = [whole] if is_whole else _list_near_divisors(whole, value)
+            fixes += [f"{key}={one}" for one in near]
+    below = global_batch // product * product
+    batches = [product] if is_whole else [below, below + product]
+    fixes += [f"fit.global_batch={one}" for one in batches if 1 <= one <= LARGEST_SETTING]
+    raise UsageError(f"fit.global_batch={global_batch} {rule}: set {' or '.join(fixes)}")
+
+
+def _list_near_divisors(number: int, near: int) -> list[int]:
+    """List the greatest divisor below a value and the least above it, the nearer first."""
+    below = next((one for one in range(min(near, number), 0, -1)[:MOST_TRIED] if number % one == 0), 1)
+    above = next((one for one in range(near + 1, number + 1)[:MOST_TRIED] if number % one == 0), below)
+    return sorted({below, above}, key=lambda one: (abs(one - near), one))
+
+
+def _refuse_divisor(key: str, value: int, problem: str, number: int) -> NoReturn:
+    """Raise UsageError for a setting that has to divide a number."""
+    near = " or ".join(f"{key}={one}" for one in _list_near_divisors(number, value))
+    raise UsageError(f"{key}={value} {problem}: set {near}")
+
+
+def check_layout(training: Training) -> None:
+    """Raise UsageError for a layout that the model or the job cannot have, with the nearest that work."""
+    settings = training.settings
+    _check_world_size(training)
+    _check_model_split(training)
+    _check_sequence(training)
+    _check_sharding(training)
+    if settings.optimizer_in_backward and settings.accumulation > 1:
+        raise UsageError(
+            f"fit.optimizer_in_backward=true with fit.accumulation={settings.accumulation}: gradients"
+            " that are freed at once cannot be accumulated, set fit.accumulation=1"
+        )
+    solve_batch(settings.micro_batch, training.layout.dp, settings.accumulation, training.global_batch)
+
+
+def _check_world_size(training: Training) -> None:
+    """Refuse a layout that has not as many GPUs as the job."""
+    layout, ranks = training.layout, training.gpus_per_node * training.nodes
+    if layout.world_size == ranks:
+        return
+    factors = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")}
+    given = " * ".join(f"{name} {value}" for name, value in factors.items() if value > 1) or "one GPU"
+    of_nodes = f"{training.nodes} node{'s' * (training.nodes > 1)} of {training.gpus_per_node}"
+    fixes = " or ".join(_list_world_fixes(training, ranks))
+    raise UsageError(
+        f"parallel: {given} is {layout.world_size} GPUs, and the job has {ranks} ({of_nodes}): set {fixes}"
+    )
+
+
+def _list_world_fixes(training: Training, ranks: int) -> Iterator[str]:
+    """Give settings with which a layout has as many GPUs as the job."""
+    layout, each = training.layout, training.gpus_per_node
+    split = layout.world_size // layout.dp
+    if layout.world_size % each == 0:
+        yield f"nodes={layout.world_size // each}"
+    if ranks % split == 0:
+        yield f"parallel.dp={ranks // split}"
+        return
+    for name in ("tp", "pp", "cp"):
+        value = getattr(layout, name)
+        if value > 1 and ranks % (split // value) == 0:
+            near = _list_near_divisors(ranks // (split // value), value)[0]
+            yield f"parallel.{name}={near} and parallel.dp={ranks // (split // value * near)}"
+            return
+    yield f"parallel.tp={gcd(layout.tp, each)}, parallel.pp=1, parallel.cp=1 and parallel.dp=auto"
+
+
+def _check_model_split(training: Training) -> None:
+    """Refuse tp that does not divide heads and widths, more stages than layers, ep that divides no
+    experts.
+    """
+    model, layout, experts = training.model, training.layout, training.model.experts
+    sizes = {"heads": model.heads}
+    if model.latent_attention is None:
+        sizes["kv_heads"] = model.kv_heads
+    if experts is None or experts.dense_layers:
+        sizes["intermediate_size"] = model.intermediate_size
+    for name, size in sizes.items():
+        if size % layout.tp:
+            problem = f"does not divide model.{name}={size}"
+            _refuse_divisor("parallel.tp", layout.tp, problem, gcd(*sizes.values()))
+    stages, layers = layout.virtual_stages, model.layers
+    if stages > 1 and layout.pp == 1:
+        raise UsageError(
+            f"parallel.virtual_stages={stages} with parallel.pp=1: chunks are of pipeline stages, set"
+            " parallel.pp, or leave it out"
+        )
+    if layout.pp > layers:
+        raise UsageError(
+            f"parallel.pp={layout.pp} is more than model.layers={layers}: set parallel.pp={layers} or less"
+        )
+    if layout.pp * stages > layers:
+        raise UsageError(
+            f"parallel.pp={layout.pp} * parallel.virtual_stages={stages} is more than"
+            f" model.layers={layers}: set parallel.virtual_stages={layers // layout.pp} or less"
+        )
+    if layout.ep == 1:
+        return
+    if experts is None:
+        raise UsageError(
+            f"parallel.ep={layout.ep}, but {model.name} has no experts: set parallel.ep=1, or choose"
+            " a mixture such as model=mixtral8x7b"
+        )
+    common = gcd(experts.count, layout.replicas)
+    if experts.count % layout.ep:
+        problem = f"does not divide model.experts.count={experts.count}"
+        _refuse_divisor("parallel.ep", layout.ep, problem, common)
+    # Megatron Core folds ep over tp: the experts' GPUs are those of a pipeline stage.
+    folds = training.settings.framework == "megatron" and layout.replicas * layout.tp % layout.ep == 0
+    if layout.replicas % layout.ep and not folds:
+        _refuse_divisor("parallel.ep", layout.ep, f"does not divide dp * cp ({layout.replicas})", common)
+
+
+def _check_sequence(training: Training) -> None:
+    """Refuse sequences that cannot be split, or are longer than the table of positions.
+
+    Under a causal mask each GPU takes two pieces, one from either end, for equal work (Megatron-LM and
+    torchtitan alike), so 2 * cp divides the sequence. Sequence parallelism splits that further over tp.
+    """
+    layout, length, most = training.layout, training.settings.seq_len, training.model.max_seq_len
+    if training.model.position == "learned" and length > most:
+        raise UsageError(f"fit.seq_len={length} is more than model.max_seq_len={most}, the rows of its table")
+    pieces = 2 * layout.cp if layout.cp > 1 else 1
+    step = pieces * layout.tp if layout.sequence_parallel else pieces
+    if length % step:
+        below = length // step * step
+        shown = " or ".join(f"fit.seq_len={one}" for one in (below, below + step) if one)
+        factors = ["2 * parallel.cp"] * (layout.cp > 1) + ["parallel.tp"] * (step != pieces)
+        raise UsageError(
+            f"fit.seq_len={length} is not divisible by {' * '.join(factors)} ({step}): set {shown}"
+        )
+
+
+def _check_sharding(training: Training) -> None:
+    """Refuse stages that a framework does not have, and groups that do not divide the replicas."""
+    layout, framework = training.layout, training.settings.framework
+    stages = SHARDED_BY.get(framework)
+    if stages is None:
+        raise UsageError(f"parallel.framework={framework}: choose from {', '.join(SHARDED_BY)}")
+    if layout.zero not in stages:
+        near = min(stages, key=lambda stage: abs(stage - layout.zero))
+        raise UsageError(
+            f"parallel.zero={layout.zero} is nothing that parallel.framework={framework} does: set"
+            f" parallel.zero={near}, or another framework"
+        )
+    if framework == "zero" and layout.pp > 1 and layout.zero > 1:
+        raise UsageError(
+            f"parallel.zero={layout.zero} with parallel.pp={layout.pp}: DeepSpeed's pipeline keeps gradients"
+            " whole, set parallel.zero=1, or parallel.framework=fsdp"
+        )
+    size = layout.shard_size
+    if size is not None and layout.zero == 0:
+        raise UsageError(
+            f"parallel.shard_size={size} with parallel.zero=0, which shards nothing: leave it out"
+        )
+    if size is not None and layout.replicas % size:
+        problem = f"does not divide dp * cp ({layout.replicas})"
+        _refuse_divisor("parallel.shard_size", size, problem, layout.replicas)
