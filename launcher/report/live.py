@@ -84,7 +84,7 @@ class WatchApp(App[int]):
     DataTable > .datatable--header { background: ansi_default; color: ansi_default; }
     DataTable > .datatable--cursor { background: ansi_default; color: ansi_default; text-style: reverse; }
     #head { max-height: 50%; height: auto; }
-    #table { height: 1fr; scrollbar-size-vertical: 1; overflow-x: hidden; }
+    #table { height: 1fr; overflow: hidden; }
     #rank { height: auto; max-height: 50%; margin-top: 1; }
     #stack { height: auto; max-height: 40%; scrollbar-size-vertical: 1; }
     #output { height: 1fr; scrollbar-size-vertical: 1; }
@@ -141,6 +141,8 @@ class WatchApp(App[int]):
         self._looking_since: float | None = None
         self._hurry = threading.Event()
         self._closing = False
+        self._top = 0
+        """The first row that the table has."""
         self._heads: list[tuple[str, int]] = []
         self._cells: list[list[Text]] = []
 
@@ -252,10 +254,17 @@ class WatchApp(App[int]):
         self.query_one("#footer", Static).update(text)
 
     def _show_table(self) -> None:
-        """Show the rows; where the columns are as before, the cells alone that have changed."""
+        """Show the rows around the cursor; where the columns are as before, those cells alone that changed.
+
+        The table has the rows alone that there is room for: thousands would take it seconds.
+        """
         table: DataTable[Text] = self.query_one("#table", DataTable)
-        columns = self.shown.fit(self.size.width - 3)  # cells are padded, and there is a scrollbar
-        cells = [self.shown.show_row(row, columns) for row in self.shown.rows]
+        room = max(1, (table.size.height or self.size.height) - 1)
+        last = max(0, len(self.shown.rows) - room)
+        self._top = min(max(self._top, self.at - room + 1), self.at, last)
+        columns = self.shown.fit(self.size.width - 2)  # cells are padded
+        visible = self.shown.rows[self._top : self._top + room]
+        cells = [self.shown.show_row(row, columns) for row in visible]
         titles = list(zip(self.shown.show_titles(columns), columns.values(), strict=True))
         heads = [(title.plain, width) for title, width in titles]
         if heads != self._heads or len(cells) != len(self._cells):
@@ -270,7 +279,13 @@ class WatchApp(App[int]):
                     if (cell.plain, cell.style) != (old.plain, old.style):
                         table.update_cell_at((number, place), cell)
         self._heads, self._cells = heads, cells
-        table.move_cursor(row=self.at, animate=False)
+        table.move_cursor(row=self.at - self._top, animate=False)
+
+    def on_mouse_scroll_down(self) -> None:
+        self.action_move(3)
+
+    def on_mouse_scroll_up(self) -> None:
+        self.action_move(-3)
 
     # What keys do
 
@@ -323,7 +338,7 @@ class WatchApp(App[int]):
         if self.rank is not None and row.ranks:
             self._open(row.ranks[0].rank)
         else:
-            self.query_one("#table", DataTable).move_cursor(row=self.at, animate=False)
+            self._show_table()
             self._show_lines()
 
     def action_page(self, pages: int) -> None:

@@ -196,7 +196,7 @@ def test_a_table_that_does_not_fit_is_moved(here: Path) -> None:
         await screen.press(pilot, "enter", "rank 116 on n58")
         await screen.press(pilot, "escape", "Esc all nodes")
         await screen.press(pilot, "escape", "n58", "row 59 of 60")
-        await screen.press(pilot, "pageup", "n41")
+        await screen.press(pilot, "pageup", "n42")
 
     play(make_watched_run(here / "runs", nodes=60, ranks=2), script)
 
