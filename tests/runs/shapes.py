@@ -12,7 +12,7 @@ from typing import Any
 from tests.runs.recordings import DATA
 
 FILE = DATA.parent / "run_directories.json"
-FREE = ("choices", "env", "packages", "machine")
+FREE = ("choices", "env", "packages", "machine", "values")
 """Objects whose keys are data, or which are described elsewhere."""
 
 
