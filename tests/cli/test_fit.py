@@ -70,6 +70,7 @@ def test_the_bundled_program_has_the_peak_that_torchs_tracker_sees(tmp_path: Pat
     assert found["peak"] == pytest.approx(int(done.stdout), rel=0.02)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_computed_again_keep_their_inputs_alone(tmp_path: Path) -> None:
     """Checkpointing around attention, whose kernel in the backward pass is the same as in the forward one."""
     program = str(PROGRAMS / "checkpointed_attention.py")

@@ -103,6 +103,7 @@ def test_the_distribution_has_a_name_of_its_own(wheel: Path, scripts: Path, tmp_
     assert run(scripts, tmp_path, "--version").stdout == f"launch {version}\n"
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     """With what it depends on, by pip; it takes a minute and downloads torch, so CI alone does it."""
     if not os.environ.get("LAUNCH_CI"):
@@ -155,6 +156,7 @@ def test_a_job_runs_from_the_installed_package(scripts: Path, tmp_path: Path) ->
     assert json.loads(shim.read_text())["problems"] == []
 
 
+@pytest.mark.slow
 def test_launch_rank_is_installed(scripts: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [str(scripts / "launch-rank"), "echo", "ran"],
@@ -172,6 +174,7 @@ def find_sandbox(scripts: Path) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_the_sandbox_is_a_command_of_the_package(scripts: Path, tmp_path: Path) -> None:
     command: list[str | Path] = [find_sandbox(scripts), "--folder", tmp_path, "status"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
