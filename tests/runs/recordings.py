@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parents[1] / "data" / "runs"
-HOME, PYTHON, HOST = "/home/ann/work", "/opt/venv", "box"
+HOME, PYTHON, HOST = "/home/ann/llm", "/opt/venv", "box"
 BOOT = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 LEFT_OUT = ("report.html", "submission.sh", "job.json")
 MOST_LINES = 6

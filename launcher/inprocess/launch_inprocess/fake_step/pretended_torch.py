@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.library import Library
+from torch import library
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device
@@ -228,7 +228,7 @@ def replace_kernels() -> None:
 
     functions: Any = F
     functions.scaled_dot_product_attention, functions.dropout = attend_or_not, dropout
-    kernels.append(Library("aten", "IMPL", "CUDA"))
+    kernels.append(library.Library("aten", "IMPL", "CUDA"))
     for name in ("silu_backward", "_fused_rms_norm"):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             kernels[0].impl(name, lambda *_: None)
