@@ -18,10 +18,6 @@ KEY = "json_key"
 """Entry of a field's metadata: its key in JSON, if that is no name in Python, as `from`."""
 OBJECT = "json_object"
 """Entry of a field's metadata: a tuple of pairs that is an object in JSON."""
-ONLY = "json_only"
-"""Entry of a field's metadata: the fields of the dataclass in it that are written."""
-OPTIONAL = "json_optional"
-"""Entry of a field's metadata: it is written only if there is something in it."""
 LARGE = 1e300
 """Numbers from here on are looked at more closely: they may be infinite, or no `float`."""
 T = TypeVar("T")
@@ -75,11 +71,7 @@ def convert(kind: type[T], data: object, least: float = -inf) -> T:
 def to_plain(value: Any) -> Any:  # noqa: ANN401 - see convert
     """Return what JSON has for a value of the types of `convert`, which reads it back."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {
-            item.key: item.write(getattr(value, item.name))
-            for item in _list_fields(type(value))
-            if not item.is_omitted_empty or getattr(value, item.name)
-        }
+        return {item.key: item.write(getattr(value, item.name)) for item in _list_fields(type(value))}
     if isinstance(value, frozenset):
         return format_cpulist(value)
     if isinstance(value, tuple | list):
@@ -101,16 +93,10 @@ class _Field(NamedTuple):
     is_nullable: bool
     is_required: bool
     is_object: bool
-    is_omitted_empty: bool
-    only: tuple[str, ...]
 
     def write(self, value: Any) -> Any:  # noqa: ANN401 - see convert
         """Return what JSON has for the field's value."""
-        if self.is_object:
-            return dict(value)
-        if self.only and value is not None:
-            return {name: to_plain(getattr(value, name)) for name in self.only}
-        return to_plain(value)
+        return dict(value) if self.is_object else to_plain(value)
 
 
 @cache
@@ -128,8 +114,6 @@ def _list_fields(kind: Any) -> tuple[_Field, ...]:  # noqa: ANN401 - see convert
                 is_nullable=NoneType in kinds,
                 is_required=item.default is MISSING and item.default_factory is MISSING,
                 is_object=item.metadata.get(OBJECT, False),
-                is_omitted_empty=item.metadata.get(OPTIONAL, False),
-                only=item.metadata.get(ONLY, ()),
             )
         )
     return tuple(found)

@@ -1,9 +1,11 @@
 """Where the ranks of a job on one node meet: MASTER_ADDR and MASTER_PORT."""
 
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
+
+from launcher.config.start import check_port_free
+from launcher.errors import MachineError
 
 LOOPBACK = "127.0.0.1"
 """torchrun's default of --master-addr."""
@@ -39,7 +41,7 @@ def find_free_port() -> int:
     ports = list_ports(*read_client_ports())
     for _ in range(TRIALS):
         port = ports[int.from_bytes(os.urandom(4)) % len(ports)]
-        if can_serve(port):
+        if is_port_free(port):
             return port
     raise OSError(f"no port of {ports.start} to {ports.stop - 1} is free")
 
@@ -59,18 +61,10 @@ def list_ports(first: int, last: int) -> range:
     return ports if len(ports) >= FEWEST else range(LOWEST, 65536)
 
 
-def can_serve(port: int) -> bool:
-    """Tell whether a port can be listened to, for all families that this machine has."""
-    for family in (socket.AF_INET6, socket.AF_INET):
-        try:
-            probe = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:  # a kernel without IPv6
-            continue
-        with probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-                probe.listen(1)
-            except OSError:
-                return False
+def is_port_free(port: int) -> bool:
+    """Tell whether this host can listen on a port, in all of its address families."""
+    try:
+        check_port_free(port)
+    except MachineError:
+        return False
     return True

@@ -5,11 +5,9 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Sequence
-from functools import partial
 
 from launcher.doctor.model import PathFacts
-from launcher.probe.guarded_calls import Answer, call_in_children
+from launcher.probe.guarded_calls import Answer
 
 WRITTEN = ("run directory", "checkpoints", "temporary directory")
 """Purposes of directories that the job writes to."""
@@ -24,12 +22,6 @@ STATES = {
 }
 UNNAMED_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 """What file systems and kernels without O_TMPFILE say (open(2))."""
-
-
-def read_paths(paths: Sequence[tuple[str, str]], limit: float) -> tuple[PathFacts, ...]:
-    """Look at paths, given with their purposes, all at once; one that hangs costs `limit` seconds."""
-    answers = call_in_children([partial(read_path, *entry) for entry in paths], limit)
-    return tuple(describe_path(*entry, answer) for entry, answer in zip(paths, answers, strict=True))
 
 
 def describe_path(path: str, purpose: str, answer: Answer[PathFacts]) -> PathFacts:

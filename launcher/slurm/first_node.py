@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from launcher.agent.endpoint import read_client_ports
+from launcher.agent.endpoint import is_port_free, read_client_ports
 from launcher.errors import EXIT_MACHINE, EXIT_SCHEDULER, LaunchError, MachineError, SchedulerError
 from launcher.files import open_below
 from launcher.launch.processes import adopt_orphans, end_leftovers
@@ -40,13 +40,7 @@ from launcher.slurm.node_step import (
 )
 from launcher.slurm.notation import expand_hosts, parse_signal
 from launcher.slurm.preflight_kind import choose_preflight_kind
-from launcher.slurm.rendezvous import (
-    PORT_TAKEN,
-    TRIALS,
-    is_port_free,
-    pick_port,
-    pick_restart_port,
-)
+from launcher.slurm.rendezvous import PORT_TAKEN, TRIALS, pick_port, pick_restart_port
 from launcher.slurm.srun_messages import drop_prefix, has_begun, is_temporary
 from launcher.slurm.step_group import count_known_ranks, make_coordinator
 from launcher.slurm.step_monitor import StepMonitor, attend_nothing

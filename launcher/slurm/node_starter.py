@@ -56,9 +56,9 @@ def make_direct_agent(
 ) -> Agent:
     """Return the agent that starts this node's ranks itself, as the job's first node orders."""
     from launcher.agent.direct_agent import DirectAgent
+    from launcher.agent.endpoint import is_port_free
     from launcher.agent.local_agent import make_node_part
     from launcher.slurm.node_control import NodeControl
-    from launcher.slurm.rendezvous import is_port_free
 
     job = request.job
     restarts = choose_restarts(job.config, job.environ) or 0

@@ -1,8 +1,6 @@
 """Where the nodes of a job meet: a port that is this job's own on the first of its nodes."""
 
 from launcher.agent.endpoint import list_ports
-from launcher.config.start import check_port_free
-from launcher.errors import MachineError
 
 STRIDE, TRIAL, RESTART = 7919, 1009, 101
 """Primes, so that neighbouring jobs, the candidates of one job, and its attempts are far from each other."""
@@ -26,12 +24,3 @@ def pick_port(job_id: int, attempt: int, trial: int, local: tuple[int, int]) -> 
 def pick_restart_port(job_id: int, attempt: int, trial: int, local: tuple[int, int], restart: int) -> int:
     """Return the port of a start: that of `pick_port` for the first one, and others for those after it."""
     return pick_port(job_id, attempt, trial + TRIALS * restart, local)
-
-
-def is_port_free(port: int) -> bool:
-    """Tell whether a port of this host can be served; the node itself looks again."""
-    try:
-        check_port_free(port)
-    except MachineError:
-        return False
-    return True
