@@ -284,7 +284,10 @@ class Supervisor:
 
     def handle_signals(self, inbox: SignalQueue, agent: Agent) -> None:
         """Pass on what has arrived; each stopping signal goes a stage on, and so does the time."""
-        for number in inbox.take():
+        arrived = inbox.take()
+        if not {*arrived}.isdisjoint(FORWARDED):
+            self.watch_new_ranks(agent)  # it can be for a rank that has started since the last look
+        for number in arrived:
             if number not in FORWARDED:
                 self.handle_slurm_signal(number, agent) if self.control else self.handle_stop_signal(
                     number, agent, self.grace
@@ -337,6 +340,7 @@ class Supervisor:
                 self.commanded = True
                 self.handle_stop_signal(number, agent, self.grace)
                 continue
+            self.watch_new_ranks(agent)
             self.signal_catchers(number)
 
     def signal_catchers(self, number: int) -> None:

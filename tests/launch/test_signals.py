@@ -78,8 +78,12 @@ def test_ranks_that_ignore_a_signal_get_harder_ones(tmp_path: Path) -> None:
 def test_user_signal_reaches_ranks_and_the_job_goes_on(agent: str, tmp_path: Path) -> None:
     words = ("nproc_per_node=2", f"agent={agent}", "--", write_program(tmp_path, ASKED))
     with start(tmp_path, *words) as started:
+        if agent == "torchrun":  # a launcher that gets no CPU while the ranks start
+            wait_for(lambda: "starting the ranks" in started.read(), "torchrun on its way")
+            started.process.send_signal(signal.SIGSTOP)
         wait_ready(started)
         started.process.send_signal(signal.SIGUSR2)
+        started.process.send_signal(signal.SIGCONT)
         wait_for(lambda: count_said(started, "saved") == 2, "the handler in both ranks")
         if agent == "torchrun":
             os.kill(find_agent(started), signal.SIGUSR2)  # as SLURM does, to every process of a step
