@@ -18,7 +18,7 @@ from launcher.preflight.checks import (
     write_preflight_report,
 )
 from launcher.protocol import name_host
-from launcher.report.runs import list_preflight_lines
+from launcher.report.findings import list_preflight_lines
 from launcher.runs.manifest import stamp_time, write_manifest
 from launcher.runs.run_directory import RunDir
 

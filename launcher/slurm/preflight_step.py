@@ -21,7 +21,7 @@ from launcher.preflight.checks import (
     run_checks,
     write_preflight_report,
 )
-from launcher.report.runs import list_preflight_lines
+from launcher.report.findings import list_preflight_lines
 from launcher.slurm.attempt import Attempt, try_write_manifest
 from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.job_control import count_restarts
