@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher.codec import to_plain
 from launcher.cpulist import format_cpulist
-from launcher.text import count_things, describe_time, escape_text, format_size
+from launcher.text import count_things, describe_time, escape_text, format_size, name_some
 
 LEVELS = ("error", "warning", "note", "unknown", "ok")
 """Worst first. `unknown` is a check that could not be made. An error on a node of a job makes the node sick:
@@ -329,17 +329,12 @@ class _Formatter(string.Formatter):
         return escape_text(value) if isinstance(value, str) else str(super().format_field(value, format_spec))
 
 
-def _name_some(names: Collection[object]) -> str:
-    shown = [escape_text(str(name), 80) for name in names][:LISTED]
-    return ", ".join(shown) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
-
-
 _FORMATS: Mapping[str, Any] = {
     "size": format_size,
     "time": describe_time,
     "cpus": lambda numbers: format_cpulist(frozenset(numbers)) or "none",
     "list": lambda names: ", ".join(escape_text(str(name), 80) for name in names),
-    "names": _name_some,
+    "names": lambda names: name_some([escape_text(str(name), 80) for name in names], LISTED),
     "three": lambda number: f"{number:.0f}" if number >= 100 else f"{number:.3g}",
 }
 _formatter = _Formatter()

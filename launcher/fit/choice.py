@@ -70,10 +70,8 @@ class FitReport:
 
     request: Training
     estimate: Estimate
-    capacity: int
-    """Bytes of the device; 0 if unknown."""
     verdict: str
-    """One of `VERDICTS`; empty if the device's memory is unknown."""
+    """`fits`, `tight` or `does_not_fit`; empty if the device's memory is unknown."""
     changes: tuple[Change, ...] = ()
     """At most three, the cheapest first, if it does not fit."""
     budget: tuple[BudgetLine, ...] = ()
@@ -111,7 +109,6 @@ def assess(training: Training, learned: Learned | None = None, *, grid: bool = F
     return FitReport(
         training,
         estimate,
-        training.capacity,
         verdict,
         changes,
         budget_node(training),
@@ -123,7 +120,7 @@ def assess(training: Training, learned: Learned | None = None, *, grid: bool = F
 
 
 def _judge(total: Range, capacity: int) -> str:
-    """Return one of `VERDICTS`; empty if the capacity is not known."""
+    """Return `fits`, `tight` or `does_not_fit`; empty if the capacity is not known."""
     if capacity <= 0:
         return ""
     if total.high <= capacity:
@@ -669,7 +666,7 @@ class StepFit:
     device: Device
     estimate: Estimate
     verdict: str
-    """One of `VERDICTS`; empty if the device's memory is unknown."""
+    """`fits`, `tight` or `does_not_fit`; empty if the device's memory is unknown."""
     learned: str = ""
 
     @property

@@ -11,7 +11,6 @@ from typing import NoReturn
 
 from launcher.errors import UsageError
 
-VERDICTS = ("fits", "tight", "does_not_fit")
 LARGEST_SETTING = 10**12
 """No count of GPUs, sequences or tokens of a step is larger; products of them are still exact."""
 MOST_TRIED = 10_000

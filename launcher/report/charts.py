@@ -23,7 +23,6 @@ if TYPE_CHECKING or find_spec("matplotlib"):
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-DRAWS = find_spec("matplotlib") is not None
 WIDTH = 900
 """Pixels, at 72 dots an inch."""
 LINES = ("#0072b2", "#d55e00", "#00875f", "#b85c94", "#b87d00", "#2f93cc", "#6b6f76", "#5b3f9e")

@@ -58,9 +58,9 @@ def print_fit(console: Console, report: FitReport, *, memory_alone: bool = False
 
 def _describe_verdict(report: FitReport) -> str:
     """Say in a line whether the job fits, and by how much."""
-    device, estimate = report.request.device, report.estimate.total
-    where = "each GPU" if device.kind == "gpu" else "each rank"
-    name = f" ({clean_text(device.name)}, {format_bytes(report.capacity)})"
+    estimate = report.estimate.total
+    where = "each GPU" if report.request.on_gpu else "each rank"
+    name = f" ({clean_text(report.request.device.name)}, {format_bytes(report.request.capacity)})"
     text = _VERDICTS.get(report.verdict, "not judged")
     needed = f"{format_bytes(estimate.expected)} expected, {format_bytes(estimate.high)} at most"
     if report.verdict == "does_not_fit":
@@ -76,7 +76,6 @@ def _describe_request(request: Training, speed: SpeedEstimate | None) -> str:
     layout, settings = request.layout, request.settings
     sizes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "dp")}
     shown = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["one replica"]
-    batch = settings.micro_batch * settings.accumulation * layout.dp
     lora = settings.lora
     zero = f" stage {layout.zero}" if settings.framework == "zero" else ""
     parts = [
@@ -91,7 +90,7 @@ def _describe_request(request: Training, speed: SpeedEstimate | None) -> str:
         "activations offloaded" if settings.activation_offload else "",
         "optimizer in backward" if settings.optimizer_in_backward else "",
         f"micro-batch {settings.micro_batch} x {settings.seq_len} tokens",
-        f"global batch {batch}",
+        f"global batch {request.step_sequences}",
     ]
     return ", ".join(part for part in parts if part)
 
@@ -116,7 +115,7 @@ def _print_memory(console: Console, report: FitReport) -> None:
     rows = [part for part in parts if part[1].high]
     stage = f"pipeline stage {estimate.stage}, the fullest" if estimate.stage else ""
     rows.append(("total", estimate.total, stage))
-    if capacity := report.capacity:
+    if capacity := report.request.capacity:
         total = estimate.total
         left = Range(capacity - total.high, capacity - total.expected, capacity - total.low)
         rows += [("capacity", Range(capacity, capacity, capacity), ""), ("headroom", left, "")]
@@ -139,7 +138,7 @@ def _print_grid(console: Console, report: FitReport) -> None:
         row = []
         for column in columns:
             cell = found[size, *column]
-            fits = cell.total.high <= report.capacity
+            fits = cell.total.high <= report.request.capacity
             number = _write_number(cell.total.high / unit)
             text = f"{number if fits else f'({number})'}{'*' if cell.is_chosen else ''}"
             row.append(Text(text, "bold green" if cell.is_chosen else "" if fits else "dim"))

@@ -17,8 +17,8 @@ from launcher.cpulist import format_cpulist
 from launcher.doctor.machine import BindingTrial, Case, judge_plan, judge_run_records
 from launcher.doctor.model import Facts, Finding, found
 from launcher.plan.model import Plan
-from launcher.report.charts import AREAS, DRAWS, LINES, Curve, draw_bars, draw_times, inline_svg
-from launcher.report.machine import render_machine
+from launcher.report.charts import AREAS, LINES, Curve, draw_bars, draw_times, inline_svg
+from launcher.report.machine import DRAWS, render_machine
 from launcher.report.runs import shorten_time
 from launcher.report.timeline import (
     ACTIVITIES,
@@ -94,8 +94,8 @@ _STRAGGLER_FIXES = {
 """What helps, by the cause of a straggler."""
 _LONGEST = 2000
 """Characters of a text."""
-_MOST_WARNINGS, _MOST_ALIKE = 40, 4
-"""Warnings that are shown, and those with one reason and one fix that are named."""
+_MOST_ALIKE = 4
+"""Warnings with one reason and one fix that are named."""
 _MOST_LINES = 8
 """Ranks that have a line of their own; of more, the spread is shown."""
 _MOST_BARS = 24

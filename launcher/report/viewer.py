@@ -149,8 +149,8 @@ class OutputViewer:
     """Returns what the program has printed on its pseudo-terminal since the last call."""
     is_raw: Callable[[], bool] = lambda: False
     """Tells whether the user's terminal is in raw mode."""
-    waiting: "queue.SimpleQueue[tuple[bool, str]]" = field(default_factory=queue.SimpleQueue)
-    """Lines to show, and whether they are our own."""
+    waiting: "queue.SimpleQueue[str]" = field(default_factory=queue.SimpleQueue)
+    """Lines of ours to show."""
     news: threading.Event = field(default_factory=threading.Event)
     """There is something to show, and no time to lose."""
     ending: threading.Event = field(default_factory=threading.Event)
@@ -202,11 +202,7 @@ class OutputViewer:
 
     def show_record(self, record: logging.LogRecord) -> None:
         """Show what has been logged."""
-        self.waiting.put((True, self.options.log_prefix + format_record(record)))
-
-    def show_text(self, line: str) -> None:
-        """Show a line that is another program's."""
-        self.waiting.put((False, line))
+        self.waiting.put(self.options.log_prefix + format_record(record))
 
     def run(self) -> None:
         """Show the job to its end: the thread's body. If that fails, the job goes on without."""
@@ -259,8 +255,7 @@ class OutputViewer:
     def show_waiting(self, console: "JobConsole") -> None:
         """Show the lines that wait."""
         while not self.waiting.empty():
-            is_own, text = self.waiting.get()
-            console.print_own_line(text) if is_own else console.write_own_lines(console.encode(f"{text}\n"))
+            console.print_own_line(self.waiting.get())
 
     def open_console(self) -> "JobConsole":
         """Return the console, with the heading and the placement on it."""

@@ -1,10 +1,11 @@
 """Ranks that ended with 0 while others went on: the first event of many a failure, which no rank reports."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from launcher.runs.attempt_progress import find_last_step
 from launcher.runs.run_directory import RunDir
+from launcher.text import name_some
 
 LONG_BEFORE = 30.0
 """Seconds before a stop: a rank that ended with 0 later than that may have ended as all others would have."""
@@ -39,17 +40,11 @@ class EarlyEnd:
 
     def describe(self) -> str:
         """Say it: `rank 3 on n1 ended with 0 at step 40 while 7 ranks went on`."""
-        who = f"rank{'' if len(self.ranks) == 1 else 's'} {shorten(self.ranks)}"
+        who = f"rank{'' if len(self.ranks) == 1 else 's'} {name_some([*map(str, self.ranks)], MOST)}"
         at = "" if self.step is None else f" at step {self.step}"
         others = {0: "others", 1: "1 rank"}.get(self.others, f"{self.others} ranks")
         came = "" if self.reached is None else f" (rank 0 came to step {self.reached})"
-        return f"{who} on {shorten(self.hosts)} ended with 0{at} while {others} went on{came}"
-
-
-def shorten(items: Sequence[object]) -> str:
-    """Return the first few of some names, and how many more there are."""
-    more = f" and {len(items) - MOST} more" if len(items) > MOST else ""
-    return ", ".join(map(str, items[:MOST])) + more
+        return f"{who} on {name_some(self.hosts, MOST)} ended with 0{at} while {others} went on{came}"
 
 
 def find_early_exits(run: RunDir, ends: Iterable[CleanEnd], before: float, world: int) -> EarlyEnd | None:

@@ -1,7 +1,6 @@
 """The end of an attempt in words: for the manifest, and for people."""
 
 import signal
-from collections.abc import Sequence
 
 from launcher.launch.signals import STOPPING, name_signal
 from launcher.runs.node_records import NodeRecord, RankFailure
@@ -10,7 +9,7 @@ from launcher.runs.run_directory import RunDir
 from launcher.slurm.attempt import Manifest, describe_advance
 from launcher.slurm.attempt_end import AttemptEnd
 from launcher.slurm.requeue_policy import Decision
-from launcher.text import describe_first_failed_rank, describe_time
+from launcher.text import describe_first_failed_rank, describe_time, name_some
 
 MAX_NAMED = 3
 """Sentences of the manifest's reason, and nodes that are named in one."""
@@ -123,7 +122,7 @@ def describe_hang_end(end: AttemptEnd) -> list[str]:
 def describe_signals(end: AttemptEnd) -> list[str]:
     """Say which nodes' tasks, or which rank, got a signal from outside; or which asks for another start."""
     if end.signalled:
-        hosts = join_hosts(list(dict(end.signalled)))
+        hosts = name_some(list(dict(end.signalled)), MAX_NAMED)
         what = f"{name_signal(end.signalled[0][1])} from outside"
         return [f"{hosts} got {what}: neither launch nor SLURM's queue sent it"]
     if end.first is None or end.cause == "crash":
@@ -142,17 +141,11 @@ def describe_agent_failures(end: AttemptEnd) -> list[str]:
     hosts: dict[str, list[str]] = {}
     for record in end.step.records:
         hosts.setdefault(record.agent_said, []).append(record.host)
-    lines = [f"{join_hosts(names)}: {text}" for text, names in hosts.items() if text]
+    lines = [f"{name_some(names, MAX_NAMED)}: {text}" for text, names in hosts.items() if text]
     if end.step.missing:
         doubt = "" if end.trouble else ": is the disk full?"
         lines.append(f"no record came from {', '.join(end.step.missing)}{doubt}")
     return lines or [f"no rank failed, but srun ended with {end.step.srun_exitcode}"]
-
-
-def join_hosts(names: Sequence[str]) -> str:
-    """Return the first few of some nodes, and how many more there are."""
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def describe_lost_nodes(end: AttemptEnd) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from launcher.slurm.notation import expand_hosts
+from launcher.text import name_some
 
 GROUP = re.compile(r"(?:^|\s)(?:SwitchName|BlockName|AggregatedBlock)=(\S+)")
 NODES = re.compile(r"(?:^|\s)Nodes=(\S+)")
@@ -91,8 +92,9 @@ def order_by_topology(hosts: Sequence[str], groups: Collection[NodeGroup], *, as
         return keep_order(hosts, missing, warns=asked)
     count = sum(1 for group in groups if group.nodes.intersection(hosts))
     left = [host for host in hosts if host not in placed]
-    warning = (f"{show_names(left)}: on none of SLURM's switches, and so last in the order",) if left else ()
-    return NodeOrder(order_nodes(hosts, groups), "topology", f"SLURM's topology, {count} groups", warning)
+    last = f"{name_some(left, SHOWN)}: on none of SLURM's switches, and so last in the order"
+    why = f"SLURM's topology, {count} groups"
+    return NodeOrder(order_nodes(hosts, groups), "topology", why, (last,) if left else ())
 
 
 def order_by_names(hosts: Sequence[str], names: Sequence[str], path: str) -> NodeOrder:
@@ -109,8 +111,11 @@ def order_by_names(hosts: Sequence[str], names: Sequence[str], path: str) -> Nod
     ordered = sorted(hosts, key=lambda host: (positions.get(host, len(names)), make_natural_key(host)))
     counts = Counter(names)
     twice = [host for host in ordered if counts[host] > 1]
-    warnings = [f"{path} does not name {show_names(left)}, which come last"] if left else []
-    warnings += [f"{path} names {show_names(twice)} more than once: the first place counts"] if twice else []
+    warnings = []
+    if left:
+        warnings.append(f"{path} does not name {name_some(left, SHOWN)}, which come last")
+    if twice:
+        warnings.append(f"{path} names {name_some(twice, SHOWN)} more than once: the first place counts")
     return NodeOrder(tuple(ordered), "file", path, tuple(warnings))
 
 
@@ -139,12 +144,6 @@ def keep_order(hosts: Sequence[str], why: str, *, warns: bool = False) -> NodeOr
     return NodeOrder(
         tuple(hosts), "slurm", why, (f"{why}: the nodes stay in SLURM's order",) if warns else ()
     )
-
-
-def show_names(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many more there are."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def fold_in_order(hosts: Iterable[str]) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from launcher.text import count_things, name_some
+
 MAX_NAMED = 8
 """Nodes that a sentence names."""
 
@@ -59,17 +61,18 @@ def choose_without_spares(
     fewest, most = nodes
     foreseen = tuple(candidates[:most])
     left_out = tuple(host for host in foreseen if host in sick)
-    names, rule = name_few_hosts(left_out), f"preflight.on_failure={on_failure}"
+    names, rule = name_some(left_out, MAX_NAMED), f"preflight.on_failure={on_failure}"
     if on_failure == "report":
         return NodeChoice("start", foreseen, f"the job starts all the same ({rule})")
     if on_failure == "stop":
         return NodeChoice("stop", (), f"the job does not start ({rule})")
     healthy = tuple(host for host in candidates if host not in sick)[:most]
+    left = count_things(len(healthy), "node")
     if len(healthy) >= min(fewest, len(foreseen)) and healthy:
         spares = [host for host in healthy if host not in foreseen]
-        on = f"{name_few_hosts(spares)} in place of {names}" if spares else f"without {names}"
-        return NodeChoice("leave_out", healthy, f"the job goes on {on}, on {count(healthy)} ({rule})")
-    short = f"{count(healthy)} of the {fewest} that the job needs are left without {names}"
+        on = f"{name_some(spares, MAX_NAMED)} in place of {names}" if spares else f"without {names}"
+        return NodeChoice("leave_out", healthy, f"the job goes on {on}, on {left} ({rule})")
+    short = f"{left} of the {fewest} that the job needs are left without {names}"
     if owned:
         return NodeChoice("requeue", (), f"{short}: it is to be requeued without it ({rule})")
     return NodeChoice(
@@ -93,16 +96,5 @@ def describe_exchange(before: Sequence[str], after: Sequence[str]) -> str:
     pairs = [(one, two) for one, two in zip(before, after, strict=True) if one != two]
     if not pairs:
         return ""
-    spares, names = (name_few_hosts([pair[place] for pair in pairs]) for place in (1, 0))
+    spares, names = (name_some([pair[place] for pair in pairs], MAX_NAMED) for place in (1, 0))
     return f"spare {spares} takes the place of {names}"
-
-
-def count(hosts: Sequence[str]) -> str:
-    """Return a number of nodes in words."""
-    return "1 node" if len(hosts) == 1 else f"{len(hosts)} nodes"
-
-
-def name_few_hosts(hosts: Sequence[str]) -> str:
-    """Return the first few of some nodes, and how many more there are."""
-    more = f" and {len(hosts) - MAX_NAMED} more" if len(hosts) > MAX_NAMED else ""
-    return ", ".join(hosts[:MAX_NAMED]) + more

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from launcher.text import name_some
 from launcher.watch.collective_marks import DURATION, unpack_marks
 from launcher.watch.excess_history import MIN_EXCESS, ExcessHistory, SlowRank
 from launcher.watch.own_time import StepExcess, measure_steps, measure_waits
@@ -149,5 +150,4 @@ def list_slow_ranks(stragglers: Sequence[Straggler]) -> str:
         f"rank {one.rank} on {one.host} ({one.excess:.0%}, {CAUSES.get(one.cause, one.cause)})"
         for one in sorted(worst.values(), key=lambda one: -one.excess)
     ]
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"{', '.join(names[:8])}{more}"
+    return name_some(names, 8)

@@ -67,7 +67,7 @@ def test_trainings_that_ran_are_expected_to_fit() -> None:
     reports = list(read_reports())
     assert len(reports) == 216
     assert [row for row, report in reports if report.verdict == "does_not_fit"] == []
-    above = [row for row, report in reports if report.estimate.total.expected > report.capacity]
+    above = [row for row, report in reports if report.estimate.total.expected > report.request.capacity]
     assert len(above) <= 0.1 * len(reports), above
 
 

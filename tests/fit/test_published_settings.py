@@ -19,7 +19,7 @@ def test_a_published_setting_is_decided_right(published: Published) -> None:
     assert (report.verdict != "does_not_fit") == published.runs, published.source
     total = report.estimate.total
     assert total.low <= total.expected <= total.high
-    assert all(change.total.high <= report.capacity for change in report.changes)
+    assert all(change.total.high <= report.request.capacity for change in report.changes)
     assert bool(report.changes) != published.runs
 
 

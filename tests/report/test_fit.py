@@ -32,7 +32,6 @@ TOTAL = gib(95.5, 98.05, 101.3)
 REPORT = FitReport(
     REQUEST,
     Estimate(PARTS, TOTAL, TOTAL, TOTAL),
-    81559 << 20,
     "does_not_fit",
     (Change(("parallel.zero=3",), "weights are sharded: up to 10% slower", gib(40, 41, 42)),),
     (
