@@ -17,8 +17,6 @@ PAGES = (
     "garbage-collection",
     "allocator",
     "doctor",
-    "preflight",
-    "fit",
     "configuration",
     "environment-variables",
     "run-directory",
@@ -54,15 +52,9 @@ def test_the_pages_are_those_of_the_design_and_the_readme_links_each() -> None:
     assert {f"docs/{name}.md" for name in PAGES} <= links
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_begins_with_what_its_reader_can_do(name: str) -> None:
-    lines = (DOCS / f"{name}.md").read_text(encoding="utf-8").splitlines()
-    assert lines[0].startswith("# ") and lines[2].startswith("After this page you ")
-
-
 def test_the_readme_is_one_page() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 140 and len(text.split()) <= 1500
+    assert len(text.splitlines()) <= 140 and len(text.split()) <= 1100
 
 
 def test_a_broken_link_is_seen() -> None:
