@@ -14,6 +14,7 @@ from typing import Any
 
 from launcher.codec import to_plain
 from launcher.cpulist import format_cpulist
+from launcher.programs.measurement import Measurement
 from launcher.text import count_things, describe_time, escape_text, format_size, name_some
 
 LEVELS = ("error", "warning", "note", "unknown", "ok")
@@ -112,27 +113,6 @@ class KernelXid:
     text: str = ""
     age: float | None = None
     """Seconds since it was logged."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkResult:
-    """A measured piece of work, as `launcher.programs.node_work` prints it."""
-
-    measure: str
-    """`matmul` (TFLOPS), `copy_to`, `copy_from`, `memory`, `peer_copy`, `all_reduce`, `pair` (all GB/s)."""
-    where: str
-    """`GPU 3`, `CPU` (all of them together), `node`, or `n1-n2` for a pair."""
-    value: float | None = None
-    """None if it failed; see `problem`."""
-    unit: str = ""
-    checksum: str = ""
-    """Of the result's bits, for work that gives the same on equal devices; empty if it does not."""
-    problem: str = ""
-    """How it failed, which speaks against the device."""
-    reason: str = ""
-    """Why it was not measured, if that says nothing of the device: no time was left."""
-    device: str = ""
-    """Kind of device, as `NVIDIA H100 80GB HBM3`: only the same kind is compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +249,7 @@ class Facts:
     free_shm_kib: int | None = None
     load: float | None = None
     """Share of the job's CPUs' time that others used, or the hypervisor took, while the facts were read."""
-    work: tuple[WorkResult, ...] = ()
+    work: tuple[Measurement, ...] = ()
     unchecked: tuple[Unchecked, ...] = ()
     health: Health | None = None
     """Read on this machine by `launch doctor`; None for a node of a job."""

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from launcher.doctor.model import Facts, Finding, WorkResult, found
+from launcher.doctor.model import Facts, Finding, found
+from launcher.programs.measurement import Measurement
 
 NAMES = {
     "matmul": "matrix product",
@@ -53,7 +54,7 @@ class _Work:
     """A result and its node."""
 
     node: Facts
-    result: WorkResult
+    result: Measurement
     is_gpu: bool
     """A GPU has done it, or the node's GPUs together."""
 
@@ -198,7 +199,7 @@ def plan_pairs(hosts: Sequence[str]) -> tuple[tuple[Pair, ...], ...]:
 
 
 def name_pair(pair: Pair) -> str:
-    """Return `WorkResult.where` of a pair: `n1-n2`."""
+    """Return `Measurement.where` of a pair: `n1-n2`."""
     return f"{pair[0]}-{pair[1]}"
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from launcher.codec import DecodeError, convert, load, parse_json
-from launcher.doctor.model import Facts, Unchecked, WorkResult
+from launcher.doctor.model import Facts, Unchecked
 from launcher.doctor.work import name_pair, plan_pairs
 from launcher.preflight.checks import NodeAnswer, PreflightRequest, read_lines
 from launcher.probe.node_facts_reader import FactSources, read_node_facts
+from launcher.programs.measurement import GpuIdentity, Measurement
 from launcher.protocol import name_host
 from launcher.text import escape_text
 
@@ -131,24 +132,14 @@ def list_turns(request: PreflightRequest, host: str) -> Iterator[list[str]]:
                 ]
 
 
-@dataclass(frozen=True, slots=True)
-class GpuOfTorch:
-    """A GPU as the child's torch numbers it."""
-
-    index: int
-    name: str
-    uuid: str
-    pci: str
-
-
 @dataclass(slots=True)
 class ChildWork:
     """What the child has found."""
 
-    results: list[WorkResult] = field(default_factory=list)
+    results: list[Measurement] = field(default_factory=list)
     torch: str = ""
     torch_cuda: str = ""
-    gpus: tuple[GpuOfTorch, ...] = ()
+    gpus: tuple[GpuIdentity, ...] = ()
     problem: str = ""
     """Why there is nothing, or not all."""
     last_error: str = ""
@@ -163,9 +154,9 @@ class ChildWork:
             if not isinstance(value, dict):
                 return False
             if "measure" in value:
-                self.results.append(convert(WorkResult, value))
+                self.results.append(convert(Measurement, value))
             elif "gpus" in value:
-                self.gpus = convert(tuple[GpuOfTorch, ...], value["gpus"])
+                self.gpus = convert(tuple[GpuIdentity, ...], value["gpus"])
             else:
                 self.torch = convert(str, value.get("torch", self.torch))
                 self.torch_cuda = convert(str, value.get("torch_cuda", self.torch_cuda))
@@ -180,6 +171,7 @@ def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()
     if seconds < LEAST:
         return ChildWork(problem="no time was left")
     python, begin, work = python or sys.executable, time.monotonic(), ChildWork()
+    parent = os.getpid()
     words = ("--kind", kind, "--seconds", f"{seconds:.2f}", "--begin", repr(begin), *options)
     try:
         child = subprocess.Popen(
@@ -190,12 +182,13 @@ def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()
             cwd="/",
             env={**os.environ, "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
             start_new_session=True,
-            preexec_fn=_be_killed_with_parent,  # noqa: PLW1509 - no other thread runs here
+            preexec_fn=lambda: _be_killed_with(parent),  # noqa: PLW1509 - no other thread runs here
         )
     except OSError as error:
         return ChildWork(problem=f"{python} cannot be run ({error.strerror})")
+    has_ended = False
     try:
-        read_lines(child, begin + seconds, work.take)
+        has_ended = read_lines(child, begin + seconds, work.take)
     finally:
         # One that the kernel keeps in a driver is left behind.
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -208,19 +201,21 @@ def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()
     code, last = child.returncode, f": {escape_text(work.last_error, 300)}" if work.last_error else ""
     if code == NO_TORCH and not work.torch:
         work.problem = f"{python} has no torch"
-    elif code in (None, -signal.SIGKILL):
+    elif not has_ended and code in (None, -signal.SIGKILL):
         work.problem = f"it did not end in time{last}"
     elif code:
         work.problem = f"it ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}{last}"
     return work
 
 
-def _be_killed_with_parent() -> None:
-    """Have the kernel kill this process if its parent is killed."""
+def _be_killed_with(parent: int) -> None:
+    """Have the kernel kill this process, a child between fork and exec, if its parent is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before
+        os._exit(1)
 
 
-def _rename_gpus(result: WorkResult, gpus: Sequence[GpuOfTorch], facts: Facts) -> WorkResult:
+def _rename_gpus(result: Measurement, gpus: Sequence[GpuIdentity], facts: Facts) -> Measurement:
     """Return a result with NVML's number of the GPU, which is not torch's if the job has some of them."""
     place = GPU.fullmatch(result.where)
     if not place:

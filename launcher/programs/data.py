@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import multiprocessing
 import os
 import platform
 import signal
@@ -202,5 +203,6 @@ def _start_worker(_: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    if os.getppid() == 1:
+    rank = multiprocessing.parent_process()
+    if rank and os.getppid() != rank.pid:  # it has died before
         os._exit(1)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from launcher.programs.measurement import GpuIdentity, Measurement
+
 SIZES = (8192, 4096, 2048, 1024)
 """Rows and columns of the matrices on a GPU; the largest of which five take an eighth of the free memory."""
 CPU_SIZE = 2048
@@ -23,26 +25,6 @@ WINDOW = 0.1
 COPY_BYTES, PEER_BYTES, CPU_BYTES = 128 << 20, 256 << 20, 512 << 20
 COPIES = 4
 """Copies of a repeat; the best repeat counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """A measured piece of work; as a line of JSON on stdout it has these keys."""
-
-    measure: str
-    """`matmul` (TFLOPS), `copy_to`, `copy_from`, `memory`, `peer_copy`, `all_reduce`, `pair` (all GB/s)."""
-    where: str
-    """`GPU 3`, `CPU`, `node`, or `n1-n2` for a pair."""
-    value: float | None = None
-    unit: str = ""
-    checksum: str = ""
-    """Of the result's bits; empty if equal devices need not give the same."""
-    problem: str = ""
-    """How the device failed."""
-    reason: str = ""
-    """Why it was not measured, if that says nothing of the device."""
-    device: str = ""
-    """Kind of device."""
 
 
 @dataclass(slots=True)
@@ -64,16 +46,6 @@ class Device:
     def torch(self) -> torch.device:
         """For torch."""
         return torch.device("cpu") if self.index is None else torch.device("cuda", self.index)
-
-
-@dataclass(frozen=True, slots=True)
-class GpuIdentity:
-    """What CUDA says of a GPU."""
-
-    index: int
-    name: str
-    uuid: str
-    pci: str
 
 
 def count_torch_gpus(_: object) -> int:

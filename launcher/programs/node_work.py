@@ -1,8 +1,8 @@
 """Short work on each device of this node, measured: `python -m launcher.programs.node_work --kind light`.
 
 It prints lines of JSON: first what torch there is, then a line for each piece of work. What fails, hangs or
-finds no time is a line too, with `problem` or `reason`. Each GPU has a process of its own, and all CPUs
-together have one where there is no GPU; they end with this one: nothing stays on a GPU. With
+finds no time is a line too, with `problem` or `reason`. Each GPU has its own process, and all CPUs together
+have one where there is no GPU; they end with this one: nothing stays on a GPU. With
 `--pair HOST:PORT --pair-rank 0|1` two nodes meet at HOST, on which rank 0 runs, and measure what is between
 them.
 """
@@ -22,8 +22,6 @@ import torch
 from launcher.programs.collective_work import GroupPlace, measure_all_reduce, open_store
 from launcher.programs.device_work import (
     Device,
-    GpuIdentity,
-    Measurement,
     count_torch_gpus,
     measure_copies,
     measure_matmul,
@@ -32,6 +30,7 @@ from launcher.programs.device_work import (
     name_cpus,
     start_gpu,
 )
+from launcher.programs.measurement import GpuIdentity, Measurement
 from launcher.programs.work_processes import Answer, WorkProcess, ask_all, describe_error
 
 SECONDS = {"light": 10.0, "deep": 60.0}
@@ -155,7 +154,7 @@ class NodeWork:
     def start(self, *, is_pair: bool) -> list[WorkProcess]:
         """Start a process for each GPU that torch sees, or one for all CPUs; report those that fail.
 
-        A process of its own asks for the GPUs: this one has to stay without CUDA, since it forks. Empty if
+        Another process asks for the GPUs: this one has to stay without CUDA, since it forks. Empty if
         CUDA does not answer, and for a pair if a GPU fails: the other node would wait for it.
         """
         count = 0

@@ -181,7 +181,7 @@ def _fill_placeholders(argv: list[str], workers: str, environ: dict[str, str]) -
 
     A placeholder is an argument, or all after `OPTION=`; a path may follow it. `{{run_dir}}` stands for
     `{run_dir}`. Anything else, such as `${run_dir}` and JSON, stays as it is. Without `launch` there is no
-    run directory, unless protocol.LAUNCH_RUN_DIR names one: then `{run_dir}` stays.
+    run directory, unless LAUNCH_RUN_DIR names one: then `{run_dir}` stays.
     """
     run_dir = environ.get(protocol.LAUNCH_RUN_DIR)
     values = {"{num_workers}": workers, "{run_dir}": run_dir or "{run_dir}"}
@@ -193,9 +193,7 @@ def _fill_placeholders(argv: list[str], workers: str, environ: dict[str, str]) -
         name = name[1:-1] if name.startswith("{{") and name[1:-1] in values else values.get(name, name)
         filled.append(option + equals + name + slash + path)
     if is_missing:
-        print_notice(
-            "{run_dir} stays as it is: protocol.LAUNCH_RUN_DIR, which `launch` sets, names no directory"
-        )
+        print_notice("{run_dir} stays as it is: LAUNCH_RUN_DIR, which `launch` sets, names no directory")
     return filled
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from launcher.codec import dump
-from launcher.doctor.model import Facts, GpuFacts, WorkResult
+from launcher.doctor.model import Facts, GpuFacts
 from launcher.preflight import checks
 from launcher.preflight.__main__ import add_work, list_turns
 from launcher.preflight.checks import (
@@ -26,6 +26,7 @@ from launcher.preflight.checks import (
     parse_answer,
     run_checks,
 )
+from launcher.programs.measurement import Measurement
 from tests.seam import clean_environ
 
 REQUEST = PreflightRequest("light", ("n0", "n1"), 10.0, 1000.0)
@@ -188,7 +189,7 @@ def test_results_before_the_end_count_by_nvmls_numbers(tmp_path: Path) -> None:
     names = ["GPU 1", "GPU 0-3", "node", "GPU 9", "GPU 99999"]
     lines = ['{"torch": "2.9"}', json.dumps({"gpus": gpus}), '{"gpus": 7}', "NCCL INFO hello"]
     lines += ['{"measure": "matmul", "where": "GPU 1", "value": NaN}']
-    lines += [dump(WorkResult("matmul", name, 1.0)) for name in names]
+    lines += [dump(Measurement("matmul", name, 1.0)) for name in names]
     (tmp_path / "lines").write_text("\n".join(lines) + "\n")
     facts = work(make_interpreter(tmp_path, f"cat {tmp_path}/lines; sleep 60"), 3.5)
     assert facts.torch == "2.9" and facts.unchecked[0].reason == "it did not end in time"

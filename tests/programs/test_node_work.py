@@ -7,15 +7,13 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from launcher.doctor.model import WorkResult
-from launcher.programs.device_work import Measurement, choose_size, hash_tensor, make_matrix
+from launcher.programs.device_work import choose_size, hash_tensor, make_matrix
 from launcher.programs.node_work import SLACK, NodeWork
 from launcher.programs.work_processes import NotMeasuredError, WorkProcess, ask_all
 from tests.seam import clean_environ
@@ -34,10 +32,6 @@ def read_results(process: "subprocess.Popen[str]") -> list[dict[str, object]]:
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     return [line for line in map(json.loads, out.splitlines()) if "measure" in line]
-
-
-def test_a_result_has_the_fields_that_the_launcher_reads() -> None:
-    assert [field.name for field in fields(Measurement)] == [field.name for field in fields(WorkResult)]
 
 
 def test_the_cpus_together_are_a_device() -> None:

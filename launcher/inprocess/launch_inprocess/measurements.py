@@ -234,7 +234,8 @@ class Meter:
         """
         measured = self.marks[self.first :] if self.first is not None else []
         names = ("workers", "iterable", "batch_size", "batches")
-        loaders = [dict(zip(names, (*kind, count), strict=True)) for kind, count in self.loaders.items()]
+        # `strict` is Python 3.10's.
+        loaders = [dict(zip(names, (*kind, count))) for kind, count in self.loaders.items()]  # noqa: B905
         of_children = sum(_read_kib(f"/proc/{pid}/smaps_rollup", "Pss:") for pid in _list_child_pids())
         record = {
             "rank": self.rank,
