@@ -1,160 +1,238 @@
-"""`launch tune batch`: tries a program with several micro-batches, by its own option for them."""
+"""`launch tune batch`: the largest micro-batch that fits and the fastest one, by the program's own option."""
 
 import json
-import logging
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.batch_bounds import find_bounds
-from launcher.cli.batch_option import PREFIX, BatchOption, describe_command, find_batch_option
-from launcher.cli.run import plan_job
-from launcher.cli.tune_choice import check_override, describe_use, render_comments, save_override
-from launcher.cli.tune_session import TuneSession, open_session
-from launcher.cli.tune_settings import specify_search
-from launcher.cli.tune_trial import FinishedTrial, plan_trial, run_trial, specify_trial
-from launcher.errors import LaunchError, MachineError, UsageError
-from launcher.launch.job import JobSpec, render_start
-from launcher.probe.available_memory import MemoryGuard
+from launcher.cli.tune import Strategy, describe_use
+from launcher.cli.tune_trial import FinishedTrial, specify_trial
+from launcher.config.fit_request import find_fit_model, is_bundled_program, make_fit_request
+from launcher.config.settings import Settings
+from launcher.errors import UsageError
+from launcher.fit.memory import estimate_memory
+from launcher.launch.job import Job, JobSpec
+from launcher.plan.model import Plan
+from launcher.probe.available_memory import MemoryGuard, find_usable_memory
 from launcher.protocol import LAUNCH_METER
-from launcher.report.console import make_console
-from launcher.report.fit import announce_trial, describe_batch_size, print_batches, tabulate_batches
+from launcher.report.fit import describe_batch_size, print_batches, tabulate_batches
 from launcher.runs.rank_logs import read_tail
-from launcher.text import format_size, join_words, print_text
-from launcher.tune.batch_records import check_effect, find_memory_error, measure_batch
-from launcher.tune.batch_search import (
+from launcher.runs.secrets import mask_words
+from launcher.text import format_size, join_words
+from launcher.tune.batch_search import FIRST_BATCH, MARGIN, BatchBounds, BatchSearch
+from launcher.tune.trials import (
     FAILED,
     FITS,
     TOO_LARGE,
-    BatchBounds,
-    BatchChoice,
-    BatchTrial,
-    choose_next_batch,
-    conclude_trials,
+    MeasureError,
+    Trial,
+    check_effect,
+    find_memory_error,
+    measure_batch,
 )
-from launcher.tune.trial_records import MeasureError
-
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from launcher.config.compose import Composed
 
 LOG_LINES = 20_000
 """Last lines of each rank's logs that are searched for an allocation that has failed."""
+KNOWN = (
+    "--micro-batch-size",
+    "--micro_batch_size",
+    "--per-device-train-batch-size",
+    "--per_device_train_batch_size",
+    "--train-batch-size",
+    "--train_batch_size",
+    "--batch-size",
+    "--batch_size",
+    "batch_size=",
+)
+"""Options that are recognized among a program's arguments, if tune.option names none."""
+PREFIX = "program."
+"""Of keys of the configured program."""
+OF_A_SEARCH = ("save", "format", "new_run_dir")
+"""Settings beside `tune` that a search alone has."""
 
 
-@dataclass(slots=True)
-class BatchSearch:
-    """The search for a micro-batch."""
+class BatchStrategy(Strategy):
+    """Doubles the size until it does not fit, then looks between; see `BatchSearch`."""
 
-    session: TuneSession
-    option: BatchOption
-    bounds: BatchBounds
-    trials: list[BatchTrial] = field(default_factory=list)
+    subject, group = "batch", "program"
+    variables = (LAUNCH_METER,)
 
-    def run(self) -> None:
-        """Try sizes until the largest that fits and the fastest are known; raises as `try_batch`."""
-        self.session.try_each(lambda: choose_next_batch(self.trials, self.bounds), self.try_batch)
+    def __init__(self, composed: "Composed", spec: JobSpec, argv: Sequence[str]) -> None:
+        super().__init__(composed, spec, argv)
+        self.option = find_batch_option(spec)
+        if self.target is not None and spec.program is not None:
+            raise UsageError(
+                f"save={self.target}: a file can hold the choice for a program of the group `program` alone,"
+                " leave it out: the command to use is printed"
+            )
+        self.bounds = BatchBounds(0, 0, 0, 0, 0)
+        self.guard = MemoryGuard()
 
-    def try_batch(self, batch: int) -> None:
-        """Try a size; raises MeasureError if the program cannot be tuned so.
+    def set_bounds(self, job: Job) -> str:
+        """Begin with the size that the command line sets, else with one that is expected to fill a GPU.
 
-        Once a size has fitted, a failure for another reason than memory is put down to the size.
+        Else with the configured program's, else with FIRST_BATCH.
         """
-        session = self.session
-        spec = specify_batch(session.composed, session.spec, self.option, session.run.path, batch)
-        progress = announce_trial(make_console(), f"trying {self.option.render(batch)} …")
-        guard = MemoryGuard()
-        try:
-            trial = judge_batch(run_trial(spec, session.argv, progress, guard.is_starved), batch)
-        except MeasureError as error:
-            if not any(each.verdict == FITS for each in self.trials):
-                raise
-            trial = BatchTrial(batch, FAILED, reason=find_last_words(error))
-        self.trials.append(trial)
-        logger.info(describe_batch_size(trial))
-        check_effect(self.trials, self.option.name)
+        spec, option, tune = self.spec, self.option, job.config.tune
+        asked = option.start if spec.program is not None or option.name in spec.given else None
+        if asked is not None and asked > tune.max_batch:
+            raise UsageError(
+                f"{option.render(asked)} is above tune.max_batch={tune.max_batch}: give a larger one"
+            )
+        expected = None
+        if not asked:
+            expected = expect_batch(job.config, job.plan, spec.program, spec.given, job.environ)
+        start = min(asked or expected or option.start or FIRST_BATCH, tune.max_batch)
+        memory_kib = find_usable_memory(job.plan.machine)
+        self.bounds = BatchBounds(start, tune.max_batch, memory_kib, tune.seconds, tune.timeout)
+        return f"{option.render(start)} first, at most {tune.max_batch}{self._describe_memory()}"
 
-
-def search_batch(composed: "Composed", program: tuple[str, ...] | None, argv: Sequence[str]) -> int:
-    """Search for the micro-batch, and return the exit code; raises LaunchError or RunIdTakenError."""
-    spec = specify_search(composed, program, (LAUNCH_METER,))
-    option = find_batch_option(spec)
-    check_saving(spec)
-    job = plan_job(spec)
-    bounds = find_bounds(spec, job, option)
-    if spec.config.dry_run:
-        return preview_batch(composed, spec, option, bounds)
-    within = f"{option.render(bounds.start)} first, at most {bounds.max_batch}{describe_memory_bound(bounds)}"
-    search = BatchSearch(open_session(composed, spec, job, argv, within), option, bounds)
-    try:
-        search.run()
-        if not search.session.interrupted:
-            check_any_fits(search)
-    except (MeasureError, LaunchError) as error:
-        return search.session.give_up(error)
-    return conclude_batch(search)
-
-
-def specify_batch(
-    composed: "Composed", spec: JobSpec, option: BatchOption, run_path: Path, batch: int
-) -> JobSpec:
-    """Return the trial of a size."""
-    return specify_trial(composed, option.specify(composed, spec, batch), run_path / f"batch-{batch}")
-
-
-def check_saving(spec: JobSpec) -> None:
-    """Raise UsageError if the choice cannot be kept in the file that save= names."""
-    save = spec.config.save
-    if save is None:
-        return
-    if spec.program is not None:
-        raise UsageError(
-            f"save={save}: a file can hold the choice for a program of the group `program` alone, leave it"
-            " out: the command to use is printed"
+    def preview(self) -> str:
+        return (
+            f"{self.argument(self.bounds.start)}, then twice as much until it does not fit, up to"
+            f" {self.bounds.max_batch}{self._describe_memory()}"
         )
-    check_override(save, replaces=spec.config.yes)
+
+    def _describe_memory(self) -> str:
+        memory_kib = self.bounds.memory_kib
+        return f", within {format_size(memory_kib)} of memory" if memory_kib else ""
+
+    def next(self) -> int | None:
+        check_effect(self.trials, self.option.name)
+        return self._search.next()
+
+    @property
+    def _search(self) -> BatchSearch:
+        return BatchSearch(self.trials, self.bounds)
+
+    def argument(self, value: int) -> str:
+        return self.option.render(value)
+
+    def specify(self, value: int, run_path: Path) -> JobSpec:
+        self.guard = MemoryGuard()
+        spec, name = self.spec, self.option.name
+        if spec.program is None:  # trials are resolved from the configuration
+            self.composed.tree.program[name.removeprefix(PREFIX)] = value
+        else:
+            spec = replace(spec, program=set_argument(spec.program, name, value))
+        return specify_trial(self.composed, spec, run_path / f"batch-{value}")
+
+    def is_starved(self) -> bool:
+        return self.guard.is_starved()
+
+    def judge(self, finished: FinishedTrial, value: int) -> Trial:
+        """Tell whether a size fits, and how fast it is.
+
+        A program that catches the error of an allocation, and goes on or ends in peace, does not fit either.
+        """
+        finished.check_signal()
+        reason = find_memory_error(_read_rank_logs(finished))
+        if not reason and finished.starved:
+            reason = "the machine's memory ran out, so it was ended"
+        elif not reason and finished.oom_kills > 0:
+            reason = "the kernel killed a process for memory"
+        if reason:
+            return Trial(value, verdict=TOO_LARGE, reason=reason)
+        finished.check()
+        return measure_batch(finished.read_records(), value, finished.ranks)
+
+    def excuse(self, error: MeasureError, value: int) -> Trial | None:
+        """Once a size has fitted, a failure for another reason than memory is put down to the size."""
+        if all(trial.verdict != FITS for trial in self.trials):
+            return None
+        lines = [line.strip().removeprefix("| ").strip() for line in str(error).splitlines()]
+        return Trial(value, verdict=FAILED, reason=next((line for line in reversed(lines) if line), ""))
+
+    def describe(self, trial: Trial) -> str:
+        return describe_batch_size(trial)
+
+    def conclude(self) -> int | None:
+        choice = self._search.conclude()
+        return choice.batch if choice else None
+
+    def render_choice(self) -> tuple[Sequence[Sequence[str]], Mapping[str, object]]:
+        base = self.spec.choices.get("program", "train")
+        key = self.option.name.removeprefix(PREFIX)
+        return tabulate_batches(self.trials), {
+            "defaults": f"[{json.dumps(base)}, _self_]",
+            key: self.conclude(),
+        }
+
+    def to_json(self) -> dict[str, object]:
+        choice = self._search.conclude()
+        rows = [
+            {
+                "batch": trial.value,
+                "verdict": trial.verdict,
+                "sequences_per_second": round(trial.rate, 4) or None,
+                "standard_error": round(trial.error, 4) if trial.rate else None,
+                "step_seconds": round(trial.step_seconds, 6) or None,
+                "steps": trial.steps,
+                "unit": trial.unit,
+                "memory_kib": trial.memory_kib or None,
+                "gpu_kib": trial.gpu_kib or None,
+                "gpu_total_kib": trial.gpu_total_kib or None,
+                "reason": trial.reason or None,
+            }
+            for trial in sorted(self.trials, key=lambda trial: trial.value)
+        ]
+        return {
+            "option": self.option.name,
+            "batch": choice.batch if choice else None,
+            "largest": choice.largest if choice else None,
+            "largest_with_margin": choice.largest_safe if choice else None,
+            "fastest": choice.fastest if choice else None,
+            "largest_is_limit": choice.is_bounded if choice else False,
+            "limit": choice.why if choice else None,
+            "argument": self.argument(choice.batch) if choice else None,
+            "trials": rows,
+        }
+
+    def show(self, console: "Console") -> None:
+        print_batches(console, self.trials, self._search.conclude())
+
+    def advise(self, saved: str | None, *, is_early: bool) -> list[str]:
+        choice = self._search.conclude()
+        if choice is None and is_early:
+            return ["interrupted before anything was measured"]
+        if choice is None:
+            last = self.trials[-1]
+            return [
+                f"{self.argument(last.value)} does not fit ({last.reason}), nor does any larger one: use"
+                " a smaller model or shorter sequences, activation checkpointing, or more sharding"
+            ]
+        early = "interrupted: " if is_early else ""
+        safe = "none is known to have 5% to spare" if choice.largest_safe is None else choice.largest_safe
+        fast = "not measured" if choice.fastest is None else choice.fastest
+        sizes = f"with 5% of the memory to spare: {safe}; fastest: {fast}; use {choice.batch}"
+        return [
+            f"{early}largest micro-batch that fits: {choice.largest} ({choice.why})",
+            f"{early}{sizes}: `{self._render_command(choice.batch)}`",
+            *([f"{saved} written: {describe_use(saved, self.group)}"] if saved else []),
+        ]
+
+    def _render_command(self, batch: int) -> str:
+        """Return the command that uses a size, with the settings of this one that later runs need too."""
+        words = dropwhile(lambda word: word in ("tune", "batch"), self.argv)
+        settings = []
+        for word in takewhile(lambda word: "=" in word and not word.startswith("-"), words):
+            key = word.partition("=")[0].lstrip("+~")
+            if key not in (*OF_A_SEARCH, self.option.name) and not key.startswith("tune."):
+                settings.append(word)
+        if self.spec.program is None:
+            return f"launch {join_words([*mask_words(settings), self.argument(batch)])}"
+        program = mask_words(set_argument(self.spec.program, self.option.name, batch))
+        return f"launch {join_words([*mask_words(settings), '--', *program])}"
 
 
-def describe_memory_bound(bounds: BatchBounds) -> str:
-    """Say how much of the machine's memory trials may use, after a comma."""
-    return f", within {format_size(bounds.memory_kib)} of memory" if bounds.memory_kib else ""
-
-
-def preview_batch(composed: "Composed", spec: JobSpec, option: BatchOption, bounds: BatchBounds) -> int:
-    """Show what would be tried, and start nothing."""
-    first = specify_batch(composed, spec, option, Path("RUN_DIR"), min(bounds.start, bounds.max_batch))
-    command = render_start(plan_trial(first)[1], "RUN_ID")
-    steps = spec.config.tune.steps
-    written = f"would write {spec.config.save}\n" if spec.config.save else ""
-    print_text(
-        f"would try {option.render(min(bounds.start, bounds.max_batch))}, then twice as much until it does"
-        f" not fit, up to {bounds.max_batch}{describe_memory_bound(bounds)}, each for {steps} steps at most\n"
-        f"{written}{join_words(['env', f'{LAUNCH_METER}={first.environ[LAUNCH_METER]}', *command])}\n"
-    )
-    return 0
-
-
-def judge_batch(finished: FinishedTrial, batch: int) -> BatchTrial:
-    """Tell whether a size fits, and how fast it is; raises MeasureError if it failed for another reason.
-
-    A program that catches the error of an allocation, and goes on or ends in peace, does not fit either.
-    """
-    finished.check_signal()
-    said = find_memory_error(read_rank_logs(finished))
-    if said:
-        return BatchTrial(batch, TOO_LARGE, reason=said)
-    if finished.starved:
-        return BatchTrial(batch, TOO_LARGE, reason="the machine's memory ran out, so it was ended")
-    if finished.oom_kills > 0:
-        return BatchTrial(batch, TOO_LARGE, reason="the kernel killed a process for memory")
-    finished.check()
-    return measure_batch(finished.read_records(), batch, finished.ranks)
-
-
-def read_rank_logs(finished: FinishedTrial) -> Iterator[str]:
+def _read_rank_logs(finished: FinishedTrial) -> Iterator[str]:
     """Give the last lines of what the ranks of a trial have printed."""
     run = finished.monitor.run
     for rank in range(finished.ranks):
@@ -162,102 +240,109 @@ def read_rank_logs(finished: FinishedTrial) -> Iterator[str]:
             yield from read_tail(run.rank_log(rank, run.first_attempt, stream), LOG_LINES)
 
 
-def find_last_words(error: MeasureError) -> str:
-    """Return the last line of a failure, without the mark of a quoted one."""
-    lines = [line.strip().removeprefix("| ").strip() for line in str(error).splitlines()]
-    return next((line for line in reversed(lines) if line), "")
+def expect_batch(
+    config: Settings,
+    plan: Plan,
+    program: Sequence[str] | None,
+    given: Collection[str],
+    environ: Mapping[str, str],
+) -> int | None:
+    """Return the largest power of two that is expected to fit a rank's GPU with a margin.
 
-
-def check_any_fits(search: BatchSearch) -> None:
-    """Raise MachineError if not even the smallest size fits."""
-    if all(trial.verdict != FITS for trial in search.trials):
-        last = search.trials[-1]
-        raise MachineError(
-            f"{search.option.render(last.batch)} does not fit ({last.reason}), nor does any larger one: use"
-            " a smaller model or shorter sequences, activation checkpointing, or more sharding"
-            f" (run directory {search.session.run.path})"
-        )
-
-
-def conclude_batch(search: BatchSearch) -> int:
-    """Show what was measured, keep the choice, and return the exit code."""
-    session, option = search.session, search.option
-    choice = conclude_trials(search.trials, search.bounds)
-    saved = save_choice(search, choice.batch) if choice and not session.interrupted else None
-    result = describe_batch_result(search, choice, saved)
-    status = session.finish(result)
-    if session.spec.config.format == "json":
-        sys.stdout.write(json.dumps(result, indent=1) + "\n")
-    elif search.trials:
-        print_batches(make_console(stderr=False), search.trials, choice)
-        sys.stdout.flush()
-    if choice is None:
-        logger.info("interrupted before anything was measured")
-        return status
-    early = "interrupted: " if session.interrupted else ""
-    logger.info(f"{early}largest micro-batch that fits: {choice.largest} ({choice.why})")
-    command = describe_command(session.spec, option, choice.batch, session.argv)
-    logger.info(f"{early}{describe_sizes(choice)}: `{command}`")
-    if saved:
-        logger.info(f"{saved} written: {describe_use(saved, '', 'program')}")
-    return status
-
-
-def describe_sizes(choice: BatchChoice) -> str:
-    """Say which size is safe, which is the fastest, and which to use."""
-    safe = "none is known to have 5% to spare" if choice.largest_safe is None else f"{choice.largest_safe}"
-    fast = "not measured" if choice.fastest is None else f"{choice.fastest}"
-    return f"with 5% of the memory to spare: {safe}; fastest: {fast}; use {choice.batch}"
-
-
-def save_choice(search: BatchSearch, batch: int) -> str | None:
-    """Write the choice as an option of the group `program`, if save= asks for it; returns the file."""
-    session, target = search.session, search.session.spec.config.save
-    if target is None:
+    None without a GPU or a known model: on CPUs the memory is no measure of what is fast, and a step that
+    fills it can take minutes. 1 if nothing is expected to fit, since estimates can be off.
+    """
+    if config.fit.check == "off" or not all(rank.gpu for rank in plan.ranks):
         return None
-    origin = f"{session.program}, {session.place}"
-    base = session.spec.choices.get("program", "train")
-    comments = render_comments("batch", tabulate_batches(search.trials), origin)
-    values = [
-        f"defaults: [{json.dumps(base)}, _self_]",
-        f"{search.option.name.removeprefix(PREFIX)}: {batch}",
-    ]
-    save_override(target, "\n".join([*comments, *values]) + "\n")
-    return target
+    try:
+        model = find_fit_model(config, program, given)
+        bundled = is_bundled_program(config, program)
+        request = make_fit_request(config, plan, model, nodes=1, is_bundled=bundled, environ=environ)
+        if request is None or not request.device.memory_mib:
+            return None
+        size, limit = 1, (1 - MARGIN) * (request.device.memory_mib << 20)
+        while 2 * size <= config.tune.max_batch:
+            settings = replace(request.settings, micro_batch=2 * size)
+            if estimate_memory(replace(request, settings=settings)).total.expected > limit:
+                break
+            size *= 2
+        return size
+    except UsageError:  # settings of `fit` that make no training are no reason not to measure
+        return None
 
 
-def describe_batch_result(
-    search: BatchSearch, choice: BatchChoice | None, saved: str | None
-) -> dict[str, object]:
-    """Return the result for programs."""
-    found = {
-        "batch": choice.batch if choice else None,
-        "largest": choice.largest if choice else None,
-        "largest_with_margin": choice.largest_safe if choice else None,
-        "fastest": choice.fastest if choice else None,
-        "largest_is_limit": choice.is_bounded if choice else False,
-        "limit": choice.why if choice else None,
-        "argument": search.option.render(choice.batch) if choice else None,
-        "saved": saved,
-    }
-    state = {"complete": search.session.interrupted is None, "option": search.option.name}
-    trials = sorted(search.trials, key=lambda trial: trial.batch)
-    rows = [describe_batch_trial(trial) for trial in trials]
-    return {"schema": 1, "subject": "batch", **state, **found, "trials": rows}
+@dataclass(frozen=True, slots=True)
+class BatchOption:
+    """Where a size is put: an option of the program's, or a key of the configured program's."""
+
+    name: str
+    """`--batch-size`, `train.batch_size=`, or the key `program.batch_size`."""
+    separator: str
+    """What stands between name and size."""
+    start: int | None
+    """The size that is given now; None if there is none."""
+
+    def render(self, batch: int) -> str:
+        """Return the argument as it is typed."""
+        return f"{self.name}{self.separator}{batch}"
 
 
-def describe_batch_trial(trial: BatchTrial) -> dict[str, object]:
-    """Return a trial for programs; what is not known is null."""
-    return {
-        "batch": trial.batch,
-        "verdict": trial.verdict,
-        "sequences_per_second": round(trial.rate, 4) or None,
-        "standard_error": round(trial.error, 4) if trial.rate else None,
-        "step_seconds": round(trial.step_seconds, 6) or None,
-        "steps": trial.steps,
-        "unit": trial.unit,
-        "memory_kib": trial.memory_kib or None,
-        "gpu_kib": trial.gpu_kib or None,
-        "gpu_total_kib": trial.gpu_total_kib or None,
-        "reason": trial.reason or None,
-    }
+def find_batch_option(spec: JobSpec) -> BatchOption:
+    """Return the option that tune.option names, or that is known; raises UsageError."""
+    name = spec.config.tune.option
+    if spec.program is None:
+        name = name or f"{PREFIX}batch_size"
+        key, values = name.removeprefix(PREFIX), spec.config.program
+        if not name.startswith(PREFIX) or key not in values:
+            program = f"program={spec.choices.get('program', '')}"
+            raise UsageError(
+                f"tune.option={name}: {program} has no such key, name one that its file has, as in"
+                f" tune.option={PREFIX}batch_size"
+            )
+        return BatchOption(name, "=", _parse_size(str(values[key])))
+    if name is not None and name.startswith(PREFIX) and not name.endswith("="):
+        raise UsageError(f"tune.option={name} is a key of the configured program: name the program's option")
+    if name is None:
+        name = next((option for option in KNOWN if read_argument(spec.program, option) is not None), None)
+    if name is None:
+        raise UsageError(
+            "which option of the program sets its micro-batch? Name it: tune.option=--batch-size, or"
+            " tune.option=train.batch_size= for a program of Hydra's"
+        )
+    start = _parse_size(read_argument(spec.program, name))
+    return BatchOption(name, "" if name.endswith("=") else " ", start)
+
+
+def _parse_size(text: str | None) -> int | None:
+    """Return a size of at least 1; None for anything else."""
+    number = int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else 0
+    return number or None
+
+
+def read_argument(program: Sequence[str], name: str) -> str | None:
+    """Return the last value of an option among a program's arguments; None if it is not there."""
+    found = None
+    for at, word in enumerate(program):
+        if name.endswith("=") and word.startswith(name):
+            found = word.removeprefix(name)
+        elif word == name and at + 1 < len(program):
+            found = program[at + 1]
+        elif word.startswith(f"{name}="):
+            found = word.removeprefix(f"{name}=")
+    return found
+
+
+def set_argument(program: Sequence[str], name: str, batch: int) -> tuple[str, ...]:
+    """Return a program's arguments with an option set: where it stands, each time, or else at the end."""
+    words, at = list(program), 0
+    joined = name if name.endswith("=") else f"{name}="
+    found = False
+    while at < len(words):
+        if words[at].startswith(joined):
+            words[at], found = f"{joined}{batch}", True
+        elif words[at] == name and at + 1 < len(words):
+            words[at + 1], found = str(batch), True
+            at += 1
+        at += 1
+    new = () if found else (f"{name}{batch}",) if name.endswith("=") else (name, str(batch))
+    return (*words, *new)

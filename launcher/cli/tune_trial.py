@@ -30,7 +30,7 @@ from launcher.runs.progress import Progress
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.secrets import mask_words
 from launcher.text import redirect_log
-from launcher.tune.trial_records import MeasureError, Record, read_trial_records
+from launcher.tune.trials import MeasureError, Record, read_records
 
 WARMUP = 2
 """Steps after which garbage collection is as in the later steps of a long run: before any is measured."""
@@ -106,7 +106,7 @@ class FinishedTrial:
 
     def read_records(self) -> list[Record]:
         """Return what its ranks have measured; raises MeasureError for a damaged record."""
-        return read_trial_records(self.monitor.run.path / RECORDS)
+        return read_records(self.monitor.run.path / RECORDS)
 
     def check(self) -> None:
         """Raise an error if it ended by anything but its own measurement or the program's end.
@@ -157,7 +157,7 @@ def run_trial(
     trial: JobSpec,
     argv: Sequence[str],
     progress: AbstractContextManager[object],
-    is_starved: Callable[[], bool] | None = None,
+    is_starved: Callable[[], bool],
 ) -> FinishedTrial:
     """Run the program to its end, or until it has been measured, or `is_starved` says that it must end.
 

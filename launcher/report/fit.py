@@ -11,8 +11,8 @@ from launcher.fit.choice import FitReport, StepFit, describe_choice, format_byte
 from launcher.fit.training import Range, Training
 from launcher.report.tables import make_table, print_line
 from launcher.text import clean_text, count_things, describe_time, escape_text, format_size
-from launcher.tune.batch_search import FAILED, FITS, BatchChoice, BatchTrial, measure_use
-from launcher.tune.search import UNITS, Trial
+from launcher.tune.batch_search import BatchChoice
+from launcher.tune.trials import FAILED, FITS, TOO_LARGE, UNITS, Trial
 
 _VERDICTS = {"fits": "fits", "tight": "tight, it may fit", "does_not_fit": "does not fit"}
 _VERDICT_STYLES = {"fits": "bold green", "tight": "bold yellow", "does_not_fit": "bold red"}
@@ -267,32 +267,34 @@ def format_rate(rate: float) -> str:
     return f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
 
 
-def describe_trial(trial: Trial) -> str:
+def describe_workers(trial: Trial) -> str:
     """Return a trial of a number of workers in a line."""
-    if trial.failure:
-        return f"{count_things(trial.workers, 'worker')}: {trial.failure}"
-    what = f"{format_rate(trial.rate)} {UNITS[trial.unit]}/s, {trial.wait:.0%} of the time waiting for data"
-    return f"{count_things(trial.workers, 'worker')}: {what} ({trial.steps} {UNITS[trial.unit]})"
+    workers = count_things(trial.value, "worker")
+    if trial.reason:
+        return f"{workers}: {trial.reason}"
+    unit = UNITS[trial.unit]
+    rate = f"{format_rate(trial.rate)} {unit}/s, {trial.wait:.0%} of the time waiting for data"
+    return f"{workers}: {rate} ({trial.steps} {unit})"
 
 
-def tabulate(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
+def tabulate_workers(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
     """Return the rows of the table with its head, in the order of the workers."""
-    ordered = sorted(trials, key=lambda trial: trial.workers)
+    ordered = sorted(trials, key=lambda trial: trial.value)
     unit = UNITS[next((trial for trial in ordered if trial.rate), ordered[0]).unit]
     rows: list[tuple[str, ...]] = [("workers", f"{unit}/s", "waiting for data", "memory", unit)]
     for trial in ordered:
         cells = ["-"] * 4
-        if not trial.failure:
+        if not trial.reason:
             memory = format_size(trial.memory_kib) if trial.memory_kib else "unknown"
             cells = [format_rate(trial.rate), f"{trial.wait:.0%}", memory, str(trial.steps)]
-        rows.append((str(trial.workers), *cells))
+        rows.append((str(trial.value), *cells))
     return rows
 
 
-def print_trials(console: Console, trials: Sequence[Trial], chosen: Trial | None) -> None:
+def print_workers(console: Console, trials: Sequence[Trial], chosen: int | None) -> None:
     """Print the table of the trials, and a plot: bars as long as throughput, and what waiting costs."""
-    _print_rows(console, tabulate(trials), {str(chosen.workers): "chosen"} if chosen else {})
-    measured = sorted((trial for trial in trials if trial.rate), key=lambda trial: trial.workers)
+    _print_rows(console, tabulate_workers(trials), {str(chosen): "chosen"})
+    measured = sorted((trial for trial in trials if trial.rate), key=lambda trial: trial.value)
     if not measured:
         return
     full, waiting = ("█", "░") if console.encoding.startswith("utf") else ("#", ".")
@@ -302,7 +304,7 @@ def print_trials(console: Console, trials: Sequence[Trial], chosen: Trial | None
         length = round(_BAR * trial.rate / best)
         possible = min(best, trial.rate / max(1 - trial.wait, 1e-3))  # without its waiting
         lost = round(_BAR * possible / best) - length
-        bar = Text(f"{trial.workers:>7}  ").append(full * length, "green").append(waiting * lost, "yellow")
+        bar = Text(f"{trial.value:>7}  ").append(full * length, "green").append(waiting * lost, "yellow")
         console.print(bar.append(f" {format_rate(trial.rate)}"))
     console.print(f"{full} {UNITS[measured[0].unit]}/s  {waiting} what waiting for data costs of the best")
 
@@ -316,44 +318,41 @@ def _print_rows(console: Console, rows: Sequence[Sequence[str]], remarks: Mappin
     console.print(table)
 
 
-def describe_batch_size(trial: BatchTrial) -> str:
+_BATCH_VERDICTS = {FITS: "fits", TOO_LARGE: "does not fit", FAILED: "fails, not for memory"}
+
+
+def describe_batch_size(trial: Trial) -> str:
     """Return a trial of a batch size in a line."""
-    if trial.verdict != FITS:
-        return f"batch {trial.batch}: {_name_verdict(trial)}: {trial.reason}"
-    use = f", {format_size(measure_use(trial))}" if measure_use(trial) else ""
-    if not trial.rate:
-        return f"batch {trial.batch}: fits{use}: {trial.reason}"
+    use = f", {format_size(trial.use_kib)}" if trial.use_kib else ""
+    if trial.verdict != FITS or not trial.rate:
+        return f"batch {trial.value}: {_BATCH_VERDICTS[trial.verdict]}{use}: {trial.reason}"
     rate = f"{format_rate(trial.rate)} sequences/s"
-    return f"batch {trial.batch}: {rate}{use} ({trial.steps} {UNITS[trial.unit]})"
+    return f"batch {trial.value}: {rate}{use} ({trial.steps} {UNITS[trial.unit]})"
 
 
-def _name_verdict(trial: BatchTrial) -> str:
-    return {FITS: "fits", FAILED: "fails, not for memory"}.get(trial.verdict, "does not fit")
+def tabulate_batches(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
+    """Return the rows of the table with its head, in the order of the size.
 
-
-def tabulate_batches(trials: Sequence[BatchTrial]) -> list[tuple[str, ...]]:
-    """Return the rows of the table with its head, in the order of the size."""
+    Without a GPU the memory has no limit in it, which is then the machine's.
+    """
     rows: list[tuple[str, ...]] = [("batch", "sequences/s", "±", "step", "memory", "of")]
-    for trial in sorted(trials, key=lambda trial: trial.batch):
+    for trial in sorted(trials, key=lambda trial: trial.value):
         rate = [format_rate(trial.rate), f"{trial.error:.1%}"] if trial.rate else ["-", "-"]
         step = f"{trial.step_seconds:.3g} s" if trial.step_seconds else "-"
-        use = format_size(measure_use(trial)) if measure_use(trial) else "-"
+        use = format_size(trial.use_kib) if trial.use_kib else "-"
         total = format_size(trial.gpu_total_kib) if trial.gpu_total_kib else "-"
-        rows.append((str(trial.batch), *rate, step, use, total))
-    return rows
+        rows.append((str(trial.value), *rate, step, use, total))
+    return rows if any(trial.gpu_total_kib for trial in trials) else [row[:-1] for row in rows]
 
 
-def print_batches(console: Console, trials: Sequence[BatchTrial], choice: BatchChoice | None) -> None:
-    """Print the table of the trials, each with what it is; the limit of a CPU's memory is the machine's."""
-    rows = tabulate_batches(trials)
-    if all(row[-1] in ("of", "-") for row in rows):
-        rows = [row[:-1] for row in rows]
-    sizes = {}
+def print_batches(console: Console, trials: Sequence[Trial], choice: BatchChoice | None) -> None:
+    """Print the table of the trials, each with what it is."""
+    sizes: dict[str, int | None] = {}
     if choice:
         sizes = {"largest": choice.largest, "largest with 5% to spare": choice.largest_safe}
         sizes["fastest"] = choice.fastest
     remarks = {}
     for trial in trials:
-        named = ", ".join(name for name, size in sizes.items() if size == trial.batch)
-        remarks[str(trial.batch)] = named if trial.verdict == FITS else _name_verdict(trial)
-    _print_rows(console, rows, remarks)
+        named = ", ".join(name for name, size in sizes.items() if size == trial.value)
+        remarks[str(trial.value)] = named if trial.verdict == FITS else _BATCH_VERDICTS[trial.verdict]
+    _print_rows(console, tabulate_batches(trials), remarks)

@@ -7,8 +7,9 @@ what has not been, and a number that cannot be better is not tried.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+
+from launcher.tune.trials import Trial
 
 GAIN = 1.02
 """Anything below is not worth a further trial, nor to be told from noise."""
@@ -28,47 +29,24 @@ MOST_WAIT = 0.99
 """Share of waiting at most: without any computing there would be no limit to hope for."""
 
 
-UNITS = {"step": "steps", "batch": "batches"}
-"""What is counted, steps of the optimizer or batches if there is none, with the plural."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What a number of workers has brought."""
-
-    workers: int
-    rate: float = 0.0
-    """Steps per second; 0 if they could not be measured."""
-    wait: float = 0.0
-    """Share of the time in which a rank waited for data."""
-    steps: int = 0
-    """Steps that it took, those that do not count among them."""
-    memory_kib: int = 0
-    """Memory of all ranks and their workers; 0 if unknown."""
-    unit: str = "step"
-    """A key of UNITS."""
-    failure: str = ""
-    """Why there is no rate."""
-
-
 def choose_next(trials: Sequence[Trial], max_workers: int, thrift: float = math.inf) -> int | None:
     """Return the number of workers up to `max_workers` that tells most; None if it is clear which is best.
 
     If a further trial would come to more than `thrift` steps, it has to promise more, and none is made
     for the sake of fewer workers alone.
     """
-    measured = sorted((trial for trial in trials if trial.rate), key=lambda trial: trial.workers)
+    measured = sorted((trial for trial in trials if trial.rate), key=lambda trial: trial.value)
     if not measured:
         return None if trials else 0
-    tried = {trial.workers for trial in trials}
+    tried = {trial.value for trial in trials}
     best = max(trial.rate for trial in measured)
     is_dear = sum(trial.steps for trial in trials) + trials[-1].steps > thrift
     bounds = {count: bound_rate(measured, count) for count in range(1, max_workers + 1) if count not in tried}
     worth = best * (DEAR_GAIN if is_dear else GAIN)
     open_counts = [count for count, bound in bounds.items() if bound > worth]
-    above = [count for count in open_counts if count > measured[-1].workers]
+    above = [count for count in open_counts if count > measured[-1].value]
     if above:
-        return climb(measured[-1].workers, above, bounds)
+        return climb(measured[-1].value, above, bounds)
     if open_counts:
         return max(open_counts, key=lambda count: bounds[count])
     return None if is_dear else choose_fewer(measured, bounds, NEAR * best)
@@ -85,8 +63,8 @@ def climb(highest: int, above: Sequence[int], bounds: dict[int, float]) -> int:
 
 def choose_fewer(measured: Sequence[Trial], bounds: dict[int, float], good: float) -> int | None:
     """Return a lower number of workers that may do as well; None if none may, or hardly lower ones."""
-    fewest = next(trial.workers for trial in measured if trial.rate >= good)
-    below = max((trial.workers for trial in measured if trial.workers < fewest), default=fewest)
+    fewest = next(trial.value for trial in measured if trial.rate >= good)
+    below = max((trial.value for trial in measured if trial.value < fewest), default=fewest)
     fewer = [count for count, bound in bounds.items() if below < count < fewest and bound >= good]
     if not fewer or fewest - below <= max(1, fewest // 8):
         return None
@@ -98,12 +76,12 @@ def choose_best(trials: Sequence[Trial]) -> Trial | None:
     measured = [trial for trial in trials if trial.rate]
     best = max((trial.rate for trial in measured), default=0.0)
     good = (trial for trial in measured if trial.rate >= NEAR * best)
-    return min(good, key=lambda trial: trial.workers, default=None)
+    return min(good, key=lambda trial: trial.value, default=None)
 
 
 def bound_rate(measured: Sequence[Trial], count: int) -> float:
     """Return what steps per second a number of workers can have at most, by the trials with fewer."""
-    fewer = [trial for trial in measured if trial.workers < count]
+    fewer = [trial for trial in measured if trial.value < count]
     return min((math.inf, *bound_singly(fewer, count), *bound_by_pairs(fewer, count)))
 
 
@@ -115,19 +93,19 @@ def bound_singly(fewer: Sequence[Trial], count: int) -> Iterator[float]:
     for trial in fewer[-1:]:
         yield trial.rate / (1 - min(trial.wait, MOST_WAIT))
     for trial in fewer:
-        if trial.workers:
-            yield trial.rate * (1 + ERROR) * count / trial.workers
+        if trial.value:
+            yield trial.rate * (1 + ERROR) * count / trial.value
         elif trial.wait:
             yield count * (1 + LOADING) * trial.rate / trial.wait
 
 
 def bound_by_pairs(fewer: Sequence[Trial], count: int) -> Iterator[float]:
     """Bounds by two trials next to each other: the line through them, as steep as noise allows."""
-    with_workers = [trial for trial in fewer if trial.workers]
+    with_workers = [trial for trial in fewer if trial.value]
     for low, high in pairwise(with_workers):
         rise = high.rate * (1 + ERROR) - low.rate * (1 - ERROR)
-        slope = rise / (high.workers - low.workers)
-        yield high.rate * (1 + ERROR) + slope * (count - high.workers)
+        slope = rise / (high.value - low.value)
+        yield high.rate * (1 + ERROR) + slope * (count - high.value)
 
 
 def price_all(max_workers: int, steps: int) -> int:

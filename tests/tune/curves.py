@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from launcher.inprocess.launch_inprocess.measurements import WARMUP, choose_block, is_enough
-from launcher.tune.search import Trial, choose_best, choose_next, price_all
+from launcher.tune.search import choose_best, choose_next, price_all
+from launcher.tune.trials import Trial
 
 STEPS = 48
 KINDS = ("sleeping", "computing", "mixed", "soft")
@@ -70,7 +71,7 @@ def simulate(seed: int, most: int, noise: float) -> Search:
     assert chosen is not None
     best = max(curve(count)[0] for count in range(most + 1))
     return Search(
-        curve(chosen.workers)[0] / best,
+        curve(chosen.value)[0] / best,
         sum(trial.steps for trial in trials) / price,
-        tuple(trial.workers for trial in trials),
+        tuple(trial.value for trial in trials),
     )

@@ -5,7 +5,8 @@ import statistics
 import pytest
 
 from launcher.inprocess.launch_inprocess.measurements import choose_block, find_error, is_enough
-from launcher.tune.search import Trial, bound_rate, choose_best, choose_next, price_all
+from launcher.tune.search import bound_rate, choose_best, choose_next, price_all
+from launcher.tune.trials import Trial
 from tests.tune.curves import simulate
 
 PROGRAMS = 250
@@ -42,15 +43,15 @@ def test_the_book_s_program_needs_two_trials() -> None:
 def test_fewer_workers_win_within_noise() -> None:
     trials = [Trial(8, 10.0), Trial(4, 9.9), Trial(2, 9.0)]
     chosen = choose_best(trials)
-    assert chosen is not None and chosen.workers == 4
+    assert chosen is not None and chosen.value == 4
 
 
 def test_a_failed_number_is_not_tried_again_nor_chosen() -> None:
-    trials = [Trial(0, 1, 0.9), Trial(4, failure="no room")]
+    trials = [Trial(0, 1, 0.9), Trial(4, reason="no room")]
     assert choose_next(trials, 3) in (1, 2, 3)
     assert choose_best(trials) == trials[0]
-    assert choose_best([Trial(0, failure="x")]) is None
-    assert choose_next([Trial(0, failure="x")], 3) is None
+    assert choose_best([Trial(0, reason="x")]) is None
+    assert choose_next([Trial(0, reason="x")], 3) is None
 
 
 def test_a_peak_between_two_trials_is_looked_for() -> None:

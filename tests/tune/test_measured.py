@@ -1,15 +1,74 @@
-"""What a trial of a micro-batch says: errors of allocations, and what the ranks measured."""
+"""What a trial says: what its ranks measured, and what they printed of allocations that failed."""
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.cli.batch_option import read_argument, set_argument
-from launcher.tune.batch_records import check_effect, find_memory_error, measure_batch
-from launcher.tune.batch_search import BatchTrial
-from launcher.tune.trial_records import Loader, MeasureError
-from tests.tune.test_meter import make_record
+from launcher.cli.tune_batch import read_argument, set_argument
+from launcher.tune.trials import (
+    Loader,
+    MeasureError,
+    MismatchError,
+    Record,
+    Trial,
+    check_effect,
+    find_memory_error,
+    measure_batch,
+    measure_workers,
+    read_records,
+)
+
+
+def make_record(**more: Any) -> Record:
+    values = {
+        "rank": 0,
+        "unit": "step",
+        "steps": 10,
+        "first": 4,
+        "times": (1.0,) * 5,
+        "waits": (0.5,) * 5,
+        "loaders": (Loader(2, False, 9),),
+        "memory_kib": 7,
+        "ended": False,
+    }
+    return Record(**{**values, **more})
+
+
+def test_a_trial_is_as_slow_as_its_slowest_rank_and_waits_for_each() -> None:
+    waits = [(0.5, 0.0, 0.5, 0.0, 0.0), (0.0, 0.5, 0.0, 0.5, 0.0)]
+    records = [make_record(rank=rank, waits=each) for rank, each in enumerate(waits)]
+    trial = measure_workers(records, 2, 2)
+    assert (trial.rate, trial.wait, trial.memory_kib, trial.steps) == (1.0, 0.4, 14, 10)
+    apart = [records[0], make_record(rank=1, first=100, waits=(0.2,) * 5)]
+    assert measure_workers(apart, 2, 2).wait == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "part"),
+    [
+        ({"loaders": ()}, MeasureError, "nothing to tune"),
+        ({"loaders": (Loader(4, False, 9),)}, MismatchError, "num_workers=4 itself"),
+        ({"loaders": (Loader(0, True, 9),)}, MismatchError, "IterableDataset"),
+        ({"times": (1.0,), "waits": (0.0,), "steps": 5}, MeasureError, "ended after 5 steps"),
+        ({"times": (), "waits": (), "steps": 1, "first": None, "unit": "batch"}, MeasureError, "1 batch"),
+        ({"rank": 1}, MeasureError, "neither an optimizer nor a DataLoader"),
+    ],
+)
+def test_what_says_nothing_is_told(more: Mapping[str, Any], kind: type[Exception], part: str) -> None:
+    records = [make_record(**more)]
+    with pytest.raises(kind, match=part):
+        measure_workers(records, 2, 2 if "rank" in more else 1)
+
+
+def test_no_record_at_all_and_a_damaged_one(tmp_path: Path) -> None:
+    with pytest.raises(MeasureError, match="no rank trains"):
+        measure_workers(read_records(tmp_path), 2, 1)
+    (tmp_path / "rank-0.json").write_text('{"rank": 0}')
+    with pytest.raises(MeasureError, match="cannot be read"):
+        read_records(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +138,10 @@ def test_a_short_program_fits_and_has_no_throughput() -> None:
 
 
 def test_an_option_without_effect_is_told() -> None:
-    check_effect([BatchTrial(8), BatchTrial(16)], "--b")
-    check_effect([BatchTrial(8, loader_batch=4), BatchTrial(16, loader_batch=8)], "--b")
+    check_effect([Trial(8), Trial(16)], "--b")
+    check_effect([Trial(8, loader_batch=4), Trial(16, loader_batch=8)], "--b")
     with pytest.raises(MeasureError, match=re.escape("batches of 4 with --b 8 and with 16")):
-        check_effect([BatchTrial(8, loader_batch=4), BatchTrial(16, loader_batch=4)], "--b")
+        check_effect([Trial(8, loader_batch=4), Trial(16, loader_batch=4)], "--b")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,261 @@
+"""Trials of `launch tune`: what the ranks have measured and printed, and what that says of a value."""
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.codec import load
+from launcher.files import LARGEST, read_file
+from launcher.text import strip_sequences
+
+FITS, TOO_LARGE, FAILED = "fits", "does_not_fit", "failed"
+"""Verdicts on a value; `failed` is for another reason than memory."""
+UNITS = {"step": "steps", "batch": "batches"}
+"""What is counted, steps of the optimizer or batches if there is none, with the plural."""
+FEWEST = 4
+"""Measured steps below which nothing can be said of the speed."""
+MEMORY_ERROR = re.compile(
+    r"OutOfMemoryError"  # torch.OutOfMemoryError, torch.cuda.OutOfMemoryError
+    r"|\b(?:CUDA|HIP|XPU|MPS backend) out of memory|CUDA error: out of memory|cudaErrorMemoryAllocation"
+    r"|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
+    r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory"
+    r"|^(?:\w+\.)*_?(?:Array)?MemoryError\b|\bstd::bad_alloc\b|Cannot allocate memory"
+)
+"""How PyTorch, CUDA, NumPy, Python and C++ say that an allocation has failed."""
+LONGEST_REASON = 120
+"""Characters of such a line that are shown."""
+LONGEST_PREFIX = 24
+"""Characters before the error that are shown with it."""
+
+
+class MeasureError(Exception):
+    """A trial that says nothing; the text says why, and what to do."""
+
+
+class MismatchError(MeasureError):
+    """The program's DataLoader has another number of workers than was to be tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a value of the setting that is tuned has brought."""
+
+    value: int
+    """Workers of a rank, or sequences of a rank in a micro-step."""
+    rate: float = 0.0
+    """Steps per second, of micro-batches sequences per second of all ranks; 0 if they were not measured."""
+    wait: float = 0.0
+    """Share of the time in which a rank waited for data."""
+    steps: int = 0
+    """Steps that it took, those that do not count among them."""
+    memory_kib: int = 0
+    """The most memory of all ranks and their workers; 0 if unknown."""
+    unit: str = "step"
+    """A key of UNITS."""
+    verdict: str = FITS
+    reason: str = ""
+    """Why it does not fit, or has failed, or could not be timed."""
+    error: float = 0.0
+    """Standard error of the rate, as a share of it."""
+    step_seconds: float = 0.0
+    gpu_kib: int = 0
+    """The most memory of the fullest GPU, by PyTorch and all else; 0 without a GPU."""
+    gpu_total_kib: int = 0
+    loader_batch: int = 0
+    """Samples of the DataLoader's batches; 0 if unknown."""
+
+    @property
+    def use_kib(self) -> int:
+        """The memory that it took where memory is shortest: on the GPU if there is one."""
+        return self.gpu_kib if self.gpu_total_kib else self.memory_kib
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """What the program's DataLoaders of one kind have in common."""
+
+    workers: int
+    iterable: bool
+    """The dataset is an IterableDataset."""
+    batches: int
+    """What they gave."""
+    batch_size: int | None = None
+    """Samples of a batch; None if its sampler does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one rank has measured, written by `launch_inprocess.measurements`."""
+
+    rank: int
+    unit: str
+    """A key of UNITS."""
+    steps: int
+    """All steps, those before the first measured one among them."""
+    first: int | None
+    """Number of the first measured step; None if the warm-up did not end."""
+    times: tuple[float, ...]
+    """Seconds of each measured step."""
+    waits: tuple[float, ...]
+    """Seconds of them in which it waited for data."""
+    loaders: tuple[Loader, ...]
+    """One of each kind."""
+    memory_kib: int
+    ended: bool
+    """The program has come to its own end."""
+    batches: int = 0
+    """Batches that the loaders gave in the measured steps."""
+    peak_kib: int = 0
+    """The most memory that the rank had; 0 if unknown."""
+    gpu_total_kib: int = 0
+    """Memory of its GPU; 0 without one."""
+    gpu_reserved_kib: int = 0
+    """The most that PyTorch had reserved there."""
+    gpu_other_kib: int = 0
+    """What else was in use there."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean of the measured steps; 0 without any."""
+        return sum(self.times) / len(self.times) if self.times else 0.0
+
+
+def read_records(folder: Path) -> list[Record]:
+    """Return the records in a folder, by rank; raises MeasureError for a damaged one."""
+    records = []
+    for path in folder.glob("rank-*.json"):
+        try:
+            records.append(load(Record, read_file(path, LARGEST)))
+        except (OSError, ValueError) as error:
+            raise MeasureError(f"{path} cannot be read ({error})") from None
+    return sorted(records, key=lambda record: record.rank)
+
+
+def measure_workers(records: Sequence[Record], workers: int, ranks: int) -> Trial:
+    """Return what a number of workers has measured; raises MeasureError if that says nothing."""
+    _check_ranks(records, ranks)
+    _check_loaders(records, workers)
+    short = min(records, key=lambda record: len(record.times))
+    if len(short.times) < FEWEST:
+        unit = short.unit if short.steps == 1 else UNITS[short.unit]
+        raise MeasureError(
+            f"the program ended after {short.steps} {unit} of rank {short.rank}, too"
+            f" few to measure: let it run for {2 * workers + 20} at least"
+        )
+    return Trial(
+        workers,
+        rate=1 / max(record.step_seconds for record in records),
+        wait=_share_wait(records),
+        steps=max(record.steps for record in records),
+        memory_kib=sum(record.memory_kib for record in records),
+        unit=records[0].unit,
+    )
+
+
+def measure_batch(records: Sequence[Record], batch: int, ranks: int) -> Trial:
+    """Return what a size that fits has measured; raises MeasureError if that says nothing.
+
+    A program that came to its end after a few steps fits, and has no throughput.
+    """
+    _check_ranks(records, ranks)
+    short = min(records, key=lambda record: len(record.times))
+    if short.steps < 2:
+        raise MeasureError(
+            f"the program ended after {short.steps} {short.unit} of rank {short.rank}: it has too little data"
+        )
+    is_timed = len(short.times) >= FEWEST
+    slowest = max(records, key=lambda record: record.step_seconds) if is_timed else short
+    times, seconds = slowest.times, slowest.step_seconds
+    loaders = [loader for record in records for loader in record.loaders]
+    # A loader of single items may give whole batches as such: its size of 1 says nothing.
+    size = max(loaders, key=lambda loader: loader.batches).batch_size if loaders else None
+    loader_batch = size if size is not None and size > 1 else 0
+    per_step = (slowest.batches / len(times) if is_timed else 0.0) or 1.0
+    fullest = max(records, key=lambda record: record.gpu_reserved_kib + record.gpu_other_kib)
+    is_spread = len(times) > 1 and seconds > 0
+    return Trial(
+        batch,
+        rate=ranks * (loader_batch or batch) * per_step / seconds if is_timed else 0.0,
+        error=statistics.stdev(times) / seconds / math.sqrt(len(times)) if is_spread else 0.0,
+        step_seconds=seconds,
+        steps=max(record.steps for record in records),
+        unit=records[0].unit,
+        memory_kib=sum(record.peak_kib for record in records),
+        gpu_kib=fullest.gpu_reserved_kib + fullest.gpu_other_kib,
+        gpu_total_kib=fullest.gpu_total_kib,
+        loader_batch=loader_batch,
+        reason="" if is_timed else f"the program ended after {short.steps} steps, too few to time",
+    )
+
+
+def _check_ranks(records: Sequence[Record], ranks: int) -> None:
+    """Raise MeasureError if a rank has measured nothing."""
+    missing = sorted(set(range(ranks)) - {record.rank for record in records})
+    if len(missing) == ranks:
+        raise MeasureError(
+            "no rank trains or loads data by PyTorch: give a Python program that does, without the"
+            " options -I, -E and -S"
+        )
+    if missing:
+        raise MeasureError(
+            f"rank {missing[0]} of {ranks} measured nothing: it has neither an optimizer nor a DataLoader"
+        )
+
+
+def _check_loaders(records: Sequence[Record], workers: int) -> None:
+    """Raise MismatchError, or MeasureError, if the number of workers is not the launcher's to choose."""
+    loaders = [loader for record in records for loader in record.loaders]
+    if not loaders:
+        raise MeasureError("the program reads from no torch.utils.data.DataLoader: there is nothing to tune")
+    loader = max(loaders, key=lambda loader: loader.batches)
+    if loader.workers == workers:
+        return
+    if loader.iterable:
+        raise MismatchError(
+            f"the DataLoader of an IterableDataset has num_workers={loader.workers}, and is given no other"
+            " number, since a dataset that does not shard by worker would return everything once for each:"
+            " let the program take it, from LAUNCH_NUM_WORKERS or by `{num_workers}` among its arguments"
+        )
+    raise MismatchError(
+        f"the program sets num_workers={loader.workers} itself, and cannot be tuned so: leave num_workers"
+        " out of its DataLoader(...), or let it take LAUNCH_NUM_WORKERS or `{num_workers}` among its"
+        " arguments"
+    )
+
+
+def _share_wait(records: Sequence[Record]) -> float:
+    """Return the share of the time in which any rank waits for data: the others then wait for that rank.
+
+    Steps are compared by their numbers, which agree if ranks train together.
+    """
+    steps = [dict(enumerate(zip(r.times, r.waits, strict=True), r.first or 0)) for r in records]
+    common = set(steps[0]).intersection(*steps[1:])
+    if len(common) < FEWEST:
+        return max(sum(record.waits) / sum(record.times) for record in records)
+    waited = sum(max(each[number][1] for each in steps) for number in common)
+    return min(1.0, waited / max(sum(each[number][0] for number in common) for each in steps))
+
+
+def check_effect(trials: Sequence[Trial], option: str) -> None:
+    """Raise MeasureError if the option does not change the DataLoader's batches."""
+    by_loader: dict[int, Trial] = {}
+    for trial in trials:
+        other = by_loader.setdefault(trial.loader_batch, trial)
+        if trial.loader_batch and other.value != trial.value:
+            raise MeasureError(
+                f"the DataLoader gives batches of {trial.loader_batch} with {option} {other.value} and"
+                f" with {trial.value}: name the option of the micro-batch, tune.option=…"
+            )
+
+
+def find_memory_error(lines: Iterable[str]) -> str:
+    """Return what the first line says that tells of memory which ran out; empty if there is none."""
+    for line in lines:
+        plain = strip_sequences(line).strip()
+        if found := MEMORY_ERROR.search(plain):
+            said = plain[found.start() :] if found.start() > LONGEST_PREFIX else plain
+            return said if len(said) <= LONGEST_REASON else f"{said[: LONGEST_REASON - 1]}…"
+    return ""

@@ -1,0 +1,95 @@
+"""What a search keeps to: workers that cores and memory have room for, batches that fill a GPU."""
+
+from dataclasses import replace
+
+import pytest
+
+from launcher.cli.tune_batch import expect_batch
+from launcher.cli.tune_dataloader import find_max_workers
+from launcher.config.fit_request import find_fit_model, make_fit_request
+from launcher.config.program import BUNDLED
+from launcher.config.settings import DataloaderConfig, FitConfig, Settings, TuneConfig
+from launcher.fit.memory import estimate_memory
+from launcher.plan.model import Limits, Plan, Request
+from launcher.plan.planner import plan
+from tests.plan.lab_machines import convert, load
+
+
+def plan_eight(limits: Limits) -> Plan:
+    """Eight ranks on a machine with 16 cores for each of them."""
+    machine = replace(convert(load("dgx-a100")), limits=limits)
+    return plan(machine, Request(nproc_per_node=8))
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "why"),
+    [
+        (Limits(), 32, "2 for each"),
+        (Limits(cpus=24), 6, "2 for each"),
+        (Limits(cpus=8), 4, "at least 4"),
+        (Limits(memory_kib=256 << 20), 16, "256 GiB of memory"),
+        (Limits(shm_kib=8 << 20), 5, "8.19e+03 MiB of /dev/shm"),
+        (Limits(files=1024), 8, "1024 open files"),
+        (Limits(files=64), 1, "64 open files"),
+    ],
+)
+def test_cores_memory_and_descriptors_bound_a_search(limits: Limits, most: int, why: str) -> None:
+    config = Settings(dataloader=DataloaderConfig(worker_gib=0.9, worker_shm_mib=102.4))
+    found, reason = find_max_workers(config, plan_eight(limits))
+    assert found == most
+    assert why in reason
+
+
+TINY = {
+    "name": "tiny",
+    "vocab_size": 256,
+    "layers": 4,
+    "hidden_size": 128,
+    "heads": 4,
+    "kv_heads": 2,
+    "intermediate_size": 384,
+    "max_seq_len": 128,
+}
+PROGRAM = {"command": list(BUNDLED), "sections": ["model", "data"], "batch_size": 8, "seq_len": None}
+
+
+def plan_gpus(memory_mib: int) -> Plan:
+    """A plan of eight ranks on GPUs with so much memory."""
+    machine = convert(load("dgx-a100"))
+    gpus = tuple(replace(gpu, memory_mib=memory_mib) for gpu in machine.gpus)
+    return plan(replace(machine, gpus=gpus), Request(nproc_per_node=8))
+
+
+def expect(memory_mib: int, config: Settings, *, program: tuple[str, ...] | None = None) -> int | None:
+    return expect_batch(config, plan_gpus(memory_mib), program, frozenset(), {})
+
+
+def test_a_gpu_is_expected_to_be_filled() -> None:
+    config = Settings(model=dict(TINY), program=dict(PROGRAM), tune=TuneConfig(max_batch=1 << 20))
+    small, large = expect(8 << 10, config), expect(64 << 10, config)
+    assert small is not None and large is not None
+    assert 64 <= small < large
+    assert large & (large - 1) == 0
+    assert expect(64 << 10, replace(config, tune=TuneConfig(max_batch=100))) == 64
+    assert expect(64, config) == 1, "estimates can be off"
+    request = make_fit_request(
+        config, plan_gpus(64 << 10), find_fit_model(config, None, ()), nodes=1, is_bundled=True, environ={}
+    )
+    assert request is not None
+    sizes = (large, 2 * large)
+    settings = [replace(request.settings, micro_batch=size) for size in sizes]
+    fits, exceeds = (
+        estimate_memory(replace(request, settings=each)).total.expected / (0.95 * (64 << 30))
+        for each in settings
+    )
+    assert fits <= 1 < exceeds
+
+
+def test_without_a_claim_nothing_is_expected() -> None:
+    config = Settings(model=dict(TINY), program=dict(PROGRAM))
+    assert expect(64 << 10, replace(config, fit=FitConfig(check="off"))) is None
+    assert expect(64 << 10, config, program=("train.py",)) is None
+    assert expect(64 << 10, replace(config, fit=FitConfig(gpu="abacus"))) is None
+    machine = replace(convert(load("dgx-a100")), gpus=())
+    on_cpus = plan(machine, Request(nproc_per_node=2))
+    assert expect_batch(config, on_cpus, None, frozenset(), {}) is None
