@@ -14,11 +14,10 @@ from launcher.cli.plan import assess_plan, plan_node
 from launcher.cli.verbs import VerbCall
 from launcher.config.fit_check import find_start_model, settle_planned
 from launcher.config.fit_request import (
+    choose_fit_device,
     count_plan_nodes,
-    find_fit_device,
     has_expandable_segments,
     is_bundled_program,
-    share_node_memory,
 )
 from launcher.config.program import find_program
 from launcher.config.settings import Settings
@@ -92,15 +91,6 @@ def show_estimate(call: VerbCall, plan: Plan) -> int:
 
         print_fit(make_console(stderr=False), report, memory_alone=True)
     return EXIT_MACHINE if report.verdict == "does_not_fit" else 0
-
-
-def choose_fit_device(config: Settings, plan: Plan) -> Device:
-    """Return what a rank computes on; raises UsageError."""
-    gpus = [rank.gpu for rank in plan.ranks if rank.gpu]
-    on_cpu = not config.fit.gpu and config.program.get("device") == "cpu"
-    return find_fit_device(
-        config.fit, [] if on_cpu else gpus, share_node_memory(plan.machine, len(plan.ranks))
-    )
 
 
 def check_record(record: StepRecord) -> None:

@@ -1,30 +1,62 @@
-"""The Training of a configuration: the model, and where it would be trained; None if there is no claim."""
+"""The Training that a configuration asks for: the model, how it is split, and on what device."""
 
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
+from launcher.codec import DecodeError, convert
 from launcher.config.allocator_options import read_allocator_settings
-from launcher.config.fit_settings import (
-    AUTO,
-    Ranks,
-    describe_bundled,
-    describe_training_settings,
-    find_free,
-    list_fixed,
-)
-from launcher.config.model_dimensions import read_dimensions
 from launcher.config.program import BUNDLED, find_unused
 from launcher.config.settings import FitConfig, ParallelConfig, Settings
 from launcher.config.start import is_step_task, parse_nodes
 from launcher.errors import UsageError
+from launcher.files import read_input
 from launcher.fit.choice import choose_settings
-from launcher.fit.gpus import GpuType, find_gpu
+from launcher.fit.counts import count_model_parameters
+from launcher.fit.gpus import find_gpu
 from launcher.fit.memory import estimate_memory
-from launcher.fit.training import Device, Free, ModelDimensions, NodeResources, Training, check_layout
+from launcher.fit.training import (
+    Device,
+    Free,
+    Lora,
+    ModelDimensions,
+    NodeResources,
+    ParallelLayout,
+    Training,
+    TrainingSettings,
+    check_layout,
+    find_framework,
+    solve_batch,
+)
 from launcher.plan.allocator import EXPANDABLE, merge_settings
-from launcher.plan.model import Gpu, Machine, Plan
+from launcher.plan.model import Gpu, Plan
 from launcher.plan.workers_and_threads import count_memory_kib
+
+AUTO = "auto"
+MAX_DEFAULT_SEQ_LEN = 4096
+"""As in launcher.programs.options."""
+PROGRAM_WORDS = {
+    "parallel": (AUTO, "ddp", "fsdp"),
+    "activation_checkpointing": (AUTO, "none", "selective", "full"),
+}
+"""As in launcher.programs.options, and what is chosen."""
+NOT_OF_THE_TRAINING = ("check", "gpu", "gpu_memory_gib", "tokens", "step_seconds", "grid", "timeout")
+"""Keys of `fit` that ask about a training and do not describe it."""
+TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kM]?)(tokens)?")
+"""Of `program.global_batch`."""
+FEWEST_PARAMETERS = 100_000_000
+"""Of a model whose preset's usual global batch counts; gpt2, the smallest with one, has 124 million."""
+LARGEST_CONFIG = 1 << 20
+"""Bytes of a config.json; published ones have a few KiB."""
+LARGEST_NUMBER = 10**9
+"""Of a dimension: none is near it, and products of several stay within what a float can hold."""
+LARGEST_LAYERS = 10_000
+"""The deepest published models have some hundred."""
+DIMENSIONS = ("vocab_size", "layers", "hidden_size", "heads", "intermediate_size", "max_seq_len")
+WORDS = {"norm": ("rmsnorm", "layernorm"), "mlp": ("swiglu", "gelu"), "position": ("rope", "learned")}
+T = TypeVar("T")
 
 
 def is_bundled_program(config: Settings, program: Sequence[str] | None) -> bool:
@@ -57,15 +89,88 @@ def find_fit_model(
         raise
 
 
+def read_dimensions(section: Mapping[str, object]) -> ModelDimensions | None:
+    """Return the dimensions that the section `model` gives, by itself or by the file that `config` names.
+
+    The file is a Hugging Face config.json, relative to the working directory. A preset's other keys are the
+    program's own. None without any of the dimensions. Raises UsageError for a file that cannot be read or
+    lacks a field, and for dimensions that make no model.
+    """
+    path = section.get("config")
+    if path is not None:
+        from launcher.fit.hf import parse_model_config
+
+        try:
+            text = read_input(str(path), LARGEST_CONFIG).decode("utf-8-sig")
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"model.config={path} cannot be read ({getattr(error, 'strerror', '') or error}): give the"
+                " path of a model's config.json from here"
+            ) from None
+        try:
+            return _check_dimensions(parse_model_config(text, str(path)))
+        except UsageError as error:
+            raise UsageError(f"model.config={path}: {error}") from None
+    given = {key: value for key, value in section.items() if value is not None}
+    missing = [name for name in DIMENSIONS if name not in given]
+    if not any(name in section for name in DIMENSIONS):
+        return None
+    if missing:
+        raise UsageError(
+            f"model has no {', '.join(missing)}: choose a preset such as model=llama7b, or set it"
+        )
+    heads, hidden = given["heads"], given["hidden_size"]
+    width = hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else 1
+    derived = {"kv_heads": heads, "head_width": given.get("head_dim", width)}
+    try:
+        return _check_dimensions(
+            convert(ModelDimensions, {**derived, **given, "name": str(given.get("name"))}, 0)
+        )
+    except DecodeError as error:
+        raise UsageError(f"model.{error}") from None
+
+
+def _check_dimensions(model: ModelDimensions) -> ModelDimensions:
+    """Return dimensions that make a model; raises UsageError for others."""
+    experts, latent = model.experts, model.latent_attention
+    numbers = {f"model.{name}": getattr(model, name) for name in (*DIMENSIONS, "kv_heads", "head_width")}
+    if experts:
+        names = ("count", "per_token", "intermediate_size")
+        numbers |= {f"model.experts.{name}": getattr(experts, name) for name in names}
+    for key, value in numbers.items():
+        most = LARGEST_LAYERS if key == "model.layers" else LARGEST_NUMBER
+        if not 1 <= value <= most:
+            shown = value if abs(value) < LARGEST_NUMBER**2 else "(too large)"
+            raise UsageError(f"{key}={shown}: give a number of at least 1 and at most {most}")
+    for key, part in (("model.latent_attention", latent), ("model.experts", experts)):
+        for item in fields(part) if part else ():
+            if (getattr(part, item.name) or 0) > LARGEST_NUMBER:
+                raise UsageError(f"{key}.{item.name}: give a number of at most {LARGEST_NUMBER}")
+    for name, choices in WORDS.items():
+        if getattr(model, name) not in choices:
+            raise UsageError(f"model.{name}={getattr(model, name)}: choose from {', '.join(choices)}")
+    if latent is None and model.heads % model.kv_heads:
+        raise UsageError(f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
+    if experts and experts.per_token > experts.count:
+        raise UsageError(
+            f"model.experts.per_token={experts.per_token} is more than model.experts.count={experts.count}"
+        )
+    if experts and experts.dense_layers > model.layers:
+        raise UsageError(
+            f"model.experts.dense_layers={experts.dense_layers} is more than model.layers={model.layers}"
+        )
+    return model
+
+
 def count_plan_nodes(nodes: object, environ: Mapping[str, str]) -> int:
     """Return the least number of nodes that a job would have; raises UsageError.
 
     Fewer nodes share less: of `min:max`, the least decides.
     """
-    if nodes == "auto" and "SLURM_JOB_ID" in environ and not is_step_task(environ):
+    if nodes == AUTO and "SLURM_JOB_ID" in environ and not is_step_task(environ):
         have = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES", "1")
         return int(have) if have.isdecimal() and int(have) else 1
-    return parse_nodes(1 if nodes == "auto" else nodes)[0]
+    return parse_nodes(1 if nodes == AUTO else nodes)[0]
 
 
 def make_fit_request(
@@ -84,12 +189,19 @@ def make_fit_request(
     """
     if model is None or not plan.ranks:
         return None
-    on_cpu = is_bundled and config.program.get("device") == "cpu"
-    found = [] if on_cpu else [rank.gpu for rank in plan.ranks if rank.gpu]
-    device = find_fit_device(config.fit, found, share_node_memory(plan.machine, len(plan.ranks)))
+    device = choose_fit_device(config, plan, takes_option=is_bundled)
     if not device.memory_mib and not is_bundled:
         return None
-    node = describe_node_resources(plan, float(config.dataloader.worker_gib))
+    machine = plan.machine
+    allowed = {cpu.core for cpu in machine.cpus if cpu.id in machine.allowed_cpus}
+    node = NodeResources(
+        cores=len(allowed) or None,
+        memory_kib=count_memory_kib(machine) or None,
+        shm_kib=machine.limits.shm_kib,
+        num_workers=max(rank.num_workers for rank in plan.ranks),
+        worker_gib=float(config.dataloader.worker_gib),
+    )
+    expandable = has_expandable_segments(config, environ)
     return make_request_on(
         config,
         model,
@@ -97,8 +209,47 @@ def make_fit_request(
         node,
         shape=(len(plan.ranks), nodes),
         is_bundled=is_bundled,
-        expandable=has_expandable_segments(config, environ),
+        expandable=expandable,
     )
+
+
+def has_expandable_segments(config: Settings, environ: Mapping[str, str]) -> bool:
+    """Tell whether the allocator of the ranks uses expandable segments."""
+    merged = merge_settings(read_allocator_settings(config.allocator), environ)
+    return merged.get(EXPANDABLE, "").lower() == "true"
+
+
+def choose_fit_device(config: Settings, plan: Plan, *, takes_option: bool = True) -> Device:
+    """Return what a rank of a plan computes on, or with `program.device=cpu`; raises UsageError."""
+    on_cpu = takes_option and config.program.get("device") == "cpu"
+    gpus = [] if on_cpu else [rank.gpu for rank in plan.ranks if rank.gpu]
+    return find_fit_device(config.fit, gpus, count_memory_kib(plan.machine) // 1024 // len(plan.ranks))
+
+
+def find_fit_device(fit: FitConfig, gpus: Sequence[Gpu], cpu_mib: int) -> Device:
+    """Return what a rank computes on: the GPU that `fit` names, the smallest of the node's, or CPUs.
+
+    Memory is 0 if it is not known. `cpu_mib` is the memory of a rank without a GPU. Raises UsageError.
+    """
+    given = None if fit.gpu_memory_gib is None else max(1, int(fit.gpu_memory_gib * 1024))
+    if fit.gpu:
+        known = find_gpu(fit.gpu)
+        if known is None and given is None:
+            raise UsageError(
+                f"fit.gpu={fit.gpu} is no GPU that is known: give a name such as H100, A100-40GB or B200, or"
+                " its memory too, fit.gpu_memory_gib=N"
+            )
+        name, own = fit.gpu, known.memory_mib if known else 0
+    elif gpus:
+        sharing = Counter((gpu.index, gpu.uuid) for gpu in gpus)
+        gpu = min(gpus, key=lambda one: one.memory_mib // sharing[one.index, one.uuid])
+        known = find_gpu(gpu.name)
+        name, own = gpu.name or "GPU", gpu.memory_mib or (known.memory_mib if known else 0)
+        own = 0 if gpu.uuid.startswith("MIG-") else own  # the driver's number is the whole GPU's
+        own //= sharing[gpu.index, gpu.uuid]
+    else:
+        return Device("GPU", given) if given else Device("CPU", cpu_mib, kind="cpu")
+    return Device(name, given or own, nvlink_domain=known.nvlink_domain if known else 0)
 
 
 def make_request_on(
@@ -115,26 +266,25 @@ def make_request_on(
 
     What is `auto` of the bundled program is chosen.
     """
-    gpu = find_gpu(device.name) if device.kind == "gpu" else None
-    ranks = Ranks(
+    on_gpu = device.kind == "gpu"
+    gpu = find_gpu(device.name) if on_gpu else None
+    ranks = _Ranks(
         count=shape[0] * shape[1],
-        has_bf16=device.kind == "gpu" and supports_bf16(gpu),
-        has_half=device.kind == "gpu",
+        has_bf16=on_gpu and (gpu is None or gpu.tf32 is not None),  # both came with the same generation
+        has_half=on_gpu,
         expandable_segments=expandable,
     )
-    fixed = list_fixed(config.fit, config.parallel)
+    fixed = _list_fixed(config.fit, config.parallel)
     trains = is_bundled and model.experts is None and model.latent_attention is None
-    free = Free()
     if is_bundled:
-        layout, settings = describe_bundled(config, model, ranks)
-        free = find_free(config, model, settings.seq_len, ranks.count)
+        asked = _describe_bundled(config, model, ranks)
         usual = replace(config, fit=FitConfig(), parallel=ParallelConfig())
         # What the bundled program does not do is a question of the user's, and no ground to refuse a job.
-        is_usual = (layout, settings) == describe_bundled(usual, model, ranks)
-        is_usual = is_usual and free == find_free(usual, model, settings.seq_len, ranks.count)
-        trains = trains and (not fixed or is_usual)
+        trains = trains and (not fixed or asked == _describe_bundled(usual, model, ranks))
+        layout, settings, free = asked
     else:
-        layout, settings = describe_training_settings(config.fit, config.parallel, model, ranks)
+        layout, settings = _describe_training(config.fit, config.parallel, model, ranks)
+        free = Free()
     request = Training(
         model=model,
         layout=layout,
@@ -156,6 +306,169 @@ def make_request_on(
     return choose_settings(request, lambda one: estimate_memory(one).total)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """The ranks of a job and what each computes on."""
+
+    count: int
+    has_bf16: bool
+    has_half: bool
+    """It computes in bf16, or in fp16 as a V100 does."""
+    expandable_segments: bool
+
+
+def _list_fixed(fit: FitConfig, parallel: ParallelConfig) -> tuple[str, ...]:
+    """Return the keys of `fit` and `parallel` that describe the training and are set."""
+    usual = Settings()
+    pairs = (("fit", fit, usual.fit), ("parallel", parallel, usual.parallel))
+    return tuple(
+        f"{section}.{each.name}"
+        for section, given, default in pairs
+        for each in fields(given)
+        if getattr(given, each.name) != getattr(default, each.name) and each.name not in NOT_OF_THE_TRAINING
+    )
+
+
+def _describe_bundled(
+    config: Settings, model: ModelDimensions, ranks: _Ranks
+) -> tuple[ParallelLayout, TrainingSettings, Free]:
+    """Return the bundled program's layout and settings, with `fit` and `parallel` over its options.
+
+    What is free may be chosen, and has any value. The usual global batch of a preset is for its size: a model
+    that has been made small has none. Raises UsageError.
+    """
+    options, fit, parallel = config.program, config.fit, config.parallel
+    splits_data = parallel.tp == parallel.pp == parallel.cp == parallel.ep == 1
+    can_choose = splits_data and parallel.zero == AUTO and parallel.framework == AUTO
+    framework = _read_word(options, "parallel")
+    dtype = options.get("dtype", AUTO)
+    computes_bf16 = dtype == "bf16" or (dtype != "fp32" and ranks.has_bf16)
+    checkpointing = _choose(fit.checkpointing, _read_word(options, "activation_checkpointing"))
+    micro_batch = _choose(fit.micro_batch, _read_number(options, "batch_size"))
+    grad_accumulation = _read_number(options, "grad_accumulation")
+    asked = replace(
+        fit,
+        precision=_choose(fit.precision, "mixed" if computes_bf16 else "fp32"),
+        checkpointing=checkpointing,
+        micro_batch=micro_batch,
+        accumulation=_choose(fit.accumulation, AUTO if fit.global_batch else grad_accumulation),
+        seq_len=_choose(fit.seq_len, _read_number(options, "seq_len")),
+    )
+    if can_choose:
+        parallel = replace(parallel, framework=_choose(framework, "ddp"))
+    layout, settings = _describe_training(asked, parallel, model, ranks)
+    settings = replace(settings, autocast=settings.precision == "mixed" and settings.framework == "ddp")
+    accumulation = _choose(fit.accumulation, grad_accumulation)
+    batch = options.get("global_batch")
+    usual = config.model.get("global_batch") if count_model_parameters(model) >= FEWEST_PARAMETERS else None
+    text = usual if batch in (None, AUTO) else batch
+    sequences = fit.global_batch or _read_global_batch(text, settings.seq_len)
+    if AUTO not in (micro_batch, accumulation) and batch not in (None, AUTO):
+        product = micro_batch * accumulation * ranks.count
+        if product != sequences:
+            raise UsageError(
+                f"program.global_batch={batch} is {sequences} sequences, and program.batch_size={micro_batch}"
+                f" * program.grad_accumulation={accumulation} on {ranks.count} ranks is {product}: leave one"
+                " out"
+            )
+    return (
+        layout,
+        settings,
+        Free(
+            micro_batch=micro_batch == AUTO,
+            accumulation=accumulation == AUTO,
+            checkpointing=checkpointing == AUTO,
+            parallel=can_choose and framework == AUTO,
+            sequences=sequences,
+        ),
+    )
+
+
+def _describe_training(
+    fit: FitConfig, parallel: ParallelConfig, model: ModelDimensions, ranks: _Ranks
+) -> tuple[ParallelLayout, TrainingSettings]:
+    """Return the layout and settings that `fit` and `parallel` give; raises UsageError."""
+    usual_zero = {"fsdp": 3, "zero": 1}.get(parallel.framework, 0)
+    layout = ParallelLayout(
+        tp=parallel.tp,
+        pp=parallel.pp,
+        dp=_choose(parallel.dp, max(1, ranks.count // (parallel.tp * parallel.pp * parallel.cp))),
+        cp=parallel.cp,
+        ep=parallel.ep,
+        zero=3 if parallel.zero == "fsdp" else int(_choose(parallel.zero, usual_zero)),
+        shard_size=parallel.shard_size,
+        sequence_parallel=parallel.sequence_parallel,
+        virtual_stages=parallel.virtual_stages,
+    )
+    micro_batch, accumulation = solve_batch(
+        _choose(fit.micro_batch, None), layout.dp, _choose(fit.accumulation, None), fit.global_batch
+    )
+    return layout, TrainingSettings(
+        framework=find_framework(layout) if parallel.framework == AUTO else parallel.framework,
+        precision=_choose(fit.precision, "mixed" if ranks.has_half else "fp32"),
+        optimizer=fit.optimizer,
+        checkpointing=_choose(fit.checkpointing, "none"),
+        offload=fit.offload,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        seq_len=_choose(fit.seq_len, min(model.max_seq_len, MAX_DEFAULT_SEQ_LEN)),
+        flash_attention=fit.flash_attention,
+        expandable_segments=ranks.expandable_segments,
+        loss=fit.loss,
+        compile=_choose(fit.compile, None),
+        optimizer_fused=_choose(fit.optimizer_fused, None),
+        gradients=fit.gradients,
+        lora=Lora(fit.lora.rank, tuple(fit.lora.targets)) if fit.lora.rank else None,
+        quantization=fit.quantization,
+        optimizer_in_backward=fit.optimizer_in_backward,
+        activation_offload=fit.activation_offload,
+        recompute_modules=tuple(fit.recompute_modules),
+    )
+
+
+def _choose(value: Any, default: T) -> T:  # noqa: ANN401 - the schema's keys that may be `auto`
+    """Return a setting, or what `auto` stands for."""
+    chosen: T = default if value == AUTO else value
+    return chosen
+
+
+def _read_word(options: Mapping[str, object], name: str) -> str:
+    """Return a word of the program's options, or `auto`; raises UsageError for what it would refuse."""
+    value = options.get(name)
+    words = PROGRAM_WORDS[name]
+    if isinstance(value, bool) and name == "activation_checkpointing":
+        value = "full" if value else "none"
+    if value is None or value in words:
+        return AUTO if value is None else str(value)
+    raise UsageError(f"program.{name}={value}: choose from {', '.join(words)}")
+
+
+def _read_number(options: Mapping[str, object], name: str) -> Any:  # noqa: ANN401 - a number or `auto`
+    """Return a number of the program's options, or `auto`; raises UsageError for what it would refuse."""
+    value = options.get(name)
+    if value is None or value == AUTO:
+        return AUTO
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_NUMBER:
+        raise UsageError(f"program.{name}={value}: give a number of at least 1 and at most {LARGEST_NUMBER}")
+    return value
+
+
+def _read_global_batch(value: object, seq_len: int) -> int | None:
+    """Return the sequences of `program.global_batch`, as 256 or 4Mtokens; raises UsageError."""
+    if value is None or value == AUTO:
+        return None
+    found = TOKENS.fullmatch(str(value))
+    if found and float(found[1]) > 0:
+        number = float(found[1]) * {"": 1, "k": 1 << 10, "M": 1 << 20}[found[2] or ""]
+        sequences = round(number / seq_len) if found[3] else number
+        if sequences == int(sequences) <= LARGEST_NUMBER:
+            return max(1, int(sequences))
+    raise UsageError(
+        f"program.global_batch={value}: give sequences, such as 256, or tokens, such as 512ktokens or"
+        " 4Mtokens (k is 1024, M 1024 * 1024)"
+    )
+
+
 def settle_program(config: Settings, request: Training | None) -> Settings:
     """Return a configuration with the values that were chosen for the bundled program.
 
@@ -174,64 +487,3 @@ def settle_program(config: Settings, request: Training | None) -> Settings:
     # Nodes with other numbers of GPUs count micro-steps for as many everywhere: the program knows all ranks.
     found["global_batch"] = free.sequences if free.accumulation and free.sequences else AUTO
     return replace(config, program={**config.program, **found})
-
-
-def find_fit_device(fit: FitConfig, gpus: Sequence[Gpu], cpu_mib: int) -> Device:
-    """Return what a rank computes on: the GPU that `fit` names, the smallest of the node's, or CPUs.
-
-    Memory is 0 if it is not known. `cpu_mib` is the memory of a rank without a GPU. Raises UsageError.
-    """
-    given = None if fit.gpu_memory_gib is None else max(1, int(fit.gpu_memory_gib * 1024))
-    if fit.gpu:
-        return name_fit_device(fit.gpu, given)
-    if not gpus:
-        return Device("GPU", given) if given else Device("CPU", cpu_mib, kind="cpu")
-    sharing = Counter((gpu.index, gpu.uuid) for gpu in gpus)
-    gpu = min(gpus, key=lambda one: one.memory_mib // sharing[one.index, one.uuid])
-    found = find_gpu(gpu.name)
-    own = gpu.memory_mib or (found.memory_mib if found else 0)
-    if gpu.uuid.startswith("MIG-"):
-        own = 0  # the driver's number is the whole GPU's
-    memory = given or own // sharing[gpu.index, gpu.uuid]
-    return Device(gpu.name or "GPU", memory, nvlink_domain=found.nvlink_domain if found else 0)
-
-
-def name_fit_device(name: str, given: int | None) -> Device:
-    """Return the GPU that `fit.gpu` names, with the memory given; raises UsageError for an unknown one."""
-    found = find_gpu(name)
-    if found is None and given is None:
-        raise UsageError(
-            f"fit.gpu={name} is no GPU that is known: give a name such as H100, A100-40GB or B200, or its"
-            " memory too, fit.gpu_memory_gib=N"
-        )
-    memory = given or (found.memory_mib if found else 0)
-    return Device(name, memory, nvlink_domain=found.nvlink_domain if found else 0)
-
-
-def share_node_memory(machine: Machine, ranks: int) -> int:
-    """Return the MiB of the node's memory that a rank has."""
-    return count_memory_kib(machine) // 1024 // ranks
-
-
-def supports_bf16(gpu: GpuType | None) -> bool:
-    """Tell whether a GPU computes in bf16; one that is not known does."""
-    return gpu is None or gpu.tf32 is not None  # both came with the same generation
-
-
-def has_expandable_segments(config: Settings, environ: Mapping[str, str]) -> bool:
-    """Tell whether the allocator of the ranks uses expandable segments."""
-    merged = merge_settings(read_allocator_settings(config.allocator), environ)
-    return merged.get(EXPANDABLE, "").lower() == "true"
-
-
-def describe_node_resources(plan: Plan, worker_gib: float) -> NodeResources:
-    """Return what the job has of a planned node."""
-    machine = plan.machine
-    allowed = {cpu.core for cpu in machine.cpus if cpu.id in machine.allowed_cpus}
-    return NodeResources(
-        cores=len(allowed) or None,
-        memory_kib=count_memory_kib(machine) or None,
-        shm_kib=machine.limits.shm_kib,
-        num_workers=max(rank.num_workers for rank in plan.ranks),
-        worker_gib=worker_gib,
-    )
