@@ -51,7 +51,7 @@ def test_a_plan_loads_no_torch(tmp_path: Path) -> None:
     words = ["plan", "+model=llama7b", "nodes=4", H100]
     loaded = list_loaded(words, tmp_path)
     assert "launcher.fit.memory" in loaded
-    assert not loaded & {"torch", "numpy", "launcher.programs"}
+    assert not loaded & {"torch", "numpy", "launcher.programs.options"}
 
 
 def test_a_program_without_a_model_loads_no_estimate(tmp_path: Path) -> None:
