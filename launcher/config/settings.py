@@ -174,12 +174,8 @@ class RequeueConfig:
     exit_codes: list[int] = setting([75], minimum=1, maximum=255)
     """Exit codes by which a program asks to be started again; 75 is EX_TEMPFAIL of sysexits.h."""
     no_progress: int = setting(3, minimum=0)
-    """The job stops after this many attempts in a row without progress; 0 means never.
-
-    Progress is a later step printed by rank 0, or a newer checkpoint below RUN_DIR/checkpoints or at
-    progress.paths. A job that never showed either is not judged. Attempts that were preempted, requeued from
-    outside, or not begun for a sick node, do not count.
-    """
+    """The job stops after this many attempts in a row without a later step printed by rank 0 or a newer
+    checkpoint; 0 means never."""
     limit: int = setting(200, minimum=1)
     """Attempts in all, at least 1."""
 
@@ -387,9 +383,8 @@ class WatchConfig:
     """Seconds without any activity of a rank that others wait for, after which it is a hang; `auto`: 60, or
     three times the longest pause so far. Three times as long if nobody waits, ten times if it works."""
     on_hang: str = one_of("report", "restart", "stop")
-    """`report`; `restart` (the ranks are killed and start again, as often as `restarts` says, 3 times if that
-    is not set); or `stop` (the job ends with exit code 124, under SLURM as the class `hang` of
-    cluster.requeue)."""
+    """`restart` kills the ranks and starts them again, as often as `restarts` says, else 3 times; `stop` ends
+    the job with exit code 124, under SLURM with the cause `hang` of cluster.requeue."""
     interval: float = setting(5.0, minimum=0.5, maximum=3600, give="a number of seconds")
     """Seconds from one report of a node to the next."""
     metrics_interval: float = setting(30.0, minimum=0, maximum=3600, give="a number of seconds")
@@ -577,8 +572,8 @@ class Settings:
     """What starts the ranks: `direct` (launch itself) or `torchrun`. `auto` is `direct`, and `torchrun` for
     elastic jobs, for `cluster=manual`, and if options of torchrun are set."""
     restarts: int | None = setting(None, minimum=0)
-    """How often all ranks are started anew within the job after one of them has failed; null means never, and
-    with `watch.on_hang=restart` 3 times."""
+    """How often all ranks are started again within the job after one of them has failed; null means never,
+    and with `watch.on_hang=restart` 3 times."""
     follow: bool = False
     """Stay with a submitted job: show its place in the queue and its output, and end with its exit code."""
     rank: int | None = setting(None, minimum=0)
