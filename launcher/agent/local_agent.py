@@ -14,7 +14,7 @@ from launcher.agent.warm_starter import WarmStarter, choose_starter
 from launcher.launch.agent_process import AgentRequest
 from launcher.launch.job import Job, choose_restarts, shares_terminal
 from launcher.plan.model import Plan
-from launcher.runs.error_file import name_error_file
+from launcher.runs.node_records import name_error_file
 
 TakeWarm = Callable[[Sequence[str], Mapping[str, str]], WarmProcess | None]
 """Gives the warm process for a program's argv and environment."""

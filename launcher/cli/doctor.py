@@ -29,8 +29,7 @@ from launcher.probe.system_facts import read_health
 from launcher.protocol import LAUNCH_PLAN, LAUNCH_QUIET, LAUNCH_RECORD_DIR, PREFIX, name_plan_file
 from launcher.report.console import make_console
 from launcher.report.findings import print_findings, summarise_preflight
-from launcher.runs.applied_records import compare_rank
-from launcher.runs.run_records import RunRecords, find_last_run, read_run
+from launcher.runs.run_records import RunRecords, compare_rank, find_last_run, read_run
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from launcher.cli.run_watch import RunWatch, describe_run_state
 from launcher.cli.verbs import VerbCall
 from launcher.errors import UsageError
 from launcher.report.viewer import open_stream
-from launcher.runs.run_output import Output, RunOutputReader
+from launcher.runs.rank_logs import Output, RunOutputReader
 from launcher.slurm.run_states import find_run_states
 from launcher.text import escape_text, print_text
 

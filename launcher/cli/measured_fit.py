@@ -10,12 +10,12 @@ from launcher.errors import UsageError
 from launcher.fit.choice import StepFit
 from launcher.fit.memory import estimate_memory
 from launcher.fit.training import Learned, Training
-from launcher.runs.measured_memory import (
+from launcher.runs.memory_records import (
     MeasuredRun,
+    fingerprint_ranks,
     read_measured_runs,
     summarize_ratios,
 )
-from launcher.runs.memory_prediction import fingerprint_ranks
 
 
 def learn_ratio(runs_dir: Path, argv: Sequence[str], ranks: int, fit: StepFit) -> Learned | None:

@@ -32,7 +32,7 @@ from launcher.errors import LaunchError
 from launcher.launch.job import Job, JobSpec, render_start
 from launcher.plan.json_form import plan_to_json
 from launcher.protocol import name_host
-from launcher.runs.memory_prediction import keep_prediction
+from launcher.runs.memory_records import keep_prediction
 from launcher.runs.run_directory import RunIdTakenError
 from launcher.text import join_words, print_text
 

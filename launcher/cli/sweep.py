@@ -79,7 +79,7 @@ def submit_all(specs: Sequence[JobSpec], composed: Sequence[Composed], argv: Seq
 def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int:
     """Run the trials that a plugin of Hydra's asks for; raises LaunchError."""
     from launcher.config.sweep import run_trials
-    from launcher.runs.objective import read_objective
+    from launcher.runs.progress import read_objective
 
     what = f"hydra/sweeper={multirun.settings.sweeper} chooses trials by the results of runs"
     if command.verb != "run":

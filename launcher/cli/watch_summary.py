@@ -4,7 +4,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from launcher.runs.attempt_progress import read_change
+from launcher.runs.progress import read_change
 from launcher.runs.run_status import RunStatus
 from launcher.watch.node_reports import JOB_STATE, read_job_state, watch_path
 from launcher.watch.watch_model import Hang, JobState

@@ -17,8 +17,7 @@ from launcher.doctor.node import (
 )
 from launcher.plan.model import Gpu, Machine, Plan
 from launcher.plan.rules import OFF_VALUES, count_node_cores
-from launcher.runs.applied_records import compare_rank
-from launcher.runs.run_records import HostRecords, RunRecords
+from launcher.runs.run_records import HostRecords, RunRecords, compare_rank
 
 CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24
 """Capabilities that lift RLIMIT_MEMLOCK and RLIMIT_NPROC (capabilities(7))."""

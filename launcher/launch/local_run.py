@@ -19,10 +19,17 @@ from launcher.launch.torchrun_agent import TorchrunAgent
 from launcher.launch.watch_folder import open_watch_folder
 from launcher.launch.watcher_process import WatcherProcess, describe_watching
 from launcher.launch.watching import Watching
-from launcher.runs.disk_space import release_space, reserve_space
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.rank_logs import measure_file, read_tail
-from launcher.runs.run_directory import RunDir, create_run_dir, open_run_dir, write_json, write_private
+from launcher.runs.run_directory import (
+    RunDir,
+    create_run_dir,
+    open_run_dir,
+    release_space,
+    reserve_space,
+    write_json,
+    write_private,
+)
 from launcher.runs.run_process import hold_directory, identify_process
 
 AGENT_LINES = 2000

@@ -17,10 +17,10 @@ from launcher.launch.pseudo_terminal import PseudoTerminal
 from launcher.launch.terminal_output import TerminalOutput
 from launcher.launch.terminal_relay import TerminalRelay
 from launcher.protocol import name_applied_file
-from launcher.runs.applied_records import Applied, AppliedReader
 from launcher.runs.progress import Progress
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir
+from launcher.runs.run_records import Applied, AppliedReader
 
 logger = logging.getLogger(__name__)
 

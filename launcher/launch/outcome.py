@@ -22,15 +22,12 @@ from launcher.launch.monitor import RankMonitor
 from launcher.launch.processes import Death, RankProcess
 from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import AgentExit
-from launcher.runs.applied_records import compare_applied
-from launcher.runs.disk_space import release_space
-from launcher.runs.early_exits import LONG_BEFORE, CleanEnd, EarlyEnd, find_early_exits
-from launcher.runs.error_file import read_error
 from launcher.runs.manifest import stamp_time, write_manifest
-from launcher.runs.node_records import RankFailure
-from launcher.runs.progress import describe_progress
+from launcher.runs.node_records import RankFailure, read_error
+from launcher.runs.progress import LONG_BEFORE, CleanEnd, EarlyEnd, describe_progress, find_early_exits
 from launcher.runs.rank_logs import read_tail
-from launcher.runs.run_directory import RunDir
+from launcher.runs.run_directory import RunDir, release_space
+from launcher.runs.run_records import compare_applied
 from launcher.text import describe_first_failed_rank, describe_time
 
 logger = logging.getLogger(__name__)

@@ -34,8 +34,8 @@ from launcher.report.timeline import (
     order_slowest,
     share_time,
 )
-from launcher.runs.applied_records import compare_rank
 from launcher.runs.manifest import read_time, take_dict, take_list
+from launcher.runs.run_records import compare_rank
 from launcher.runs.secrets import mask_words
 from launcher.text import (
     clean_text,

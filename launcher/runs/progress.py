@@ -1,9 +1,16 @@
-"""A training program's progress, read from what it prints."""
+"""How far a run has come: what rank 0 prints, checkpoints, its objective, and ranks that ended early."""
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from glob import iglob
+from pathlib import Path
+
+from launcher.files import read_file
+from launcher.runs.rank_logs import decode_line, find_agent_logs, find_job_logs, read_from, read_tail
+from launcher.runs.run_directory import RunDir, list_logs
+from launcher.text import name_some, strip_sequences
 
 STEP = re.compile(r"\bstep[ :=]+(\d{1,15})\b(?:\s*/\s*(\d{1,15})\b)?", re.IGNORECASE)
 METRIC = re.compile(
@@ -125,3 +132,292 @@ def describe_progress(steps: Sequence[Progress]) -> str:
     ]
     parts += [f"MFU {best['mfu']}"] if "mfu" in best else []
     return ", ".join(parts)
+
+
+LINES = 20000
+"""Last lines of a log that are searched for a step."""
+MOST_ENTRIES = 10000
+"""Entries of the folder of checkpoints that are looked at."""
+PASSED_OVER = ("launch-rank: ", "launch-agent: ", "launch: run directory ")
+"""How lines begin that tell nothing: those on a rank's start and end, and the last one of a job's own log."""
+TAIL = 400
+"""Last lines of a log that are searched for a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptProgress:
+    """What is to be seen of an attempt's progress."""
+
+    steps: tuple[Progress, ...]
+    """The first and the last step that rank 0 printed; none if it printed none."""
+    newest: float | None
+    """When the newest checkpoint was written, by the filesystem's clock; None if there is none."""
+
+    @property
+    def step(self) -> int | None:
+        """The last step."""
+        return self.steps[-1].step if self.steps else None
+
+    @property
+    def finished(self) -> bool | None:
+        """Whether the last step is the last of all; None if the program does not tell."""
+        last = self.steps[-1] if self.steps else None
+        return None if last is None or last.total is None else last.step >= last.total
+
+
+def measure_attempt(run: RunDir, patterns: Sequence[str] = ()) -> AttemptProgress:
+    """Read what the attempt has left, torchrun's restarts included; nothing raises.
+
+    Absolute `patterns`, as glob has them, find checkpoints that are not in the run directory.
+    """
+    numbers = sorted(number for number in list_attempts(run.path) if number >= run.first_attempt)
+    logs = [path for number in numbers for path in find_logs(run, number)]
+    first = next((step for path in logs for step in read_first(path)), None)
+    last = next((step for path in reversed(logs) if (step := read_newest(path))), None)
+    steps = (first or last, last) if last else ()
+    newest = [find_newest(run.path / "checkpoints"), find_newest_elsewhere(run, patterns)]
+    times = [time for time in newest if time is not None]
+    return AttemptProgress(tuple(step for step in steps if step), max(times, default=None))
+
+
+def find_logs(run: RunDir, attempt: int) -> Iterable[Path]:
+    """Give rank 0's logs; some programs report on stderr."""
+    return (run.rank_log(0, attempt, ending) for ending in ("err", "out"))
+
+
+def find_last_step(run: RunDir, rank: int, attempt: int) -> Progress | None:
+    """Return the last step that a rank printed in an attempt; None if it printed none."""
+    logs = (run.rank_log(rank, attempt, ending) for ending in ("out", "err"))
+    return next((step for path in logs for step in read_last(path)), None)
+
+
+def read_first(path: Path) -> Iterable[Progress]:
+    """Give the steps in the first part of a log."""
+    lines = read_from(path, 0)[0].split(b"\n")
+    return (step for raw in lines if (step := parse_progress(decode_line(raw))))
+
+
+def read_last(path: Path) -> Iterable[Progress]:
+    """Give the steps in the last part of a log, the last one first."""
+    lines = reversed(read_tail(path, LINES))
+    return (step for line in lines if (step := parse_progress(line)))
+
+
+def read_newest(path: Path) -> Progress | None:
+    """Return the last step of a log, with the newest value of each metric; None if there is none."""
+    newest = None
+    for step in itertools.islice(read_last(path), MOST_STEPS):
+        newest = merge_steps(step, newest) if newest else step
+    return newest
+
+
+def find_newest_elsewhere(run: RunDir, patterns: Sequence[str]) -> float | None:
+    """Return when the newest checkpoint was written that a pattern finds, a folder's files included.
+
+    What is not newer than the run's configuration is an earlier run's.
+    """
+    try:
+        begun = (run.path / "config.yaml").stat().st_mtime
+    except OSError:
+        begun = 0.0
+    found = (
+        time
+        for pattern in patterns
+        for name in itertools.islice(iglob(pattern, recursive=True), MOST_ENTRIES)  # noqa: PTH207 - it is absolute
+        for time in (read_mtime(Path(name)), find_newest(Path(name)))
+        if time is not None and time > begun
+    )
+    return max(found, default=None)
+
+
+def read_mtime(path: Path) -> float | None:
+    """Return when a file was last written; None if that is not to be had."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def find_newest(folder: Path) -> float | None:
+    """Return when something in a folder was last written, or in the folders in it."""
+    try:
+        entries = list(itertools.islice(folder.iterdir(), MOST_ENTRIES))
+        below = [
+            path
+            for entry in entries
+            if entry.is_dir()
+            for path in itertools.islice(entry.iterdir(), MOST_ENTRIES)
+        ]
+        return max((path.stat().st_mtime for path in (*entries, *below)), default=None)
+    except OSError:
+        return None
+
+
+def find_latest(path: Path) -> tuple[Progress | None, str]:
+    """Return a run's newest step and its last line; None and empty if there are none."""
+    attempts = sorted(list_attempts(path), reverse=True)
+    # Until the newest attempt has come to a step, that of the one before it counts.
+    step = next((found for attempt in attempts if (found := find_step(path, attempt))), None)
+    last = next((line for attempt in attempts[:1] if (line := find_last_line(path, attempt))), "")
+    return step, last or find_own_line(path)
+
+
+def list_attempts(path: Path) -> list[int]:
+    """Return the numbers of a run's attempts that have a folder for logs."""
+    return [int(name) for name in list_logs(path) if name.isdecimal()]
+
+
+def find_step(path: Path, attempt: int) -> Progress | None:
+    """Return the newest step among the last lines of rank 0."""
+    logs = (path / "logs" / str(attempt) / f"rank-0.{ending}" for ending in ("out", "err"))
+    steps = [step for log in logs for line in read_tail(log, TAIL) if (step := parse_progress(line))]
+    return max(steps, key=lambda step: step.step, default=None)
+
+
+def find_last_line(path: Path, attempt: int) -> str:
+    """Return the last line that rank 0's program printed, on the stream that it wrote to last."""
+    logs = [path / "logs" / str(attempt) / f"rank-0.{ending}" for ending in ("out", "err")]
+    return find_last_text([log for log in logs if log.exists()])
+
+
+def find_own_line(path: Path) -> str:
+    """Return the last line of the job's log, or else of the agents', if no rank has printed any."""
+    return find_last_text(find_job_logs(path)) or find_last_text(find_agent_logs(path))
+
+
+def find_last_text(logs: Sequence[Path]) -> str:
+    """Return the last line with something in it, of the log that was written to last."""
+    for log in sorted(logs, key=read_change, reverse=True):
+        for line in reversed(read_tail(log, TAIL)):
+            text = strip_sequences(line).strip()
+            if text and not text.startswith(PASSED_OVER):
+                return text
+    return ""
+
+
+def read_change(path: Path) -> float:
+    """Return when a file was written to; 0 if it is gone."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+FILE = "objective.txt"
+"""File in the run directory that holds a run's objective: a number, or one for each of several directions."""
+LOSS, FROM_FILE = KINDS = ("loss", "file")
+"""Where an objective comes from: the values of `objective`."""
+MOST_BYTES_OF_FILE = 1 << 16
+"""Bytes of the file at most."""
+
+
+class ObjectiveError(ValueError):
+    """A run has no objective: why, and what to do."""
+
+
+def read_objective(path: Path, kind: str) -> float | list[float]:
+    """Return the objective of a run that has ended; a list if there are several.
+
+    `kind` is one of KINDS. Raises ObjectiveError.
+    """
+    return read_loss(path) if kind == LOSS else read_numbers(path / FILE)
+
+
+def read_loss(path: Path) -> float:
+    """Return the loss of the last step that rank 0 has printed one for; raises ObjectiveError."""
+    run = RunDir(path)
+    for attempt in sorted(list_attempts(path), reverse=True):
+        logs = find_logs(run, attempt)
+        found = [
+            next((step for step in read_last(log) if "loss" in dict(step.metrics)), None) for log in logs
+        ]
+        steps = [step for step in found if step]
+        if steps:
+            last = max(steps, key=lambda step: step.step)
+            return float(dict(last.metrics)["loss"].replace(",", "").removesuffix("%"))
+    if (path / FILE).exists():
+        raise ObjectiveError(
+            f"rank 0 has printed no loss, and there is {path / FILE}: set objective={FROM_FILE}"
+        )
+    raise ObjectiveError(
+        f"rank 0 has printed no line with a step and a loss, as `step 10 loss 2.3`: print one, or write the"
+        f" number to {FILE} in the run directory and set objective={FROM_FILE}"
+    )
+
+
+def read_numbers(path: Path) -> float | list[float]:
+    """Return the number in a file, or all of several between spaces or line ends; raises ObjectiveError."""
+    try:
+        numbers = [float(word) for word in read_file(path, MOST_BYTES_OF_FILE).decode().split()]
+    except OSError as error:
+        raise ObjectiveError(
+            f"{path} cannot be read ({error.strerror}): the program is to write it"
+        ) from None
+    except ValueError:
+        raise ObjectiveError(f"{path} holds what is no number: write numbers alone") from None
+    if not numbers:
+        raise ObjectiveError(f"{path} is empty: write a number")
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+LONG_BEFORE = 30.0
+"""Seconds before a stop: a rank that ended with 0 later than that may have ended as all others would have."""
+MOST_NAMED = 4
+"""Ranks and nodes that are named in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class CleanEnd:
+    """A rank that has ended with 0."""
+
+    rank: int
+    host: str
+    time: float
+    """Seconds since the epoch."""
+    attempt: int
+    """Whose folder has its logs."""
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyEnd:
+    """The ranks that ended with 0 before the first failure."""
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    others: int
+    """Ranks that went on; 0 if that is not known."""
+    step: int | None
+    """The last one that these ranks have printed; None if they print none."""
+    reached: int | None
+    """The last one of rank 0, if they print none."""
+
+    def describe(self) -> str:
+        """Say it: `rank 3 on n1 ended with 0 at step 40 while 7 ranks went on`."""
+        who = f"rank{'' if len(self.ranks) == 1 else 's'} {name_some([*map(str, self.ranks)], MOST_NAMED)}"
+        at = "" if self.step is None else f" at step {self.step}"
+        others = {0: "others", 1: "1 rank"}.get(self.others, f"{self.others} ranks")
+        came = "" if self.reached is None else f" (rank 0 came to step {self.reached})"
+        return f"{who} on {name_some(self.hosts, MOST_NAMED)} ended with 0{at} while {others} went on{came}"
+
+
+def find_early_exits(run: RunDir, ends: Iterable[CleanEnd], before: float, world: int) -> EarlyEnd | None:
+    """Return the ranks that ended with 0 before a time (seconds since the epoch); None if none did.
+
+    `world` is the number of ranks, 0 if it is not known. Ranks that have printed their last step have
+    ended as they should.
+    """
+    early = sorted((end for end in ends if end.time < before), key=lambda end: end.rank)
+    if not early or len(early) == world:
+        return None
+    first = min(early, key=lambda end: end.time)
+    step = find_last_step(run, first.rank, first.attempt)
+    if step and step.total is not None and step.step >= step.total:
+        return None
+    reached = None if step else find_last_step(run, 0, first.attempt)
+    return EarlyEnd(
+        tuple(end.rank for end in early),
+        tuple(dict.fromkeys(end.host for end in early)),
+        max(world - len(early), 0),
+        step.step if step else None,
+        reached.step if reached else None,
+    )

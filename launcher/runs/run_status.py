@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.runs.attempt_progress import find_latest, list_attempts
-from launcher.runs.disk_space import FULL, is_full
 from launcher.runs.manifest import (
     CLOSED,
     read_job,
@@ -17,7 +15,8 @@ from launcher.runs.manifest import (
     take_earlier,
     take_list,
 )
-from launcher.runs.run_directory import RunDir
+from launcher.runs.progress import find_latest, list_attempts
+from launcher.runs.run_directory import FULL, RunDir, is_full
 from launcher.runs.run_lookup import name_run
 from launcher.runs.run_process import check_process
 

@@ -10,7 +10,6 @@ from typing import Any
 from launcher.errors import SchedulerError
 from launcher.files import open_below
 from launcher.protocol import name_host
-from launcher.runs.attempt_progress import AttemptProgress, measure_attempt
 from launcher.runs.manifest import (
     OF_ATTEMPT,
     OF_START,
@@ -22,6 +21,7 @@ from launcher.runs.manifest import (
     take_earlier,
     write_manifest,
 )
+from launcher.runs.progress import AttemptProgress, measure_attempt
 from launcher.runs.run_directory import RunDir, closing_descriptor
 from launcher.slurm.attempt_end import AttemptEnd
 from launcher.slurm.job_control import ask_boots, ask_last_end, ask_nodes, count_restarts, is_down, name_job

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from launcher.errors import EXIT_HANG, EXIT_MACHINE
 from launcher.launch.signals import STOPPING
-from launcher.runs.attempt_progress import AttemptProgress
-from launcher.runs.early_exits import EarlyEnd
 from launcher.runs.node_records import NodeRecord, RankFailure
+from launcher.runs.progress import AttemptProgress, EarlyEnd
 from launcher.slurm.job_control import RUNNING, JobStatus
 
 FOLLOWS = re.compile(

@@ -10,9 +10,8 @@ from launcher.config.settings import RequeueConfig
 from launcher.errors import EXIT_MACHINE, LaunchError, SchedulerError
 from launcher.launch.end_notice import post_end
 from launcher.protocol import name_host
-from launcher.runs.disk_space import release_space, reserve_space
 from launcher.runs.manifest import stamp_time
-from launcher.runs.run_directory import RunDir
+from launcher.runs.run_directory import RunDir, release_space, reserve_space
 from launcher.slurm.attempt import (
     Attempt,
     Manifest,

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from launcher.errors import SchedulerError
 from launcher.launch.signals import STOPPING
-from launcher.runs.early_exits import LONG_BEFORE, CleanEnd, EarlyEnd, find_early_exits
 from launcher.runs.node_records import NodeRecord, RankFailure
+from launcher.runs.progress import LONG_BEFORE, CleanEnd, EarlyEnd, find_early_exits
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.attempt_end import (
     AttemptEnd,

@@ -17,10 +17,9 @@ from launcher.errors import EXIT_MACHINE, EXIT_SCHEDULER, LaunchError, MachineEr
 from launcher.files import open_below
 from launcher.launch.processes import adopt_orphans, end_leftovers
 from launcher.launch.signals import KILL_GRACE, catch_signals, name_signal
-from launcher.runs.disk_space import explain_write_error
 from launcher.runs.node_records import NodeRecord, node_path, read_nodes, refuse_node
 from launcher.runs.provenance import describe_sources
-from launcher.runs.run_directory import RunDir, open_run_dir
+from launcher.runs.run_directory import RunDir, explain_write_error, open_run_dir
 from launcher.slurm.attempt import Attempt, is_taken_over, try_write_manifest
 from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.attempt_lifecycle import end_attempt, start_attempt

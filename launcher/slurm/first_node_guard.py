@@ -26,10 +26,9 @@ from launcher.agent.liveness import ALIVE_PERIOD, OWN_GAP, SILENCE
 from launcher.errors import LaunchError, SchedulerError
 from launcher.launch.signals import FORWARDED
 from launcher.protocol import LAUNCH_ATTEMPT, name_host
-from launcher.runs.disk_space import release_space
 from launcher.runs.manifest import CLOSED, read_manifest, read_time, take_dict
 from launcher.runs.node_records import read_nodes
-from launcher.runs.run_directory import RunDir
+from launcher.runs.run_directory import RunDir, release_space
 from launcher.slurm.attempt import Attempt, claim_end
 from launcher.slurm.attempt_end import AttemptEnd, EndFacts, StepReport, classify_end, classify_kill
 from launcher.slurm.attempt_lifecycle import finish_attempt

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from launcher.files import open_file
 from launcher.report.console import JobConsole, Source
-from launcher.runs.disk_space import explain_missing_end
 from launcher.runs.manifest import CLOSED, read_job, read_manifest, take_dict
 from launcher.runs.rank_logs import Follower
-from launcher.runs.run_directory import RunDir
+from launcher.runs.run_directory import RunDir, explain_missing_end
 from launcher.slurm.client import ENDED, JobState
 from launcher.slurm.pending_jobs import Answer, QueuePosition, describe_wait
 

@@ -15,7 +15,7 @@ from launcher.launch.agent import check_open_files
 from launcher.launch.job import Job, build_agent_environ
 from launcher.launch.watch_folder import keep_watch_folder
 from launcher.plan.model import Plan
-from launcher.runs.memory_prediction import keep_prediction
+from launcher.runs.memory_records import keep_prediction
 from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.rank_logs import measure_file
 from launcher.runs.run_directory import RunDir, write_json

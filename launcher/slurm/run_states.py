@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.errors import SchedulerError, UsageError
-from launcher.runs.attempt_progress import find_job_logs
-from launcher.runs.disk_space import FULL, is_full
 from launcher.runs.manifest import OPEN, read_job, read_own_manifest, read_time, take_dict
-from launcher.runs.run_directory import RunDir
+from launcher.runs.rank_logs import find_job_logs
+from launcher.runs.run_directory import FULL, RunDir, is_full
 from launcher.runs.run_process import check_process
 from launcher.runs.run_status import RunStatus, mark_lost, read_status
 from launcher.slurm.client import ENDED, JobState, ask_queue

@@ -20,9 +20,14 @@ from launcher.config.settings import Settings
 from launcher.errors import MachineError, UsageError
 from launcher.files import open_append, open_below
 from launcher.protocol import LAUNCH_SECRETS
-from launcher.runs.disk_space import find_write_error
 from launcher.runs.manifest import describe_start, read_manifest, take_dict, write_manifest
-from launcher.runs.run_directory import RunDir, closing_descriptor, open_run_dir, write_private
+from launcher.runs.run_directory import (
+    RunDir,
+    closing_descriptor,
+    find_write_error,
+    open_run_dir,
+    write_private,
+)
 from launcher.runs.run_status import explain_outcome
 from launcher.runs.secrets import MASK, is_secret, mask_text, mask_tree, mask_words
 from launcher.slurm.first_node import run_batch_script

@@ -10,10 +10,9 @@ from launcher.codec import load
 from launcher.cpulist import format_cpulist
 from launcher.files import LARGEST, read_file
 from launcher.protocol import name_applied_file, name_plan_file
-from launcher.runs.applied_records import Applied, compare_rank, describe_memory
-from launcher.runs.attempt_progress import read_change
+from launcher.runs.progress import read_change
 from launcher.runs.rank_logs import measure_file, read_tail
-from launcher.runs.run_records import read_ranks
+from launcher.runs.run_records import Applied, compare_rank, describe_memory, read_ranks
 from launcher.watch.node_reports import EVIDENCE, watch_path
 from launcher.watch.stack_requests import ANSWER
 from launcher.watch.watch_model import NodeEvidence, ProcessState

@@ -12,8 +12,7 @@ from typing import Generic, TypeVar
 
 from launcher.codec import load
 from launcher.files import LARGEST, read_file
-from launcher.runs.attempt_progress import list_attempts
-from launcher.runs.progress import Progress, ProgressReader
+from launcher.runs.progress import Progress, ProgressReader, list_attempts
 from launcher.runs.rank_logs import measure_file, read_from
 from launcher.watch.node_reports import JOB_STATE, REPORT, watch_path
 from launcher.watch.watch_model import JobState, NodeReport

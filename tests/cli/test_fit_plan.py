@@ -57,7 +57,7 @@ def test_a_plan_loads_no_torch(tmp_path: Path) -> None:
 def test_a_program_without_a_model_loads_no_estimate(tmp_path: Path) -> None:
     words = ["watch.enabled=false", "--", "true"]
     loaded = list_loaded(words, tmp_path)
-    assert "launcher.runs.memory_prediction" in loaded
+    assert "launcher.runs.memory_records" in loaded
     assert not [name for name in loaded if name.startswith(("launcher.fit.", "launcher.preflight"))]
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runs.rank_logs import CHUNK, find_tail
-from launcher.runs.run_output import RunOutputReader
+from launcher.runs.rank_logs import CHUNK, RunOutputReader, find_tail
 from launcher.runs.run_process import identify_process
 from tests.cli.make_runs import make_run, write_applied, write_log
 from tests.seam import LAUNCH, Launch, Result, clean_environ, start, wait_for, write_program

@@ -25,7 +25,7 @@ def find_fingerprint(batch: int) -> str:
     from launcher.config.compose import compose, resolve
     from launcher.config.program import find_program
     from launcher.config.sources import find_sources
-    from launcher.runs.memory_prediction import fingerprint_ranks
+    from launcher.runs.memory_records import fingerprint_ranks
 
     words = ["machine=dgx_h100", "+model=llama7b", f"program.batch_size={batch}", *SET]
     config = resolve(compose(find_sources(None, None, None), words))

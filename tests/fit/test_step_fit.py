@@ -4,7 +4,7 @@ import pytest
 
 from launcher.fit.choice import fit_step, make_step_peak
 from launcher.fit.training import Device, Learned
-from launcher.runs.memory_prediction import fingerprint_program, strip_numbers
+from launcher.runs.memory_records import fingerprint_program, strip_numbers
 
 GIB = 1 << 30
 H100 = Device("H100", 81559)

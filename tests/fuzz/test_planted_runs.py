@@ -24,9 +24,8 @@ from launcher.rank.affinity import Applied
 from launcher.rank.entry import PlanEntry
 from launcher.rank.identity import Identity
 from launcher.rank.record import write_record
-from launcher.runs.applied_records import AppliedReader
-from launcher.runs.attempt_progress import measure_attempt
 from launcher.runs.node_records import read_nodes, refuse_node, write_node
+from launcher.runs.progress import measure_attempt
 from launcher.runs.run_directory import (
     RunDir,
     RunIdTakenError,
@@ -36,7 +35,7 @@ from launcher.runs.run_directory import (
     write_private,
 )
 from launcher.runs.run_process import identify_process
-from launcher.runs.run_records import read_run
+from launcher.runs.run_records import AppliedReader, read_run
 from launcher.slurm.client import JobState
 from tests.fuzzing import SEQUENCES, Terminal, assert_harmless, scalars, texts
 from tests.strangers import STRANGER

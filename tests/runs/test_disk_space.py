@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runs.disk_space import (
+from launcher.runs.run_directory import (
     SIZE,
+    RunDir,
     explain_missing_end,
     explain_write_error,
     find_write_error,
     is_full,
+    open_run_dir,
     release_space,
     reserve_space,
 )
-from launcher.runs.run_directory import RunDir, open_run_dir
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runs.early_exits import CleanEnd, EarlyEnd, find_early_exits
+from launcher.runs.progress import CleanEnd, EarlyEnd, find_early_exits
 from launcher.runs.run_directory import RunDir, open_run_dir
 
 

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import launcher
-from launcher.runs.measured_memory import read_measured_runs, summarize_ratios
-from launcher.runs.memory_prediction import PREDICTION
+from launcher.runs.memory_records import PREDICTION, read_measured_runs, summarize_ratios
 from tests.seam import clean_environ
 
 INPROCESS = Path(launcher.__file__).parent / "inprocess"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runs.objective import MOST, ObjectiveError, read_objective
+from launcher.runs.progress import MOST_BYTES_OF_FILE, ObjectiveError, read_objective
 
 
 def write_log(run: Path, attempt: int, text: str, ending: str = "out") -> None:
@@ -65,7 +65,7 @@ def test_what_is_no_file_of_numbers_is_not_read(tmp_path: Path) -> None:
         lambda: path.symlink_to(tmp_path / "elsewhere"),
         lambda: os.mkfifo(path),
         lambda: path.symlink_to("/dev/zero"),
-        lambda: path.write_text("1 " * MOST),
+        lambda: path.write_text("1 " * MOST_BYTES_OF_FILE),
     ):
         plant()
         with pytest.raises(ObjectiveError, match="cannot be read"):

@@ -1,21 +1,23 @@
-"""The memory that earlier runs have taken, beside what they were expected to take.
+"""The memory that runs were expected to take, what they have taken, and which runs are of the same program.
 
 A run directory has `prediction.json` from its start and `rank-N.memory.json` from its ranks' ends. What
 another user could have planted is left out.
 """
 
-import statistics
-from collections.abc import Iterable, Iterator
+import contextlib
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from launcher.codec import load
+from launcher.codec import dump, load
 from launcher.files import read_file
 from launcher.protocol import name_memory_file
-from launcher.runs.memory_prediction import PREDICTION
-from launcher.runs.run_lookup import list_runs, name_run
+from launcher.runs.run_directory import RunDir, write_private
 
+PREDICTION = "prediction.json"
 MOST_RUNS = 200
 """Newest runs that are looked at."""
 MOST_LEARNED = 5
@@ -23,6 +25,14 @@ MOST_LEARNED = 5
 LARGEST_RECORD = 64 << 10
 LEAST_RATIO, MOST_RATIO = 0.2, 5.0
 """Beyond these a record is of something else than what was expected."""
+IGNORED = (
+    r"-{1,2}(epochs?|num[-_]epochs|num[-_]train[-_]epochs|(max[-_]|train[-_])?steps|max[-_]iters|iters|"
+    r"total[-_]steps|seed|lr|learning[-_]rate|min[-_]lr([-_]ratio)?|warmup([-_](steps|ratio))?|"
+    r"weight[-_]decay|log[-_](every|interval)|logging[-_]steps|save[-_](every|steps|interval)|"
+    r"eval[-_](every|steps|interval)|output[-_]dir|out[-_]dir|run[-_]name|name|resume([-_]from)?|"
+    r"num[-_]workers|checkpoint[-_](dir|every))"
+)
+"""Options whose values change nothing of the memory of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,43 @@ class Prediction:
     device: str
     """`gpu` or `cpu`."""
     schema: int = 1
+
+
+def keep_prediction(run: RunDir, argv: Sequence[str], device: str, ranks: int, expected: int = 0) -> None:
+    """Keep in a run directory which program it is, and the bytes that it was expected to take, if known.
+
+    `device` is `gpu` or `cpu`. A file that cannot be written is left out.
+    """
+    prediction = Prediction(fingerprint_ranks(argv, device, ranks), expected, device)
+    with contextlib.suppress(OSError):
+        write_private(run.path / PREDICTION, dump(prediction, indent=1))
+
+
+def fingerprint_ranks(argv: Sequence[str], device: str, ranks: int) -> str:
+    """Return what stands for a program on a number of ranks.
+
+    The GPU's type is left out: the tensors are the same on another.
+    """
+    return fingerprint_program(argv, [device, f"ranks={ranks}"])
+
+
+def fingerprint_program(argv: Sequence[str], settings: Iterable[str]) -> str:
+    """Return what stands for a program, its arguments, and what else matters: 16 hexadecimal digits."""
+    text = "\0".join([*strip_numbers(argv), "", *sorted(settings)])
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def strip_numbers(argv: Sequence[str]) -> list[str]:
+    """Return a program's words without the options that do not matter and their values."""
+    kept: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if not (name.startswith("-") and re.fullmatch(IGNORED, name)):
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +119,8 @@ def read_measured_runs(runs_dir: Path, fingerprint: str, device: str, expected: 
 
     `expected` is what is expected now of the same program: an older estimate does not count.
     """
+    from launcher.runs.run_lookup import list_runs  # not at every start
+
     paths = islice(list_runs(runs_dir), MOST_RUNS)
     found = (each for path in paths if (each := read_measured(path, fingerprint, device, expected)))
     return list(islice(found, MOST_LEARNED))
@@ -89,7 +138,7 @@ def read_measured(path: Path, fingerprint: str, device: str, expected: int) -> M
     measured = max(peaks, default=0)
     if not LEAST_RATIO <= measured / expected <= MOST_RATIO:
         return None
-    return MeasuredRun(name_run(path), expected, measured)
+    return MeasuredRun(f"{path.parent.name}/{path.name}", expected, measured)
 
 
 def read_rank_memories(path: Path) -> Iterator[RankMemory]:
@@ -110,6 +159,8 @@ def find_rank_peak(record: RankMemory, device: str) -> int:
 
 def summarize_ratios(runs: Iterable[MeasuredRun]) -> tuple[float, float]:
     """Return the median of measured over expected, and half of the range over the median."""
+    import statistics  # not at every start
+
     ratios = [run.measured / run.expected for run in runs]
     middle = statistics.median(ratios)
     return middle, (max(ratios) - min(ratios)) / 2 / middle
