@@ -18,7 +18,7 @@ from launcher.runs.manifest import OPEN, read_manifest, stamp_time, take_dict, w
 from launcher.runs.run_directory import RunDir
 from launcher.runs.run_process import check_process, open_process
 from launcher.runs.run_status import RunStatus
-from launcher.slurm.client import ENDED, ask_queue, run_slurm
+from launcher.slurm.commands import ENDED, ask_queue, run_slurm
 from launcher.slurm.run_states import find_run_states
 from launcher.text import describe_time, escape_text
 

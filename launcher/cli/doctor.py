@@ -99,7 +99,7 @@ def check_nodes(call: VerbCall) -> PreflightReport:
         return report
     if guess_kind("auto", environ)[0] == "allocation":
         from launcher.slurm.first_node import choose_nodes
-        from launcher.slurm.preflight_step import check_allocation
+        from launcher.slurm.preflight import check_allocation
 
         hosts = choose_nodes(environ, sys.maxsize)
         logger.info(f"checking {len(hosts)} nodes of SLURM job {environ['SLURM_JOB_ID']}")

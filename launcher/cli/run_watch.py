@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.runs.run_status import RunStatus, read_status
-from launcher.slurm.client import JobState
-from launcher.slurm.pending_jobs import Poller
+from launcher.slurm.commands import JobState
+from launcher.slurm.follow import Poller
 from launcher.slurm.run_states import update_run
 
 logger = logging.getLogger(__name__)

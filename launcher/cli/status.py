@@ -14,8 +14,8 @@ from launcher.cli.watch_summary import add_watch
 from launcher.config.settings import Settings
 from launcher.runs.run_lookup import list_runs
 from launcher.runs.run_status import RunStatus, add_progress, read_status
+from launcher.slurm.follow import explain_reason
 from launcher.slurm.notation import fold_hosts
-from launcher.slurm.pending_jobs import explain_reason
 from launcher.slurm.run_states import WAITING, RunStates, find_run_states
 from launcher.text import print_text
 

@@ -16,7 +16,7 @@ from launcher.slurm.first_node import choose_nodes, order_job_nodes, report_node
 from launcher.slurm.job_request import JobRequest, make_job_request, write_job_request
 from launcher.slurm.node_job import plan_here
 from launcher.slurm.node_step import describe_node_step
-from launcher.slurm.srun_command import render_step
+from launcher.slurm.srun import render_step
 from launcher.text import join_words, print_text
 
 logger = logging.getLogger(__name__)

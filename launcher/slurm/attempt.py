@@ -23,10 +23,17 @@ from launcher.runs.manifest import (
 )
 from launcher.runs.progress import AttemptProgress, measure_attempt
 from launcher.runs.run_directory import RunDir, closing_descriptor
-from launcher.slurm.attempt_end import AttemptEnd
-from launcher.slurm.job_control import ask_boots, ask_last_end, ask_nodes, count_restarts, is_down, name_job
+from launcher.slurm.attempt_end import AttemptEnd, Decision
+from launcher.slurm.commands import (
+    ask_last_end,
+    ask_node_fields,
+    ask_node_states,
+    count_restarts,
+    is_down,
+    name_job,
+    parse_slurm_time,
+)
 from launcher.slurm.job_request import JobRequest
-from launcher.slurm.requeue_policy import Decision
 
 logger = logging.getLogger(__name__)
 
@@ -163,8 +170,12 @@ def reconstruct_outcome(
 def find_lost_nodes(hosts: Sequence[str], since: float | None, environ: Mapping[str, str]) -> list[str]:
     """Return the nodes that are down, or were booted since; none if SLURM does not answer."""
     try:
-        down = {host for host, state in ask_nodes(hosts, environ).items() if is_down(state)}
-        booted = {host for host, boot in ask_boots(hosts, environ).items() if since and boot > since}
+        down = {host for host, state in ask_node_states(hosts, environ).items() if is_down(state)}
+        boots = {
+            host: parse_slurm_time(fields.get("BootTime", ""))
+            for host, fields in ask_node_fields(hosts, environ).items()
+        }
+        booted = {host for host, boot in boots.items() if since and boot and boot > since}
     except SchedulerError:
         return []
     return [host for host in hosts if host in down | booted]

@@ -13,10 +13,10 @@ from launcher.launch.job import JobSpec
 from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import mask_variables, mask_words
 from launcher.slurm.attempt import Attempt
+from launcher.slurm.job_options import Option
 from launcher.slurm.job_request import make_job_request
 from launcher.slurm.node_step import describe_node_step
-from launcher.slurm.sbatch_options import Option
-from launcher.slurm.srun_command import render_step
+from launcher.slurm.srun import render_step
 
 STARTERS = {
     "direct": "launch on each node",

@@ -17,20 +17,20 @@ from launcher.slurm.attempt_end import (
     failed_by_itself,
     find_failed,
     find_first_failure,
+    is_near_limit,
     was_terminated,
 )
-from launcher.slurm.job_control import (
+from launcher.slurm.commands import (
     LONG_TIMEOUT,
     RUNNING,
     SHORT_TIMEOUT,
-    JobStatus,
+    JobState,
     ask_job,
-    ask_nodes,
+    ask_node_states,
     is_down,
 )
 from launcher.slurm.notation import parse_signal
-from launcher.slurm.requeue_policy import is_near_limit
-from launcher.slurm.srun_messages import ENDED, SRUN, parse_task_ends
+from launcher.slurm.srun import ENDED, SRUN, parse_task_ends
 
 GRES_REFUSAL = "Invalid generic resource"
 """In srun's words if the job has no such GPUs on its nodes."""
@@ -43,7 +43,7 @@ def diagnose_kill(attempt: Attempt) -> AttemptEnd | None:
     if status is None or not kill or status.state in RUNNING:
         return None
     advance, _ = attempt.measure_progress()
-    node_states = ask_node_states(attempt, attempt.hosts, SHORT_TIMEOUT)
+    node_states = find_node_states(attempt, attempt.hosts, SHORT_TIMEOUT)
     lost = tuple(host for host, state in node_states if is_down(state))
     facts = EndFacts(
         finished=advance.finished, lost=bool(lost), stop_requested=True, preempted=status.preempted
@@ -77,7 +77,7 @@ def diagnose_end(attempt: Attempt, step: StepReport, trouble: str = "") -> Attem
     timeout = SHORT_TIMEOUT if stop_requested else LONG_TIMEOUT
     status = ask_job_status(attempt, timeout)
     kill = classify_kill(status, attempt.restarts)
-    node_states = ask_node_states(attempt, attempt.hosts if kill else step.missing, timeout)
+    node_states = find_node_states(attempt, attempt.hosts if kill else step.missing, timeout)
     task_ends = find_task_ends(step)
     stopped = bool(kill) or stop_requested or step.cancelled or SRUN in dict(step.signalled)
     killed_tasks = tuple((host, word) for host, word in task_ends.items() if word != ENDED and not stopped)
@@ -113,7 +113,7 @@ def got_stop_signal(step: StepReport) -> bool:
 
 
 def collect_facts(
-    attempt: Attempt, step: StepReport, status: JobStatus | None, *, lost: bool, killed: bool
+    attempt: Attempt, step: StepReport, status: JobState | None, *, lost: bool, killed: bool
 ) -> EndFacts:
     """Return what the nodes tell of an attempt's end, short of its success and progress."""
     first, stop_requested = find_first_failure(step.records), got_stop_signal(step)
@@ -185,7 +185,7 @@ def has_succeeded(attempt: Attempt, step: StepReport) -> bool:
     return step.srun_exitcode == 0 and not (step.missing and step.signals)
 
 
-def was_checkpointed_for_limit(attempt: Attempt, step: StepReport, status: JobStatus | None) -> bool:
+def was_checkpointed_for_limit(attempt: Attempt, step: StepReport, status: JobState | None) -> bool:
     """Tell whether the ranks got the checkpoint signal for the time limit's sake."""
     checkpoint, seconds = parse_signal(attempt.request.config.cluster.signal)
     limit = status.end_time if status else None
@@ -193,7 +193,7 @@ def was_checkpointed_for_limit(attempt: Attempt, step: StepReport, status: JobSt
     return step.checkpointed and any(is_near_limit(moment, limit, seconds) for moment in sent)
 
 
-def ask_job_status(attempt: Attempt, timeout: float) -> JobStatus | None:
+def ask_job_status(attempt: Attempt, timeout: float) -> JobState | None:
     """Ask SLURM how the job stands; None if it does not answer."""
     try:
         return ask_job(attempt.job_id, attempt.environ, timeout)
@@ -201,10 +201,10 @@ def ask_job_status(attempt: Attempt, timeout: float) -> JobStatus | None:
         return None
 
 
-def ask_node_states(attempt: Attempt, hosts: Sequence[str], timeout: float) -> tuple[tuple[str, str], ...]:
+def find_node_states(attempt: Attempt, hosts: Sequence[str], timeout: float) -> tuple[tuple[str, str], ...]:
     """Ask for the states of nodes; empty if SLURM does not answer."""
     try:
-        return tuple(ask_nodes(hosts, attempt.environ, timeout).items())
+        return tuple(ask_node_states(hosts, attempt.environ, timeout).items())
     except SchedulerError:
         return ()
 

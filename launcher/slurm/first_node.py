@@ -23,13 +23,11 @@ from launcher.runs.run_directory import RunDir, explain_write_error, open_run_di
 from launcher.slurm.attempt import Attempt, is_taken_over, try_write_manifest
 from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.attempt_lifecycle import end_attempt, start_attempt
-from launcher.slurm.client import MissingCommandError
+from launcher.slurm.commands import MissingCommandError, ask_job
 from launcher.slurm.diagnosis import find_task_ends
 from launcher.slurm.first_node_guard import start_guards
-from launcher.slurm.job_control import ask_job
 from launcher.slurm.job_request import JobRequest, read_job_request
-from launcher.slurm.node_order import NodeOrder, fold_in_order
-from launcher.slurm.node_order_sources import find_node_order
+from launcher.slurm.node_order import NodeOrder, find_node_order, fold_in_order
 from launcher.slurm.node_step import (
     NodeStep,
     collect_node_records,
@@ -40,7 +38,7 @@ from launcher.slurm.node_step import (
 from launcher.slurm.notation import expand_hosts, parse_signal
 from launcher.slurm.preflight_kind import choose_preflight_kind
 from launcher.slurm.rendezvous import PORT_TAKEN, TRIALS, pick_port, pick_restart_port
-from launcher.slurm.srun_messages import drop_prefix, has_begun, is_temporary
+from launcher.slurm.srun import drop_prefix, has_begun, is_temporary
 from launcher.slurm.step_group import count_known_ranks, make_coordinator
 from launcher.slurm.step_monitor import StepMonitor, attend_nothing
 
@@ -137,7 +135,7 @@ def check_before_step(attempt: Attempt, monitor: StepMonitor) -> StepReport | No
     if not kind:
         return None
     # Most jobs on CPUs have no use for it.
-    from launcher.slurm.preflight_step import report_early_stop, run_preflight
+    from launcher.slurm.preflight import report_early_stop, run_preflight
 
     try:
         return run_preflight(attempt, monitor, kind)
@@ -239,7 +237,7 @@ def watch_nodes(attempt: Attempt, monitor: StepMonitor, step: NodeStep) -> Itera
     if step.group is None or not attempt.spares:
         yield
         return
-    from launcher.slurm.node_replacement import NodeReplacement  # most jobs have no use for it
+    from launcher.slurm.spares import NodeReplacement  # most jobs have no use for it
 
     replacement = NodeReplacement(attempt, step, step.group)
     monitor.attend = replacement.attend

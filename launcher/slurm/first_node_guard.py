@@ -32,13 +32,12 @@ from launcher.runs.run_directory import RunDir, release_space
 from launcher.slurm.attempt import Attempt, claim_end
 from launcher.slurm.attempt_end import AttemptEnd, EndFacts, StepReport, classify_end, classify_kill
 from launcher.slurm.attempt_lifecycle import finish_attempt
-from launcher.slurm.client import run_slurm
+from launcher.slurm.commands import ask_job, ask_node_states, is_down, run_slurm
 from launcher.slurm.diagnosis import has_succeeded
-from launcher.slurm.job_control import ask_job, ask_nodes, is_down
 from launcher.slurm.job_request import read_job_request
-from launcher.slurm.node_probe import ask_addresses, is_frozen, try_connection
 from launcher.slurm.slurm_environ import clean_for_step
-from launcher.slurm.srun_command import Step, render_step
+from launcher.slurm.spares import ask_addresses, is_frozen, try_connection
+from launcher.slurm.srun import Step, render_step
 from launcher.text import leave, set_up_logging
 
 logger = logging.getLogger("launcher.slurm.first_node_guard")
@@ -164,7 +163,7 @@ class Guard:
         began = time.monotonic()
         while True:
             try:
-                state = ask_nodes([self.first], os.environ).get(self.first, "")
+                state = ask_node_states([self.first], os.environ).get(self.first, "")
                 address = ask_addresses([self.first], os.environ)[self.first]
             except (SchedulerError, KeyError):
                 return ""  # this node may be the one that is cut off
@@ -207,7 +206,7 @@ class Guard:
         )
         if classify_kill(ask_job(attempt.job_id, environ), attempt.restarts):
             return True
-        states = ask_nodes(attempt.step_hosts, environ)
+        states = ask_node_states(attempt.step_hosts, environ)
         addresses = ask_addresses(attempt.step_hosts, environ)
         lost = {self.first, *(host for host, state in states.items() if state.startswith("down"))}
         lost |= {host for host, address in addresses.items() if try_connection(address) is False}

@@ -1,23 +1,474 @@
-"""`follow=true`: stays with submitted jobs through the queue and every attempt, to their exit code."""
+"""Why a job is pending, in words, its position in the queue, and the thread that asks SLURM about jobs."""
 
+import contextlib
+import math
 import os
+import queue
+import re
 import select
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from launcher.errors import SchedulerError
+from launcher.files import open_file
 from launcher.launch.signals import FORWARDED, SignalQueue, catch_signals
-from launcher.report.console import JobConsole, StatusLine, make_console
-from launcher.runs.run_directory import RunDir
-from launcher.slurm.client import run_slurm
-from launcher.slurm.followed_job import FollowedJob, JobLog
-from launcher.slurm.pending_jobs import Answer, Poller
+from launcher.report.console import JobConsole, Source, StatusLine, make_console
+from launcher.runs.manifest import CLOSED, read_job, read_manifest, take_dict
+from launcher.runs.rank_logs import Follower
+from launcher.runs.run_directory import RunDir, explain_missing_end
+from launcher.slurm.commands import ENDED, JobState, ask_queue, run_slurm
+
+REASONS = {
+    "Priority": "jobs of higher priority go first",
+    "Resources": "the next in line, until enough nodes are free",
+    "BeginTime": "its earliest start is still to come",
+    "Dependency": "jobs that it depends on have not ended",
+    "DependencyNeverSatisfied": "a job that it depends on ended otherwise: it never starts, cancel it",
+    "JobArrayTaskLimit": "as many members of the array run as cluster.array_parallelism allows",
+    "JobHeldUser": "held: `scontrol release` lets it go",
+    "JobHeldAdmin": "held by an administrator",
+    "JobLaunchFailure": "its start failed",
+    "Licenses": "a license that it asks for is in use",
+    "NodeDown": "a node that it needs is down",
+    "PartitionDown": "the partition is closed",
+    "PartitionInactive": "the partition is closed",
+    "PartitionNodeLimit": "it asks for more nodes than the partition gives to one job",
+    "PartitionTimeLimit": "cluster.time is above the partition's limit",
+    "Prolog": "the nodes are being prepared",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+    "Reservation": "its reservation has not begun",
+    "BadConstraints": "no node fits cluster.constraint",
+    "InvalidAccount": "there is no such account",
+    "InvalidQOS": "there is no such QOS, or not for this account",
+    "AccountNotAllowed": "the partition is not open to this account",
+    "QOSNotAllowed": "the partition or the account is not open to this QOS",
+}
+"""SLURM's reasons (squeue(1), "JOB REASON CODES") that people meet most, and what they say."""
+LIMITS = {
+    "AssocGrp": "the account's jobs together have come to a limit",
+    "AssocMax": "it is above what the account allows to one job or user",
+    "QOSGrp": "the QOS's jobs together have come to a limit",
+    "QOSMin": "it is below the QOS's least size",
+    "QOSMax": "it is above what the QOS allows to one job, user or account",
+    "Max": "it is above a limit of the account",
+}
+"""The same for families of reasons, by how they begin."""
+QUEUE_REASONS = ("Priority", "Resources")
+"""The reasons for which others before it matter."""
+SHOWN_WAIT = timedelta(hours=48)
+"""Up to here it is said how long something takes, beside when it is."""
+HURRIED_PAUSE, FIRST_PAUSE, LONGEST_PAUSE = 0.5, 2.0, 20.0
+"""Seconds between two questions: at a known change, after any, and when nothing has changed for long."""
+GROWTH = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePosition:
+    """A pending job among those of its partition."""
+
+    position: int
+    """1 is the first."""
+    length: int
+    """Pending jobs; an array's members that wait together count as one."""
+
+
+def explain_reason(reason: str) -> str:
+    """Return SLURM's reason, with an explanation if there is one: `Priority (jobs of … go first)`."""
+    word = reason.partition(",")[0].strip()
+    families = (text for start, text in LIMITS.items() if word.startswith(start))
+    text = REASONS.get(word) or next(families, "")
+    return f"{reason} ({text})" if text else reason
+
+
+def describe_wait(job: JobState, position: QueuePosition | None, now: datetime) -> str:
+    """Say why a pending job waits, its position and when it may start, as far as SLURM knows."""
+    parts = [explain_reason(job.reason) or "the scheduler has not come to it yet"]
+    if position:
+        parts.append(f"position {position.position} of {position.length} in {job.partition}")
+    if start := describe_expected_start(job.start, now):
+        parts.append(f"expected start {start}")
+    return ", ".join(parts)
+
+
+def describe_expected_start(text: str, now: datetime) -> str:
+    """Say when a job is expected to start; nothing if that is unknown or has passed."""
+    try:
+        start = datetime.fromisoformat(text)
+    except ValueError:
+        return ""
+    wait = start - now
+    if wait <= timedelta():
+        return ""
+    seconds = math.ceil(wait.total_seconds())
+    hours, minutes = divmod(-(-seconds // 60), 60)
+    how_long = f"{hours} h {minutes} min" if hours else f"{minutes} min" if seconds >= 60 else f"{seconds} s"
+    return f"{start:%Y-%m-%d %H:%M}" + (f" (in {how_long})" if wait < SHOWN_WAIT else "")
+
+
+def ask_position(job: JobState) -> QueuePosition | None:
+    """Find a job's place in its partition's queue; None if that is not why it waits.
+
+    Raises SchedulerError.
+    """
+    if job.reason not in QUEUE_REASONS:
+        return None
+    argv = ["squeue", "--noheader", "--states=PENDING", f"--partition={job.partition}", "--format=%i %Q"]
+    return find_position(run_slurm(argv).splitlines(), job.job_id)
+
+
+def find_position(lines: Iterable[str], job_id: str) -> QueuePosition | None:
+    """Find a job among lines of job and priority; held jobs, whose priority is 0, stand in nobody's way."""
+    rows = [line.split() for line in lines]
+    pairs = [(row[0], int(row[1])) for row in rows if len(row) == 2 and row[1].isdecimal()]
+    queue = {name: priority for name, priority in pairs if priority}
+    number = job_id.partition("_")[0]
+    own = job_id if job_id in queue else next((n for n in queue if n.partition("_")[0] == number), None)
+    if own is None:
+        return None
+    return QueuePosition(1 + sum(value > queue[own] for value in queue.values()), len(queue))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What SLURM said."""
+
+    jobs: Mapping[str, JobState] = field(default_factory=dict)
+    """Those that it knows."""
+    asked: frozenset[str] = frozenset()
+    position: QueuePosition | None = None
+    """Of the one job that is asked about."""
+    error: str = ""
+    """Why there is no answer."""
+
+
+@dataclass(slots=True)
+class Poller:
+    """Asks about jobs until it is closed; the answers wait in a queue."""
+
+    job_ids: tuple[str, ...]
+    """What is asked about; may be replaced at any time."""
+    answers: "queue.SimpleQueue[Answer]" = field(default_factory=queue.SimpleQueue)
+    wake: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread = field(init=False)
+    closing: bool = False
+
+    def __post_init__(self) -> None:
+        """Begin to ask."""
+        self.thread = threading.Thread(target=self.run_polls, daemon=True)
+        self.thread.start()
+
+    def run_polls(self) -> None:
+        """Ask, wait, and ask again: the thread's body."""
+        pause, known = FIRST_PAUSE, Answer()
+        while not self.closing:
+            answer = ask_jobs(self.job_ids)
+            self.answers.put(answer)
+            pause = min(pause * GROWTH, FIRST_PAUSE if answer.jobs != known.jobs else LONGEST_PAUSE)
+            known = answer
+            if self.wake.wait(pause):
+                self.wake.clear()
+                pause = HURRIED_PAUSE
+
+    def ask_now(self) -> None:
+        """Ask without waiting, since something is known to have changed."""
+        self.wake.set()
+
+    def take_answers(self) -> Iterable[Answer]:
+        """Give what has been said since the last call."""
+        while not self.answers.empty():
+            yield self.answers.get()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self.closing = True
+        self.wake.set()
+
+
+def ask_jobs(job_ids: tuple[str, ...]) -> Answer:
+    """Ask once; of one job that is pending its place in the queue as well."""
+    try:
+        jobs = ask_queue(job_ids)
+        waits = [job for job in jobs.values() if job.state == "PENDING"]
+        position = ask_position(waits[0]) if len(job_ids) == len(waits) == 1 else None
+    except SchedulerError as error:
+        return Answer(asked=frozenset(job_ids), error=str(error))
+    return Answer(jobs, frozenset(job_ids), position)
+
+
+PATIENCE = 5.0
+"""Seconds that a network filesystem has to show what was written, and SLURM to notice an end."""
+SILENT = ("COMPLETING", "STAGE_OUT", "SIGNALING", "REQUEUED")
+"""States that pass by themselves."""
+QUIET = 5.0
+"""Seconds without a new line after which a log counts as complete."""
+FRESH = 2.0
+"""Seconds for which a size that a network filesystem tells is believed."""
+OWN_PREFIX = b"launch: "
+"""How the lines of the batch script's process begin; the last line of a job is one."""
+OTHER_RANKS = re.compile(rb"^\[[^][\s]+:(?!0\] )\d+\] .*\n", re.MULTILINE)
+"""Lines of other ranks than rank 0."""
+RANKS = Source(0, "out", b"")
+"""The log has the ranks' lines with their origin already."""
+MOST_KEPT = 1 << 16
+"""Bytes of a marked line; a longer one is none."""
+
+
+@dataclass(slots=True)
+class FollowedJob:
+    """What is known of one job."""
+
+    run_path: Path
+    job_id: str
+    state: JobState | None = None
+    """SLURM's newest word; None before the first, and for a job that SLURM has forgotten."""
+    position: QueuePosition | None = None
+    forgotten: bool = False
+    outcome: Mapping[str, object] = field(default_factory=dict)
+    """The manifest's."""
+    last_shown: tuple[object, ...] = ()
+    """What the last line was about."""
+    ran: bool = False
+    ending: float | None = None
+    """When there was first a sign of the end, in monotonic seconds."""
+    status: int | None = None
+    """Its exit code, once it has ended."""
+
+    def update_state(self, answer: Answer) -> str:
+        """Take what SLURM says, and return a line about what is new; empty if nothing is."""
+        self.state = state = answer.jobs.get(self.job_id)
+        self.position, self.forgotten = answer.position, state is None
+        if state is None or state.state in ENDED or state.state in SILENT:
+            return ""
+        if self.is_final and state.state == "RUNNING":  # it has ended; SLURM is slower to tell
+            return ""
+        pending = state.state == "PENDING"
+        key = (state.state, state.reason if pending else state.nodelist, state.restarts)
+        if key == self.last_shown or (pending and not state.reason):
+            return ""
+        self.last_shown = key
+        line = f"job {self.job_id} {self.describe_state(state)}"
+        self.ran = self.ran or not pending
+        return line
+
+    def describe_state(self, state: JobState) -> str:
+        """Say in which state it is, and what that means."""
+        if state.state == "PENDING":
+            wait = describe_wait(state, self.position, datetime.now())
+            if not (self.ran or state.restarts):
+                return f"waits: {wait}"
+            cause = str(self.outcome.get("cause") or "") if self.outcome.get("state") == "requeued" else ""
+            return f"is back in the queue{f' ({cause})' if cause else ''}: {wait}"
+        where = f" on {state.nodelist}" if state.nodelist else ""
+        again = (
+            f", after {state.restarts} requeue{'s' if state.restarts > 1 else ''}" if state.restarts else ""
+        )
+        return f"is {state.state.lower()}{where}{again}"
+
+    def update_outcome(self) -> bool:
+        """Read how the run stands, and tell whether that is news."""
+        before = self.outcome.get("state")
+        self.outcome = read_outcome(self.run_path, self.job_id) or self.outcome
+        return self.outcome.get("state") != before
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the manifest tells the end."""
+        return self.outcome.get("state") in CLOSED
+
+    @property
+    def is_over(self) -> bool:
+        """Whether SLURM says that it has ended, or knows nothing of it any more."""
+        return self.forgotten or (self.state is not None and self.state.state in ENDED)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether its last attempt may have begun: SLURM shows no nodes of a job that ended before it ran."""
+        return self.state is None or bool(self.state.nodelist)
+
+    def find_exit_code(self) -> str | None:
+        """Find its exit code once it has ended; returns what there is to say of that, None before the end.
+
+        The manifest's exit code counts, or SLURM's if the job ended without one or never began.
+        """
+        if not (self.is_final or self.is_over):
+            self.ending = None
+            return None
+        now = time.monotonic()
+        self.ending = self.ending or now
+        late = now - self.ending > PATIENCE
+        leaving = self.is_over or (self.state is not None and self.state.state == "COMPLETING")
+        if self.is_final and (leaving or late):
+            self.status = read_code(
+                self.outcome.get("exit_code"), 0 if self.outcome["state"] == "succeeded" else 1
+            )
+            return ""
+        if not self.is_over or not (late or not self.has_run):
+            return None
+        return self.use_slurm_state()
+
+    def use_slurm_state(self) -> str:
+        """Find the exit code by SLURM's word alone, and say what that is."""
+        if self.state is None:
+            self.status = 1
+            return f"SLURM has forgotten job {self.job_id}, and {self.run_path} does not tell how it ended"
+        done = self.state.state == "COMPLETED"
+        self.status = self.state.exit_code or (0 if done else 1)
+        reason = f" ({self.state.reason})" if self.state.reason else ""
+        silence = explain_missing_end(RunDir(self.run_path))
+        more = f"; {silence}" if silence else ""
+        return f"job {self.job_id} ended{self.describe_where_ended()}: {self.state.state}{reason}{more}"
+
+    def describe_where_ended(self) -> str:
+        """Say that a job ended in the queue, perhaps after some attempts, if SLURM shows no nodes for it."""
+        if self.has_run:
+            return ""
+        count = (self.state.restarts if self.state else 0) or int(self.ran)
+        attempts = f"{count} attempt{'' if count == 1 else 's'}"
+        return f" in the queue, after {attempts}" if count else " before it ran"
+
+    def describe_end(self) -> str:
+        """Say how it ended, in a line: the last one of an array's member."""
+        failure = self.outcome.get("first_failure")
+        why = (
+            f": rank {failure['rank']} on {failure['host']} {failure['reason']}"
+            if isinstance(failure, dict)
+            else ""
+        )
+        word = str(self.outcome.get("state")) if self.is_final else "ended"
+        code = f" with exit code {self.status}" if self.status else ""
+        return f"job {self.job_id} {word}{code}{why} ({self.run_path})"
+
+
+def read_code(value: object, default: int) -> int:
+    """Return a manifest's exit code; one that is missing or damaged is the default."""
+    return value if isinstance(value, int) else default
+
+
+def read_outcome(run_path: Path, job_id: str) -> Mapping[str, object]:
+    """Return the outcome that a manifest tells of a job; empty if it tells none."""
+    manifest = read_manifest(run_path)
+    return take_dict(manifest, "outcome") if read_job(manifest) == job_id else {}
+
+
+@dataclass(slots=True)
+class MarkedLines:
+    """Gives marked lines whole, and everything else at once, with what is unfinished."""
+
+    marks: tuple[bytes, ...]
+    """Beginnings of the lines."""
+    kept: bytes = b""
+    """The beginning of a line that is marked, or may be."""
+    begins: bool = True
+    """The next byte begins a line."""
+
+    def split(self, data: bytes) -> Iterator[tuple[bool, bytes]]:
+        """Give the pieces of some bytes in their order: whether it is a marked line, and the piece."""
+        data, self.kept, at = self.kept + data, b"", 0
+        while at < len(data):
+            end = data.find(b"\n", at) + 1
+            line = data[at : end or None] if self.begins else b""
+            if line.startswith(self.marks) and end:
+                yield True, line
+                at = end
+                continue
+            if line and not end and self.may_be_marked(line):
+                self.kept = line
+                return
+            begin, at = at, self.find_next(data, at)
+            self.begins = data[at - 1 : at] == b"\n"
+            yield False, data[begin:at]
+
+    def may_be_marked(self, line: bytes) -> bool:
+        """Tell whether an unfinished line is marked, or can become so."""
+        return len(line) < MOST_KEPT and any(line.startswith(m) or m.startswith(line) for m in self.marks)
+
+    def find_next(self, data: bytes, at: int) -> int:
+        """Return the position of the next line that is marked or may be; else the end."""
+        found = [position + 1 for mark in self.marks if (position := data.find(b"\n" + mark, at)) >= 0]
+        last = data.rfind(b"\n", at) + 1
+        if last and last < len(data) and self.may_be_marked(data[last:]):
+            found.append(last)
+        return min(found, default=len(data))
+
+    def finish(self) -> bytes:
+        """Return what was kept of a line that has no end."""
+        kept, self.kept = self.kept, b""
+        return kept
+
+
+@dataclass(slots=True)
+class JobLog:
+    """Shows what is added to the log: ranks' output on stdout, launch's on stderr, rank 0's progress."""
+
+    run: RunDir
+    job_id: str
+    console: JobConsole
+    follower: Follower = field(init=False)
+    lines: MarkedLines = field(default_factory=lambda: MarkedLines((OWN_PREFIX,)))
+    ends_with_launch_line: bool = False
+    """The last line is launch's."""
+    changed: float = field(default_factory=time.monotonic)
+    """When something last came, in monotonic seconds."""
+    opened: float = 0.0
+    """When the file was last opened for its size."""
+
+    def __post_init__(self) -> None:
+        """Begin at the log's start: each job has its own."""
+        self.follower = Follower()
+        self.follower.watch(self.path)
+
+    @property
+    def path(self) -> Path:
+        """The file, which every attempt appends to."""
+        return self.run.path / "logs" / f"slurm-{self.job_id}.out"
+
+    def read_new(self) -> bytes:
+        """Return some of what is new."""
+        self.refresh_size()
+        data = self.follower.read_chunk(self.path)
+        if data:
+            self.changed = time.monotonic()
+        return data
+
+    def refresh_size(self) -> None:
+        """Open the file now and then: NFS asks the server then, else it may believe its cache for 60 s."""
+        now = time.monotonic()
+        if now - self.opened > FRESH:
+            self.opened = now
+            with contextlib.suppress(OSError):
+                os.close(open_file(self.path))
+
+    def show(self, data: bytes) -> None:
+        """Show some of the log."""
+        for is_own, piece in self.lines.split(data):
+            self.ends_with_launch_line = is_own
+            if is_own:
+                self.console.write_own_lines(piece)
+            else:
+                self.console.note_progress("out", OTHER_RANKS.sub(b"", piece))
+                self.console.write_output(RANKS, piece)
+
+    def show_rest(self) -> None:
+        """Show a last line of launch's that has no end."""
+        if rest := self.lines.finish():
+            self.console.write_output(RANKS, rest)
+
+    def is_complete(self, ended: float) -> bool:
+        """Tell whether nothing more is to be expected of a job, and when its end was noticed.
+
+        A network filesystem shows lines some seconds later than the manifest that was written before them.
+        """
+        quiet = time.monotonic() - max(ended, self.changed) > QUIET
+        return quiet or (self.ends_with_launch_line and not self.lines.kept)
+
 
 TICK, MANIFEST_TICK = 0.1, 0.5
 """Seconds between two looks at the log, and at the manifests."""

@@ -1,10 +1,10 @@
-"""What a job, or the jobs of a sweep, ask SLURM for, and what to do if sbatch refuses it."""
+"""What a job, or the jobs of a sweep, ask sbatch for, and what to do if it refuses."""
 
 import contextlib
 import getpass
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -12,20 +12,59 @@ from launcher.config.request import parse_nproc
 from launcher.config.settings import ClusterConfig, Settings
 from launcher.errors import SchedulerError, UsageError
 from launcher.launch.job import JobSpec
-from launcher.slurm.client import run_slurm
-from launcher.slurm.notation import parse_signal, parse_time_limit
-from launcher.slurm.requeue_policy import SIGNAL_EARLY
-from launcher.slurm.resources import Inventory, NodeKind, ask_sinfo, check_limits, fill_auto_resources
-from launcher.slurm.sbatch_options import (
-    JobSize,
-    Option,
-    array_option,
-    build_options,
-    check_cluster,
-    require_same,
+from launcher.slurm.attempt_end import LIMITED, SIGNAL_EARLY
+from launcher.slurm.commands import ask_config, run_slurm
+from launcher.slurm.notation import (
+    check_count,
+    check_dependency,
+    check_size,
+    check_text,
+    parse_gpus,
+    parse_signal,
+    parse_time_limit,
+)
+from launcher.slurm.resources import (
+    AUTO,
+    Inventory,
+    NodeKind,
+    Resources,
+    ask_sinfo,
+    check_limits,
+    fill_auto_resources,
 )
 from launcher.slurm.slurm_environ import find_variables
 
+NOTATIONS: Mapping[str, Callable[[str, str], object]] = {
+    **dict.fromkeys(("partition", "account", "qos", "constraint", "exclude", "nodelist"), check_text),
+    **dict.fromkeys(("reservation", "switches", "mail_user", "mail_type"), check_text),
+    "time": parse_time_limit,
+    "dependency": check_dependency,
+    "gpus_per_node": parse_gpus,
+    "cpus_per_task": check_count,
+    "mem": check_size,
+}
+"""Keys of `cluster` that are options of sbatch by the same name, and what refuses a wrong notation."""
+EXCLUSIVE = ("user", "mcs", "topo")
+INSTEAD = {
+    **{name.replace("_", "-"): f"set cluster.{name}" for name in (*NOTATIONS, "segment", "exclusive")},
+    **dict.fromkeys(("gpus", "gpus-per-task", "gpus-per-socket"), "set cluster.gpus_per_node"),
+    **dict.fromkeys(("ntasks", "ntasks-per-node", "ntasks-per-gpu"), "set nproc_per_node"),
+    **dict.fromkeys(("output", "error", "open-mode", "input"), "logs go to the run directory: set run_dir"),
+    **dict.fromkeys(("requeue", "no-requeue"), "set cluster.requeue.*"),
+    **dict.fromkeys(("export", "export-file", "get-user-env"), "the environment goes along: set env.NAME"),
+    "nodes": "set nodes",
+    "no-kill": "set nodes=MIN:MAX, or cluster.spares",
+    "job-name": "set name",
+    "array": "use -m with values separated by commas",
+    "signal": "set cluster.signal",
+    "chdir": "start launch from that folder",
+    "wait": "set follow=true",
+    "test-only": "set dry_run=true",
+    "container": "set cluster.container.image",
+    **dict.fromkeys(("wrap", "parsable", "help", "usage", "version", "ignore-pbs"), "leave it out"),
+}
+"""Options that launch decides, and how to have them otherwise."""
+NAME = re.compile(r"[a-z][a-z0-9]+(?:-[a-z0-9]+)*")
 CAUSES = (
     ("account", ("account",)),  # `Invalid account or account/partition combination`, too
     ("partition", ("partition",)),
@@ -62,6 +101,22 @@ AWAY = (
 
 
 @dataclass(frozen=True, slots=True)
+class Option:
+    """One option of sbatch."""
+
+    name: str
+    """As sbatch has it: `gpus-per-node`."""
+    value: str | None
+    """None for an option without value."""
+    key: str
+    """The configuration's key for it."""
+
+    def render(self) -> str:
+        """Return `--name=value`."""
+        return f"--{self.name}" if self.value is None else f"--{self.name}={self.value}"
+
+
+@dataclass(frozen=True, slots=True)
 class JobOptions:
     """The options of one submission, and what they were made from."""
 
@@ -81,32 +136,126 @@ def choose_job_options(specs: Sequence[JobSpec], environ: Mapping[str, str], *, 
     for spec in specs:
         check_cluster(spec.config.cluster)
     first = specs[0].config.cluster
-    inventory, warnings = ask_inventory(environ, first.additional.get("clusters"), dry_run=dry_run)
-    options_of_jobs = []
+    inventory, warnings = _ask_inventory(environ, first.additional.get("clusters"), dry_run=dry_run)
+    names = list(dict.fromkeys(spec.name for spec in specs))
+    name = names[0] if len(names) == 1 else f"{names[0]}+{len(names) - 1}"
+    members = []
     for spec in specs:
         cluster = spec.config.cluster
         kinds = inventory.select(cluster.partition or environ.get("SBATCH_PARTITION"))
-        warnings = [*warnings, *check_signal_time(cluster)]
+        warnings += _check_signal_time(cluster)
         filled = fill_auto_resources(cluster, read_nproc(spec.config.nproc_per_node), kinds, environ)
         try:
             check_limits(cluster, spec.cluster.min_nodes, filled, kinds)
         except SchedulerError as error:
             if not dry_run:
                 raise
-            warnings = [*warnings, str(error)]
-        nodes = spec.cluster.min_nodes, spec.cluster.max_nodes
-        shape = JobSize(name_slurm_job(specs), *nodes, list_impossible_ends(spec.config), cluster.spares)
-        options_of_jobs.append(build_options(cluster, shape, filled))
-    require_same(options_of_jobs)
-    check_setups(specs)
-    array = [array_option(len(specs), first.array_parallelism)] if len(specs) > 1 else []
+            warnings.append(str(error))
+        members.append(_build_options(spec, name, filled))
+    _require_same(specs, members)
+    options = members[0]
+    if len(specs) > 1:
+        array = f"0-{len(specs) - 1}%{first.array_parallelism}"
+        options = (*options, Option("array", array, "cluster.array_parallelism"))
     kinds = inventory.select(first.partition or environ.get("SBATCH_PARTITION"))
-    return JobOptions(
-        (*options_of_jobs[0], *array), inventory.list_partitions(), kinds, tuple(dict.fromkeys(warnings))
-    )
+    return JobOptions(options, inventory.list_partitions(), kinds, tuple(dict.fromkeys(warnings)))
 
 
-def check_signal_time(cluster: ClusterConfig) -> list[str]:
+def check_cluster(cluster: ClusterConfig) -> None:
+    """Check values that need no look at the cluster; raises UsageError."""
+    for key, check in NOTATIONS.items():
+        value = getattr(cluster, key)
+        if value is not None and value != AUTO:
+            check(f"cluster.{key}", value)
+    if cluster.array_parallelism < 1:
+        raise UsageError(
+            f"cluster.array_parallelism={cluster.array_parallelism}: give a number of at least 1"
+        )
+    if cluster.segment is not None and cluster.segment < 1:
+        raise UsageError(f"cluster.segment={cluster.segment}: give a number of nodes, at least 1")
+    if cluster.exclusive not in (None, True, False, *EXCLUSIVE):
+        raise UsageError(
+            f"cluster.exclusive={cluster.exclusive}: give true, false, {', '.join(EXCLUSIVE)} or null"
+        )
+    parse_signal(cluster.signal)
+    _read_additional(cluster.additional)
+
+
+def read_nproc(text: object) -> int | None:
+    """Return the ranks of a node if that is a number; raises UsageError."""
+    return None if text in ("auto", "gpu", "cpu") else parse_nproc(text, 1)
+
+
+def _build_options(spec: JobSpec, name: str, filled: Resources) -> tuple[Option, ...]:
+    """Return the options of a job that is no array; raises UsageError with the key and its values."""
+    cluster, spares = spec.config.cluster, spec.config.cluster.spares
+    low, high = spec.cluster.min_nodes + spares, spec.cluster.max_nodes + spares
+    nodes = str(low) if low == high else f"{low}-{high}"
+    nodes_key = "nodes and cluster.spares" if spares else "nodes"
+    found = [Option("job-name", check_text("name", name), "name"), Option("nodes", nodes, nodes_key)]
+    # With --ntasks-per-node, SLURM 22.05 gives the least of a range of nodes, however many are free.
+    is_elastic = low < high
+    found.append(Option("no-kill", None, "nodes") if is_elastic else Option("ntasks-per-node", "1", "nodes"))
+    if spares:
+        found.append(Option("no-kill", None, "cluster.spares"))  # else a lost node ends the job
+    gpus = None if filled.gpus_per_node == "0" else filled.gpus_per_node
+    resources = {"gpus_per_node": gpus, "cpus_per_task": filled.cpus_per_task, "mem": filled.mem}
+    for key in NOTATIONS:
+        value = resources.get(key) if key in resources else getattr(cluster, key)
+        if value is not None:
+            found.append(Option(key.replace("_", "-"), value, f"cluster.{key}"))
+    if cluster.segment is not None:
+        for count in (low, high):
+            if count % cluster.segment:
+                raise UsageError(
+                    f"cluster.segment={cluster.segment} does not divide {count} nodes ({nodes_key}={nodes}):"
+                    " a job's segments have the same number of nodes each"
+                )
+        found.append(Option("segment", str(cluster.segment), "cluster.segment"))
+    if cluster.exclusive not in (None, False):
+        word = None if cluster.exclusive is True else str(cluster.exclusive)
+        found.append(Option("exclusive", word, "cluster.exclusive"))
+    number, seconds = parse_signal(cluster.signal)
+    found.append(Option("signal", f"B:{number.name.removeprefix('SIG')}@{seconds}", "cluster.signal"))
+    requeue = "requeue" if _may_requeue(spec.config) else "no-requeue"
+    found.append(Option(requeue, None, "cluster.requeue"))
+    return (*found, *_read_additional(cluster.additional))
+
+
+def _may_requeue(config: Settings) -> bool:
+    """Tell whether another attempt is to follow any end of one that these settings leave possible."""
+    impossible = {
+        "hang": config.watch.on_hang != "stop",
+        "sick_node": config.preflight.on_failure != "exclude" or config.preflight.kind == "off",
+    }
+    policy = config.cluster.requeue
+    limits = [getattr(policy, cause) for cause in LIMITED if not impossible.get(cause)]
+    return policy.limit > 1 and any(limit > 0 for limit in limits)
+
+
+def _read_additional(additional: dict[str, object]) -> tuple[Option, ...]:
+    """Return the options of `cluster.additional`; raises UsageError for those that launch decides."""
+    found = []
+    for name_given, value in additional.items():
+        key, name = f"cluster.additional.{name_given}", str(name_given).replace("_", "-")
+        if not NAME.fullmatch(name):
+            raise UsageError(
+                f"{key}: give the long name of an option of sbatch, without the dashes before it"
+            )
+        if name in INSTEAD:
+            raise UsageError(f"{key}={value}: launch decides --{name} itself: {INSTEAD[name]}")
+        if isinstance(value, dict):
+            raise UsageError(
+                f"{key}={value}: give a text, a number, true for an option without value, or null"
+            )
+        if isinstance(value, list):
+            value = ",".join(map(str, value))  # noqa: PLW2901 - as sbatch has lists
+        if value is not None and value is not False:
+            found.append(Option(name, None if value is True else check_text(key, value), key))
+    return tuple(found)
+
+
+def _check_signal_time(cluster: ClusterConfig) -> list[str]:
     """Return a warning if the checkpoint signal may come as soon as the job has begun."""
     number, seconds = parse_signal(cluster.signal)
     limit = 60 * parse_time_limit("cluster.time", cluster.time) if cluster.time else math.inf
@@ -119,19 +268,32 @@ def check_signal_time(cluster: ClusterConfig) -> list[str]:
     ]
 
 
-def check_setups(specs: Sequence[JobSpec]) -> None:
-    """Raise UsageError if the jobs of a sweep differ in what their one script does."""
-    for key in ("setup", "array_parallelism"):
-        for number, spec in enumerate(specs[1:], 2):
-            one, two = (getattr(each.config.cluster, key) for each in (specs[0], spec))
-            if one != two:
+def _require_same(specs: Sequence[JobSpec], members: Sequence[tuple[Option, ...]]) -> None:
+    """Raise UsageError, with the key, if the members of an array differ in what they share."""
+    first = {option.name: option for option in members[0]}
+    for number, (spec, options) in enumerate(zip(specs[1:], members[1:], strict=True), 2):
+        other = {option.name: option for option in options}
+        for name in {**first, **other}:
+            one, two = first.get(name), other.get(name)
+            if one != two and name != "job-name":
+                key = next(option.key for option in (one, two) if option)
+                shown = " and job 1 has ".join(
+                    option.render() if option else f"no --{name}" for option in (two, one)
+                )
                 raise UsageError(
-                    f"cluster.{key}: job {number} of the sweep has {two} and job 1 has {one}: one job array"
-                    " has one script, so run launch once for each value"
+                    f"{key}: job {number} of the sweep has {shown}: one job array has the same options for"
+                    " all of its jobs, so run launch once for each value"
+                )
+        for key in ("setup", "array_parallelism"):
+            values = [getattr(each.config.cluster, key) for each in (specs[0], spec)]
+            if values[0] != values[1]:
+                raise UsageError(
+                    f"cluster.{key}: job {number} of the sweep has {values[1]} and job 1 has {values[0]}: one"
+                    " job array has one script, so run launch once for each value"
                 )
 
 
-def ask_inventory(
+def _ask_inventory(
     environ: Mapping[str, str], clusters: object, *, dry_run: bool
 ) -> tuple[Inventory, list[str]]:
     """Ask sinfo; if that fails, return an empty inventory and what to say of it.
@@ -141,21 +303,15 @@ def ask_inventory(
     try:
         return ask_sinfo(environ, None if clusters is None else str(clusters)), []
     except SchedulerError as error:
-        if is_slurm_away(str(error)) and not dry_run:
+        if _is_slurm_away(str(error)) and not dry_run:
             raise explain_refusal(str(error), (), (), ()) from None
         left = "what is auto of cluster.gpus_per_node, cpus_per_task and mem is left to SLURM"
         return Inventory(()), [f"{error}; {left}"]
 
 
-def read_nproc(text: object) -> int | None:
-    """Return the ranks of a node if that is a number; raises UsageError."""
-    return None if text in ("auto", "gpu", "cpu") else parse_nproc(text, 1)
-
-
-def name_slurm_job(specs: Sequence[JobSpec]) -> str:
-    """Return the job's name for SLURM: the run's; of several names the first, and how many more there are."""
-    names = list(dict.fromkeys(spec.name for spec in specs))
-    return names[0] if len(names) == 1 else f"{names[0]}+{len(names) - 1}"
+def _is_slurm_away(complaint: str) -> bool:
+    """Tell whether no command of SLURM's can do anything."""
+    return any(words in complaint.lower() for words in AWAY)
 
 
 def explain_refusal(
@@ -169,94 +325,66 @@ def explain_refusal(
 
     `kinds` are the partition's, `environ` is what sbatch was run with: its variables are options too.
     """
-    text = complaint.lower()
-    if is_slurm_away(text):
+    if _is_slurm_away(complaint):
         return SchedulerError(f"{complaint}: is slurmctld up (`scontrol ping`)? Nothing was submitted")
+    text = complaint.lower()
     named = NAMED.search(text)
-    found = (names for words, names in CAUSES if words in text)
-    names = (named["name"],) if named else next(found, ())
-    given_options = [option for option in options if option.name in names]
-    others = {*names} - {option.name for option in given_options}
-    variables = [name for option in sorted(others) for name in find_variables(environ, option)]
+    names = (named["name"],) if named else next((names for words, names in CAUSES if words in text), ())
+    given = [option for option in options if option.name in names]
+    others = sorted({*names} - {option.name for option in given})
+    variables = [name for option in others for name in find_variables(environ, option)]
     shown = ", ".join(
-        [f"{option.key}: {option.render()}" for option in given_options]
+        [f"{option.key}: {option.render()}" for option in given]
         + [f"{name}={environ[name]}" for name in variables]
     )
-    keys = [option.key for option in given_options] + variables or [f"--{name}" for name in names]
-    fix = suggest_fix(names, keys, partitions, kinds)
+    keys = [option.key for option in given] + variables or [f"--{name}" for name in names]
+    fix = _suggest_fix(names, keys, partitions, kinds)
     return SchedulerError(f"{complaint}{f' ({shown})' if shown else ''}: {fix}")
 
 
-def is_slurm_away(complaint: str) -> bool:
-    """Tell whether no command of SLURM's can do anything."""
-    return any(words in complaint.lower() for words in AWAY)
-
-
-def suggest_fix(
+def _suggest_fix(
     names: Sequence[str], keys: Sequence[str], partitions: Sequence[str], kinds: Sequence[NodeKind]
 ) -> str:
     """Say what there is to choose from, or which of the `keys` that were given to change."""
     if "partition" in names and partitions:
         return f"choose cluster.partition from {', '.join(partitions)}"
     if "account" in names or "qos" in names:
-        return list_associations()
+        return _list_associations()
     if "array" in names:
-        return f"make the sweep smaller{ask_array_size()}"
+        return f"make the sweep smaller: {_describe_array_limit()}"
+    if kinds and tuple(names) == ("constraint",):
+        if features := sorted({feature for kind in kinds for feature in kind.features}):
+            return f"the partition's nodes have the features {', '.join(features)}"
+        return "the partition's nodes have no features: leave cluster.constraint out"
     if kinds and {"nodes", "mem", "cpus-per-task", "gpus-per-node", "constraint"} & {*names}:
-        nodes = f"the partition's nodes: {'; '.join(describe_kinds(kinds))}"
-        return list_features(kinds) if tuple(names) == ("constraint",) else nodes
+        counts: dict[str, int] = {}
+        for kind in kinds:  # in whatever state they are
+            counts[kind.describe()] = counts.get(kind.describe(), 0) + kind.count
+        return f"the partition's nodes: {'; '.join(f'{n} with {text}' for text, n in counts.items())}"
     if names:
         what = "unset it" if all(key.startswith(("SBATCH_", "SLURM_")) for key in keys) else "leave it out"
         return f"change {' or '.join(keys)}, or {what}"
     return "change cluster.* accordingly; dry_run=true shows the script"
 
 
-def describe_kinds(kinds: Sequence[NodeKind]) -> list[str]:
-    """Return each kind of node in words, with the number of them, whatever state they are in."""
-    counts: dict[str, int] = {}
-    for kind in kinds:
-        counts[kind.describe()] = counts.get(kind.describe(), 0) + kind.count
-    return [f"{count} with {text}" for text, count in counts.items()]
-
-
-def list_features(kinds: Sequence[NodeKind]) -> str:
-    """Return the features of the nodes, in words."""
-    features = sorted({feature for kind in kinds for feature in kind.features})
-    if features:
-        return f"the partition's nodes have the features {', '.join(features)}"
-    return "the partition's nodes have no features: leave cluster.constraint out"
-
-
-def list_associations() -> str:
+def _list_associations() -> str:
     """Return the accounts that the user may use, if there is accounting."""
     words = ["sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={getpass.getuser()}"]
     with contextlib.suppress(SchedulerError):
-        rows = [line.split("|") for line in run_slurm([*words, "format=account,partition,qos"]).splitlines()]
-        shown = {
-            account
-            + (f" in partition {partition}" if partition else "")
-            + (f" with QOS {qos}" if qos else "")
-            for account, partition, qos in rows
-        }
+        shown = set()
+        for line in run_slurm([*words, "format=account,partition,qos"]).splitlines():
+            account, partition, qos = line.split("|")
+            where = f" in partition {partition}" if partition else ""
+            shown.add(account + where + (f" with QOS {qos}" if qos else ""))
         if shown:
             return f"yours are {'; '.join(sorted(shown))}"
     return "set cluster.account and cluster.qos to what you may use (`sacctmgr show assoc user=$USER`)"
 
 
-def ask_array_size() -> str:
-    """Return how many members an array can have, in words."""
+def _describe_array_limit() -> str:
+    """Say how many members an array can have."""
     with contextlib.suppress(SchedulerError):
-        for line in run_slurm(["scontrol", "show", "config"]).splitlines():
-            name, _, value = line.partition("=")
-            if name.strip() == "MaxArraySize" and value.strip().isdecimal():
-                return f": SLURM takes {int(value) - 1} jobs in one array here (MaxArraySize={value.strip()})"
-    return ": SLURM's limit is MaxArraySize (`scontrol show config`)"
-
-
-def list_impossible_ends(config: Settings) -> frozenset[str]:
-    """Return the classes of an attempt's end that a configuration rules out: see `JobSize.never`."""
-    possible = {
-        "hang": config.watch.on_hang == "stop",
-        "sick_node": config.preflight.on_failure == "exclude" and config.preflight.kind != "off",
-    }
-    return frozenset(cause for cause, is_possible in possible.items() if not is_possible)
+        size = ask_config().get("MaxArraySize", "")
+        if size.isdecimal():
+            return f"SLURM takes {int(size) - 1} jobs in one array here (MaxArraySize={size})"
+    return "SLURM's limit is MaxArraySize (`scontrol show config`)"

@@ -33,7 +33,7 @@ from launcher.runs.node_records import NodeRecord, RankFailure, write_node
 from launcher.runs.rank_logs import Follower, read_tail
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.node_control import can_write
-from launcher.slurm.node_starter import AgentMaker
+from launcher.slurm.node_job import AgentMaker
 from launcher.slurm.slurm_environ import TaskIdentity
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ import logging
 import os
 import select
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from launcher.agent.coordinator import JobEnd, Order
 from launcher.agent.group import GroupStart
 from launcher.agent.group_messages import ASK_ALIVE, NodeReport, parse_group_order, render_task_report
+from launcher.agent.liveness import ALIVE_PERIOD
 from launcher.launch.signal_channel import SignalChannel
 
 logger = logging.getLogger(__name__)
@@ -109,3 +111,23 @@ def can_write(descriptor: int) -> bool:
     poller = select.poll()
     poller.register(descriptor, select.POLLOUT)
     return bool(poller.poll(0))
+
+
+def start_alive_sender(host: str, descriptor: int = 2) -> None:
+    """Begin, by a thread of its own: the task may wait for a filesystem, or for its ranks' ends.
+
+    It ends with the process. A line is written whole or not at all.
+    """
+    line = f"{render_task_report(NodeReport('alive', host))}\n".encode()
+    pause = threading.Event()
+
+    def send_lines() -> None:
+        while True:
+            try:
+                if can_write(descriptor):
+                    os.write(descriptor, line)
+            except OSError:
+                return
+            pause.wait(ALIVE_PERIOD)
+
+    threading.Thread(target=send_lines, daemon=True).start()

@@ -1,30 +1,93 @@
-"""One node's part of a SLURM job: its plan, what starts its ranks, and its record."""
+"""What starts a node's ranks in a SLURM job, begun before the node is planned: torchrun, or this process."""
 
 import os
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from launcher.agent.rank_starter import RankStarter
 from launcher.agent.read_ahead import reading_ahead
 from launcher.config.program import find_program
 from launcher.config.settings import Settings
 from launcher.config.start import AgentChoice, Cluster, check_port_free, parse_endpoint
 from launcher.errors import MachineError
-from launcher.launch.agent import check_open_files
-from launcher.launch.job import Job, build_agent_environ
+from launcher.launch.agent import check_open_files, preload_agent
+from launcher.launch.agent_process import Agent, AgentRequest
+from launcher.launch.job import Job, build_agent_environ, choose_restarts, render_agent
+from launcher.launch.monitor import RankMonitor
+from launcher.launch.signal_channel import SignalChannel
 from launcher.launch.watch_folder import keep_watch_folder
 from launcher.plan.model import Plan
 from launcher.runs.memory_records import keep_prediction
 from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.rank_logs import measure_file
 from launcher.runs.run_directory import RunDir, write_json
-from launcher.slurm.alive_sender import start_alive_sender
 from launcher.slurm.compiler_caches import open_caches
 from launcher.slurm.job_request import JobRequest, read_job_request
-from launcher.slurm.node_starter import prepare_agent_maker
+from launcher.slurm.node_control import start_alive_sender
 from launcher.slurm.rendezvous import PORT_TAKEN
 from launcher.slurm.slurm_environ import TaskIdentity, drop_task_variables, read_task_identity
+
+AgentMaker = Callable[[Job, RankMonitor, SignalChannel], Agent]
+"""Gives the agent of a planned node."""
+
+
+def prepare_agent_maker(
+    request: JobRequest,
+    program: Sequence[str],
+    run: RunDir,
+    task: TaskIdentity,
+    variables: Mapping[str, str],
+) -> AgentMaker:
+    """Begin to import torch, while the node is planned, and return what gives the agent then.
+
+    `variables` are the environment of the ranks, or of torchrun.
+    """
+    run_id, log = f"{run.id}-{task.step}-{task.attempt}", run.agent_log(task.host)
+    if request.agent == "direct":
+        from launcher.agent.rank_starter import ExecStarter
+        from launcher.agent.warm_starter import choose_starter
+
+        by_exec = ExecStarter(log, reads_stdin=False)
+        starter = choose_starter(by_exec, program, request.config.start, variables)
+
+        def make_own_agent(job: Job, _monitor: RankMonitor, channel: SignalChannel) -> Agent:
+            return make_direct_agent(AgentRequest(job, run, variables), run_id, starter, channel)
+
+        return make_own_agent
+    preloaded = preload_agent(sys.executable, variables, log)
+    from launcher.launch.torchrun_agent import TorchrunAgent  # while torchrun imports torch
+
+    def make_agent(job: Job, monitor: RankMonitor, _channel: SignalChannel) -> Agent:
+        command = render_agent(job, run_id)
+        return TorchrunAgent(partial(preloaded.begin, command), log, monitor.find_ranks)
+
+    return make_agent
+
+
+def make_direct_agent(
+    request: AgentRequest, run_id: str, starter: RankStarter, channel: SignalChannel
+) -> Agent:
+    """Return the agent that starts this node's ranks itself, as the job's first node orders."""
+    from launcher.agent.direct_agent import DirectAgent
+    from launcher.agent.endpoint import is_port_free
+    from launcher.agent.local_agent import make_node_part
+    from launcher.slurm.node_control import NodeControl
+
+    job = request.job
+    restarts = choose_restarts(job.config, job.environ) or 0
+    may_restart = restarts > 0 or job.config.cluster.spares > 0
+    if not may_restart:
+        starter.expect_ranks(len(job.plan.ranks))
+    return DirectAgent(
+        make_node_part(request, restarts, run_id),
+        starter,
+        NodeControl(job.host, channel, may_restart, is_port_free),
+    )
+
 
 RESTARTS = 3
 """Of an elastic job, if nobody says: the loss of a node takes one at every node that remains."""

@@ -9,28 +9,30 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import SimpleQueue
 
 from launcher.agent.coordinator import Coordinator
 from launcher.agent.group_messages import find_report
 from launcher.config.settings import ContainerConfig
 from launcher.errors import SchedulerError
 from launcher.launch.processes import prepare_agent
-from launcher.launch.signal_channel import KILL_WAIT, LOST, make_signal_channel
+from launcher.launch.signal_channel import KILL_WAIT, LOST, make_signal_channel, write_line_to_tasks
 from launcher.launch.signals import FORWARDED, STOPPING
 from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER, LAUNCH_RENDEZVOUS
 from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.slurm.attempt import Attempt
-from launcher.slurm.client import run_slurm
-from launcher.slurm.job_control import ask_kill_wait
+from launcher.slurm.commands import ask_config, run_slurm
 from launcher.slurm.node_order import fold_in_order
 from launcher.slurm.notation import expand_hosts
 from launcher.slurm.slurm_environ import clean_for_step
-from launcher.slurm.srun_command import Container, Step, give_cpus, render_step
-from launcher.slurm.srun_messages import (
+from launcher.slurm.srun import (
     SRUN,
+    Container,
+    Step,
+    give_cpus,
     is_cancelled,
     is_cpu_bind_complaint,
     is_in_node_records,
@@ -39,10 +41,10 @@ from launcher.slurm.srun_messages import (
     is_verbose,
     parse_node_failure,
     parse_task_ends,
+    render_step,
     was_srun_terminated,
 )
 from launcher.slurm.step_group import StepGroup
-from launcher.slurm.task_writer import TaskWriter
 
 LABEL = re.compile(r"\s*\d+: ")
 """What srun's `--label` puts before each line."""
@@ -59,6 +61,39 @@ waits for has been lost for longer than several waits in the queue."""
 RECORD_TIMEOUT = 5.0
 """Seconds for a short step, and for a record to come into sight of this node, on a filesystem that tells
 late of new files."""
+CLOSE_TIMEOUT = 5.0
+"""Seconds for what is still to be written when srun has ended."""
+
+
+class TaskWriter:
+    """Keeps lines whole and in their order, whichever thread sends them.
+
+    srun reads no further while the daemon of a node takes nothing from it: whoever wrote to it directly would
+    wait too.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Write to a descriptor, which is closed by others."""
+        self.descriptor = descriptor
+        self.lines: SimpleQueue[str | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self.write_lines, daemon=True)
+        self.thread.start()
+
+    def send(self, lines: Iterable[str]) -> None:
+        """Write lines as soon as possible; nothing happens if the tasks are gone."""
+        for line in lines:
+            self.lines.put(line)
+
+    def write_lines(self) -> None:
+        """Write what is sent until the end: the thread's body."""
+        while (line := self.lines.get()) is not None:
+            write_line_to_tasks(self.descriptor, line)
+
+    def close(self) -> bool:
+        """Write what is left; False if nobody reads it, and the thread still waits."""
+        self.lines.put(None)
+        self.thread.join(CLOSE_TIMEOUT)
+        return not self.thread.is_alive()
 
 
 @dataclass(slots=True)
@@ -102,9 +137,9 @@ class NodeStep:
 
     def send_kill_wait(self) -> None:
         """Ask SLURM for its KillWait, once the step is on its way: the thread's body."""
-        seconds = ask_kill_wait(self.environ)
-        if seconds is not None:
-            self.writer.send((f"{KILL_WAIT} {seconds}",))
+        with contextlib.suppress(SchedulerError):
+            if found := re.match(r"\d+", ask_config(self.environ).get("KillWait", "")):  # `30 sec`
+                self.writer.send((f"{KILL_WAIT} {found[0]}",))
 
     def send(self, number: int) -> None:
         """Send a signal to the ranks, by way of their supervisors."""

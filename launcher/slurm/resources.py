@@ -8,13 +8,13 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from launcher.errors import SchedulerError, UsageError
-from launcher.slurm.client import run_slurm
+from launcher.slurm.commands import run_slurm
 from launcher.slurm.notation import Gpus, parse_gpus, parse_time_limit
-from launcher.slurm.sbatch_options import AUTO, Resources
 
 if TYPE_CHECKING:
     from launcher.config.settings import ClusterConfig
 
+AUTO = "auto"
 SINFO_FIELDS = ("%P", "%D", "%c", "%z", "%m", "%G", "%t", "%l", "%f", "%B")
 """Partition, nodes, CPUs, S:C:T, memory, gres, state, time limit, features, MaxCPUsPerNode."""
 GRES = re.compile(r"(?:gres/)?gpu(?::(?P<type>[^:,()]+))??(?::(?P<count>\d+))?(?:\([^()]*\))?")
@@ -25,6 +25,15 @@ CPU_OPTIONS = ("cpus-per-gpu", "mincpus")
 MEM_OPTIONS = ("mem-per-cpu", "mem-per-gpu")
 """Options of `cluster.additional` that take the place of what would be filled in."""
 MEM_VARIABLES = ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU")
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Of each node; None leaves it to SLURM."""
+
+    gpus_per_node: str | None
+    cpus_per_task: str | None
+    mem: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from launcher.runs.rank_logs import find_job_logs
 from launcher.runs.run_directory import FULL, RunDir, is_full
 from launcher.runs.run_process import check_process
 from launcher.runs.run_status import RunStatus, mark_lost, read_status
-from launcher.slurm.client import ENDED, JobState, ask_queue
-from launcher.slurm.job_control import name_job
+from launcher.slurm.commands import ENDED, JobState, ask_queue, name_job
 from launcher.text import quote_word
 
 logger = logging.getLogger(__name__)

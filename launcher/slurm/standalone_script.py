@@ -30,8 +30,8 @@ from launcher.runs.run_directory import (
 )
 from launcher.runs.run_status import explain_outcome
 from launcher.runs.secrets import MASK, is_secret, mask_text, mask_tree, mask_words
+from launcher.slurm.commands import count_restarts, name_job
 from launcher.slurm.first_node import run_batch_script
-from launcher.slurm.job_control import count_restarts, name_job
 from launcher.slurm.job_request import JobRequest, make_job_request, write_job_request
 from launcher.text import escape_text, print_text
 
@@ -238,7 +238,7 @@ def print_node_plan(spec: "JobSpec", chosen: "JobOptions") -> None:
     """Show the plan for the nodes, if it is known what they are."""
     from launcher.report.console import make_console
     from launcher.report.placement import print_placement
-    from launcher.slurm.node_snapshot import plan_snapshot
+    from launcher.slurm.submission_fit import plan_snapshot
 
     made = plan_snapshot(spec, chosen)
     if made is None:

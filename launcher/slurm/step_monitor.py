@@ -16,11 +16,11 @@ from launcher.errors import SchedulerError
 from launcher.launch.signals import KILL_GRACE, STOPPING, SignalQueue, StopStages, name_signal
 from launcher.runs.node_records import read_nodes
 from launcher.slurm.attempt import Attempt, is_taken_over
+from launcher.slurm.attempt_end import choose_stop_time
 from launcher.slurm.attempt_lifecycle import prepare_for_kill
-from launcher.slurm.job_control import ask_job, ask_nodes, is_down
+from launcher.slurm.commands import ask_job, ask_node_states, is_down
 from launcher.slurm.notation import parse_signal
 from launcher.slurm.rendezvous import PORT_TAKEN
-from launcher.slurm.requeue_policy import choose_stop_time
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class StepMonitor:
             return
         self.next_look = now + LOOK
         with contextlib.suppress(SchedulerError):
-            states = ask_nodes(hosts, self.attempt.environ, LOOK_TIMEOUT)
+            states = ask_node_states(hosts, self.attempt.environ, LOOK_TIMEOUT)
             back = [host for host in hosts if host in states and not is_down(states[host])]
             for host in back:
                 logger.info(

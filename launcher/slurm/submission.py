@@ -1,6 +1,7 @@
-"""Submits jobs to SLURM: run directories, one sbatch, and what to do next."""
+"""sbatch, called through submitit."""
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -11,6 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from submitit import Job, SlurmExecutor, SlurmJob
+from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
+from submitit.helpers import CommandFunction
 
 from launcher.errors import LaunchError, MachineError, SchedulerError, UsageError
 from launcher.files import LARGEST, read_file
@@ -21,12 +27,83 @@ from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, write_private
 from launcher.slurm.batch_script import SCRIPT, Script, check_syntax, describe_jobs, render_script
+from launcher.slurm.first_node import run_batch_script
 from launcher.slurm.job_options import JobOptions, choose_job_options, explain_refusal
 from launcher.slurm.job_request import REQUEST_FILE, hold_manifest, make_job_request, write_job_request
 from launcher.slurm.slurm_environ import clean_for_sbatch
 from launcher.text import print_text, quote_word
 
 logger = logging.getLogger(__name__)
+
+LARGE_VARIABLE = 64 << 10
+"""Characters of a variable from which an error names it."""
+
+
+class BatchScriptExecutor(SlurmExecutor):
+    """submitit's executor for SLURM, which submits a batch script that is there already.
+
+    `submit` and the `SlurmJob` that it returns are submitit's own, so the run directory works as the job's
+    folder: `submitit.SlurmJob(RUN_DIR, JOB_ID)`. Its parameters and its own way to submit do not fit:
+    it pickles a function, and writes a script that starts `python -m submitit.core._submit` in a step; it
+    replaces %j in the folder's name, passes this process's environment on as it is, gives all members of an
+    array one folder, and requeues by its own rules. So the method that every executor implements is another
+    one here: it runs sbatch for our script, in the environment that the job is to have.
+    """
+
+    def __init__(self, script: Path, environ: Mapping[str, str]) -> None:
+        super().__init__(script.parent)
+        self.script, self.environ = script, dict(environ)
+
+    def _internal_process_submissions(
+        self, delayed_submissions: Sequence[DelayedSubmission]
+    ) -> list[Job[Any]]:
+        """Run sbatch; the script says what runs, so the functions are not pickled."""
+        sbatch = CommandFunction(["sbatch", str(self.script)], verbose=False, env=self.environ)
+        # submitit prints sbatch's complaints, which are to be part of one error.
+        with contextlib.redirect_stderr(io.StringIO()):
+            output = sbatch()
+        job_id = self._get_job_id_from_submission_command(output)
+        return [SlurmJob(self.folder, job_id, tasks=[0]) for _ in delayed_submissions]
+
+
+def submit_script(script: Path, environ: Mapping[str, str]) -> str:
+    """Submit a script in this environment, which the job gets too, and return the job's id.
+
+    Raises SchedulerError with what sbatch complained of.
+    """
+    try:
+        return BatchScriptExecutor(script, environ).submit(run_batch_script, script.parent).job_id
+    except FailedJobError as error:
+        cause = error.__cause__
+        code = cause.returncode if isinstance(cause, subprocess.CalledProcessError) else "an error"
+        raise SchedulerError(
+            shorten_complaint(str(error)) or f"sbatch ended with {code}, and said nothing"
+        ) from None
+    except FailedSubmissionError as error:
+        raise SchedulerError(f"sbatch: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise SchedulerError(explain_start(error, environ)) from None
+
+
+def shorten_complaint(text: str) -> str:
+    """Return sbatch's complaints in one line, without what each line repeats."""
+    lines = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
+    complaints = [
+        line.removeprefix("sbatch: ").removeprefix("error: ").removeprefix("fatal: ") for line in lines
+    ]
+    return f"sbatch: {'; '.join(complaints)}" if complaints else ""
+
+
+def explain_start(error: OSError, environ: Mapping[str, str]) -> str:
+    """Say why sbatch did not start: as a rule an environment that is larger than the kernel allows."""
+    large = sorted(environ, key=lambda name: -len(environ[name]))[:3]
+    names = ", ".join(
+        f"{name} ({len(environ[name]) >> 10} KiB)" for name in large if len(environ[name]) >= LARGE_VARIABLE
+    )
+    total = sum(len(name) + len(value) for name, value in environ.items()) >> 10
+    why = f"{error.strerror}: the environment has {total} KiB{', of which ' + names if names else ''}"
+    return f"sbatch cannot be started ({why}): unset what the job does not need"
+
 
 WRITTEN_FILES = ("config.yaml", "manifest.json", REQUEST_FILE, SCRIPT)
 """What a submission writes."""
@@ -158,7 +235,7 @@ def describe_script(
 
 def send_script(staged: Sequence[StagedRun], chosen: JobOptions, script: Script) -> str:
     """Write the script into each run directory, submit it, and return the job's id."""
-    from launcher.slurm.sbatch import submit_script
+    from launcher.slurm.submission import submit_script
 
     text = render_script(script, [str(each.run.path) for each in staged])
     check_syntax(text, script.setup)

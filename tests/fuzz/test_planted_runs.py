@@ -36,7 +36,7 @@ from launcher.runs.run_directory import (
 )
 from launcher.runs.run_process import identify_process
 from launcher.runs.run_records import AppliedReader, read_run
-from launcher.slurm.client import JobState
+from launcher.slurm.commands import JobState
 from tests.fuzzing import SEQUENCES, Terminal, assert_harmless, scalars, texts
 from tests.strangers import STRANGER
 

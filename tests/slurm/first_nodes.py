@@ -15,7 +15,7 @@ import traceback
 EAGER = {
     "launcher.slurm.attempt_lifecycle": {"SHORT_TIMEOUT": 0.3},
     "launcher.slurm.first_node": {"RETRY": 0.0},
-    "launcher.slurm.job_control": {"RETRY": 0.0, "ANSWERED": 0.2},
+    "launcher.slurm.commands": {"RETRY": 0.0, "ANSWERED": 0.2},
     "launcher.slurm.node_step": {"RECORD_TIMEOUT": 0.2},
 }
 """Pauses that nobody has to wait for here."""

@@ -11,7 +11,7 @@ import pytest
 from launcher.errors import UsageError
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.batch_script import END_MARK, Script, render_script, render_standalone
-from launcher.slurm.sbatch_options import Option
+from launcher.slurm.job_options import Option
 from launcher.slurm.standalone_script import redirect_to_log
 from tests.strangers import give_away
 

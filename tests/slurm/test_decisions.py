@@ -14,18 +14,20 @@ from hypothesis import strategies as st
 
 from launcher.config.settings import RequeueConfig
 from launcher.slurm import preflight_kind
-from launcher.slurm.attempt_end import EndFacts, classify_end, classify_kill
-from launcher.slurm.job_control import JobStatus
-from launcher.slurm.preflight_action import choose_hosts
-from launcher.slurm.preflight_kind import choose_preflight_kind
-from launcher.slurm.requeue_policy import (
+from launcher.slurm.attempt_end import (
     DESCRIPTIONS,
     LIMITED,
+    EndFacts,
     PastAttempt,
     choose_stop_time,
+    classify_end,
+    classify_kill,
     decide_requeue,
     is_near_limit,
 )
+from launcher.slurm.commands import JobState
+from launcher.slurm.preflight import choose_hosts
+from launcher.slurm.preflight_kind import choose_preflight_kind
 
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("decisions.json").read_text())
 POLICY = RequeueConfig(
@@ -40,9 +42,9 @@ def read_time(value: float | str | None) -> float | None:
 
 
 def test_what_slurm_does_to_the_job() -> None:
-    usual = {"state": "RUNNING", "reason": "", "restarts": 0, "end_time": 1000.0, "preempted": False}
+    usual = {"job_id": "7", "state": "RUNNING", "restarts": 0, "end_time": 1000.0}
     for changes, restarts, kill in TABLES["kills"]:
-        word = None if changes is None else JobStatus(**{**usual, **changes})
+        word = None if changes is None else JobState(**{**usual, **changes})
         assert classify_kill(word, restarts) == kill, changes
 
 

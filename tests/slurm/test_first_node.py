@@ -16,9 +16,9 @@ from launcher.config.settings import Settings
 from launcher.runs.manifest import read_manifest, stamp_time, write_manifest
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import first_node_guard
-from launcher.slurm.job_control import SHORT_TIMEOUT, exclude_nodes, requeue_job
+from launcher.slurm.commands import SHORT_TIMEOUT, exclude_nodes, requeue_job
 from launcher.slurm.job_request import JobRequest, write_job_request
-from launcher.slurm.node_probe import is_frozen
+from launcher.slurm.spares import is_frozen
 from tests.seam import clean_environ
 
 GUARD = """
@@ -29,7 +29,7 @@ sys.exit(first_node_guard.main())
 """
 COMMANDS = {
     "sinfo": "printf 'n0|down*\\nn1|idle\\n'",
-    "squeue": "echo 'RUNNING|0|N/A|N/A|1:00|None|'",
+    "squeue": "echo '7|RUNNING|main|2|n[0-1]|N/A|N/A|0|0|N/A|N/A|1:00|None|'",
     "scontrol": """case "$*" in
 requeue*)
     echo >> tries

@@ -15,10 +15,19 @@ from hypothesis import strategies as st
 
 from launcher.report.console import JobConsole, make_console
 from launcher.runs.run_directory import RunDir
-from launcher.slurm import followed_job as followed
-from launcher.slurm.client import JobState
-from launcher.slurm.followed_job import QUIET, FollowedJob, JobLog, MarkedLines
-from launcher.slurm.pending_jobs import Answer, QueuePosition, describe_wait, explain_reason, find_position
+from launcher.slurm import follow as followed
+from launcher.slurm.commands import JobState
+from launcher.slurm.follow import (
+    QUIET,
+    Answer,
+    FollowedJob,
+    JobLog,
+    MarkedLines,
+    QueuePosition,
+    describe_wait,
+    explain_reason,
+    find_position,
+)
 
 TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("followed.toml").read_text())
 

@@ -22,7 +22,7 @@ from launcher.runs.manifest import describe_start, read_manifest, write_manifest
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import submission
 from launcher.slurm.attempt_lifecycle import start_attempt
-from launcher.slurm.job_options import JobOptions
+from launcher.slurm.job_options import JobOptions, Option
 from launcher.slurm.job_request import (
     JobRequest,
     find_secrets,
@@ -33,7 +33,6 @@ from launcher.slurm.job_request import (
 )
 from launcher.slurm.node_job import check_node_fit, plan_here
 from launcher.slurm.resources import NodeKind
-from launcher.slurm.sbatch_options import Option
 from launcher.slurm.submission_fit import describe_site, find_largest_gpu, judge_submission
 from tests.seam import run_outside
 from tests.specify import specify

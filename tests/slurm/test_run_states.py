@@ -31,6 +31,12 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {**clean_environ(), "PATH": f"{tmp_path}/bin:/usr/bin:/bin", "TZ": "UTC"}
 
 
+def add_times(row: str) -> str:
+    """Put in what a row does not tell: its end, a preemption, and the limit."""
+    *head, reason = row.split("|", 8)
+    return "|".join([*head, "N/A|N/A|N/A", reason])
+
+
 def write_command(folder: Path, name: str, text: str) -> None:
     """A command of SLURM's, which notes that it was asked."""
     (folder / "bin" / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{folder}/calls\ncd {folder}\n{text}\n')
@@ -47,7 +53,7 @@ def test_slurms_word_counts_if_the_manifest_tells_no_end(tmp_path: Path, environ
                         outcome=run.get("outcome", {}), **more)  # fmt: skip
         if run.get("log"):
             (path / f"logs/slurm-{number}.out").touch()
-        rows += [f"{number}|{run['squeue']}|\n"] if "squeue" in run else []
+        rows += [f"{number}|{add_times(run['squeue'])}|\n"] if "squeue" in run else []
         asked += [str(number)] if "slurm" in more and run.get("asked", True) else []
     (tmp_path / "rows").write_text("".join(rows))
     names = [f"run{number}" for number in range(1, len(runs) + 1)]
@@ -74,7 +80,7 @@ def test_a_manifest_that_was_completed_meanwhile(tmp_path: Path, environ: dict[s
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["outcome"] = {"state": "failed", "exit_code": 9, "reason": "so it is"}
     (tmp_path / "later").write_text(json.dumps(manifest))
-    row = "7|COMPLETED|main|2|n[0-1]|N/A|N/A|0|0|None|"
+    row = "7|COMPLETED|main|2|n[0-1]|N/A|N/A|0|0|N/A|N/A|N/A|None|"
     write_command(tmp_path, "squeue", f"cp later {path}/manifest.json; echo '{row}'")
     done = run_outside(["status", "format=json"], tmp_path, environ)
     (found,) = json.loads(done.out)["runs"]
@@ -104,7 +110,7 @@ def test_a_run_directory_is_for_one_run_at_a_time(
             path = make_run(tmp_path / f"runs-{state}", state=state, **more)
         for said in case.get("squeue", ["RUNNING"]):
             shown = {"away": AWAY, "unknown": UNKNOWN}
-            row = f"7|{said}|main|2|n[0-1]|N/A|N/A|0|0|None|"
+            row = f"7|{said}|main|2|n[0-1]|N/A|N/A|0|0|N/A|N/A|N/A|None|"
             write_command(tmp_path, "squeue", shown.get(said, f"echo '{row}'"))
             (tmp_path / "calls").unlink(missing_ok=True)
             for submits in (True, False):

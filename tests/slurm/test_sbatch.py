@@ -11,12 +11,11 @@ import pytest
 from launcher.config.settings import ClusterConfig, RequeueConfig
 from launcher.errors import LaunchError, SchedulerError, UsageError
 from launcher.launch.job import JobSpec
-from launcher.slurm.job_options import choose_job_options, explain_refusal
+from launcher.slurm.job_options import Option, check_cluster, choose_job_options, explain_refusal
 from launcher.slurm.notation import parse_time_limit
 from launcher.slurm.resources import NodeKind
-from launcher.slurm.sbatch import submit_script
-from launcher.slurm.sbatch_options import Option, check_cluster
 from launcher.slurm.slurm_environ import clean_for_sbatch
+from launcher.slurm.submission import submit_script
 from tests.specify import specify
 
 OPTIONS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("options.toml").read_text())

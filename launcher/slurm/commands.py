@@ -1,0 +1,428 @@
+"""SLURM's commands: one parser for what each of squeue, sacct, sinfo and scontrol prints, and the requeue."""
+
+import contextlib
+import logging
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from launcher.errors import SchedulerError
+from launcher.slurm.notation import expand_ranges
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VARIABLES = ("SQUEUE_", "SACCT_", "SINFO_", "SLURM_TIME_FORMAT")
+"""Beginnings of the variables by which people choose what these commands show, which is read here."""
+FIXED_VARIABLES = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}
+"""Numbers and times look the same everywhere, and those of an array's members are shown in full."""
+TIMEOUT = 60.0
+"""Seconds that a command has; slurmctld itself gives up on a request after less (MessageTimeout)."""
+ENDED = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "LAUNCH_FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "RECONFIG_FAIL",
+        "REVOKED",
+        "TIMEOUT",
+    }
+)
+"""States from which a job does not come back (squeue(1), "JOB STATE CODES")."""
+SQUEUE_FIELDS = (
+    "JobArrayID,State,Partition,NumNodes,NodeList,StartTime,SubmitTime,RestartCnt,exit_code",
+    "EndTime,PreemptTime,TimeLimit,Reason",
+)
+SACCT_FIELDS = "JobID,State,Partition,NNodes,NodeList,Start,ExitCode,Reason"
+"""What is asked, in these commands' names; a reason can hold anything, and comes last.
+
+sacct's `Restarts` came with 23.11.
+"""
+SQUEUE = ("squeue", "--noheader", "--array", "--all", "--states=all")
+SACCT = ("sacct", "--parsable2", "--noheader", "--allocations")
+SINFO = ("sinfo", "--noheader", "--Node")
+CONFIG_LINE = re.compile(r"^(\w+)\s*=\s*(.*?)\s*$", re.MULTILINE)
+NODE_FIELD = re.compile(r"(?:^|\s)(\w+)=(\S+)")
+MAX_JOBS = 1000
+"""Jobs of one question: an argument can have 128 KiB."""
+NO_VALUES = ("", "N/A", "None", "Unknown", "None assigned", "(null)", "NONE")
+"""How SLURM writes that there is no such thing."""
+RUNNING = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
+"""States of a job that SLURM has not begun to end."""
+SHORT_TIMEOUT = 4.0
+"""Seconds for one question: a job that is being ended has KillWait in all, 30 s by default."""
+LONG_TIMEOUT = 20.0
+"""Seconds for one question while nothing ends the job: slurmctld can be busy."""
+RETRY, LONGEST_RETRY = 0.5, 5.0
+"""Seconds between two tries to requeue: the first two, and at most."""
+ANSWERED = 60.0
+"""Seconds in which slurmctld answers other questions, after which any complaint of its is a refusal."""
+DOWN = ("down", "fail", "error", "unknown", "reboot", "power")
+"""Beginnings of sinfo's states of a node that is not there; one that does not respond ends in `*`."""
+REFUSAL = re.compile(
+    "presently disabled|Invalid (job|user) id|permission denied|Only batch|not supported|already complet",
+    re.IGNORECASE,
+)
+"""In scontrol's words if slurmctld will not requeue a job (src/common/slurm_errno.c)."""
+
+
+class MissingCommandError(SchedulerError):
+    """SLURM's commands are not there: nobody will ever answer."""
+
+
+def run_slurm(
+    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, timeout: float = TIMEOUT
+) -> str:
+    """Run one of SLURM's commands and return what it prints; raises SchedulerError with its complaint.
+
+    How it shows things is by its words alone, whatever the user's variables say.
+    """
+    environ_given = os.environ if environ is None else environ
+    kept = {name: value for name, value in environ_given.items() if not name.startswith(FORMAT_VARIABLES)}
+    try:
+        done = subprocess.run(
+            argv,
+            env={**kept, **FIXED_VARIABLES},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise MissingCommandError(f"there is no {argv[0]} on PATH: load SLURM's module") from None
+    except subprocess.TimeoutExpired:
+        raise SchedulerError(
+            f"{argv[0]} did not answer in {timeout:.0f} s: is slurmctld up (`scontrol ping`)?"
+        ) from None
+    if done.returncode:
+        complaint = " ".join((done.stderr or done.stdout).split())
+        complaint = complaint or f"ended with {done.returncode}, and printed nothing"
+        raise SchedulerError(f"{argv[0]}: {complaint}")
+    return done.stdout
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """A job, or one member of a job array, as SLURM sees it."""
+
+    job_id: str
+    """`12`, `12_3` for an array's member."""
+    state: str
+    """SLURM's long word: PENDING, RUNNING, COMPLETED, …"""
+    reason: str = ""
+    """Why it waits, or ended; empty if SLURM gives none."""
+    partition: str = ""
+    nodes: int = 0
+    nodelist: str = ""
+    """In SLURM's form, `n[0-3]`; empty before the start."""
+    start: str = ""
+    """`YYYY-MM-DDTHH:MM:SS` in local time, the expected one of a pending job; empty if none is known."""
+    restarts: int | None = None
+    """Requeues so far, one that is under way among them; None if only accounting remembers the job."""
+    exit_code: int | None = None
+    """As a shell gives it, 128+n for signal n; None before the end."""
+    submitted: str = ""
+    """When it came into the queue, as `start`; of a requeued job, when it came back."""
+    end_time: float | None = None
+    """Time limit, in seconds since the epoch, infinite for none; the time of the end if SLURM is ending
+    the job; None if SLURM does not tell."""
+    preempted: bool = False
+    """SLURM has set a time at which the job has to make room, or had to."""
+
+
+def ask_queue(job_ids: Sequence[str]) -> dict[str, JobState]:
+    """Ask SLURM about jobs; for the number of an array, about all of its members.
+
+    Jobs that it no longer knows are left out. Raises SchedulerError if slurmctld does not answer.
+    """
+    wanted = list(dict.fromkeys(job_ids))
+    found: dict[str, JobState] = {}
+    for at in range(0, len(wanted), MAX_JOBS):
+        found |= ask_controller(wanted[at : at + MAX_JOBS])
+    known = {*found, *(job_id.partition("_")[0] for job_id in found)}
+    forgotten = [job_id for job_id in wanted if job_id not in known]
+    for at in range(0, len(forgotten), MAX_JOBS):
+        # If accounting is off or down, sacct fails, and nothing more is known.
+        with contextlib.suppress(SchedulerError):
+            found |= ask_accounting(forgotten[at : at + MAX_JOBS])
+    return found
+
+
+def ask_job(job_id: str, environ: Mapping[str, str], timeout: float = SHORT_TIMEOUT) -> JobState:
+    """Ask slurmctld how one job stands; raises SchedulerError."""
+    for job in ask_controller([job_id], environ, timeout).values():
+        return job
+    raise SchedulerError(f"squeue: nothing on job {job_id}")
+
+
+def ask_controller(
+    job_ids: Sequence[str], environ: Mapping[str, str] | None = None, timeout: float = TIMEOUT
+) -> dict[str, JobState]:
+    """Ask slurmctld, which forgets a job MinJobAge seconds after its end; raises SchedulerError."""
+    fields = ",".join(SQUEUE_FIELDS).split(",")
+    argv = [*SQUEUE, f"--jobs={','.join(job_ids)}", "--Format=" + ",".join(f"{name}:|" for name in fields)]
+    try:
+        text = run_slurm(argv, environ, timeout=timeout)
+    except SchedulerError as error:
+        # Of one job that it does not know it says so; in a list it passes over such.
+        if "Invalid job id" in str(error):
+            return {}
+        raise
+    found = {}
+    for row in split_rows(text, len(fields)):
+        job_id, state, partition, nodes, nodelist, start, submitted, restarts, status, *times, reason = row
+        end, preempted, limit = times
+        wait_status = int(status) if status.isdecimal() else 0
+        found[job_id] = JobState(
+            job_id,
+            state,
+            reason,
+            partition,
+            parse_node_count(nodes),
+            nodelist,
+            start,
+            restarts=int(restarts) if restarts.isdecimal() else None,
+            exit_code=shell_code(wait_status >> 8 & 255, wait_status & 127)
+            if state in ENDED and status.isdecimal()
+            else None,
+            submitted=submitted,
+            end_time=math.inf if limit == "UNLIMITED" else parse_slurm_time(end),
+            preempted=parse_slurm_time(preempted) is not None,
+        )
+    return found
+
+
+def ask_accounting(job_ids: Sequence[str]) -> dict[str, JobState]:
+    """Ask slurmdbd about jobs that the controller has forgotten; raises SchedulerError."""
+    # Members that never began have one row together, which is not shown for the number of one of them.
+    numbers = dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids)
+    text = run_slurm([*SACCT, f"--jobs={','.join(numbers)}", f"--format={SACCT_FIELDS}"])
+    rows = list(split_rows(text, SACCT_FIELDS.count(",") + 1))
+    # A member that ran has a row of its own, and is still counted in that of those that never did.
+    rows.sort(key=lambda row: "[" not in row[0])
+    found = {}
+    for numbers_of_row, state_text, partition, nodes, nodelist, start, status, reason in rows:
+        state = state_text.partition(" ")[0]  # it may name who cancelled the job
+        code, _, number = status.partition(":")
+        known = code.isdecimal() and number.isdecimal()
+        for job_id in list_members(numbers_of_row):
+            # What is no final state here was never told to slurmdbd: the controller would know such a job.
+            if state in ENDED and (job_id in job_ids or job_id.partition("_")[0] in job_ids):
+                found[job_id] = JobState(
+                    job_id,
+                    state,
+                    reason,
+                    partition,
+                    parse_node_count(nodes),
+                    nodelist,
+                    start,
+                    exit_code=shell_code(int(code), int(number)) if known else None,
+                )
+    return found
+
+
+def list_members(job_id: str) -> Iterator[str]:
+    """Give the members of a row of sacct's, `12_[3-5,9%2]`; another job's number is given as it is."""
+    array, bracket, members = job_id.partition("[")
+    if not bracket:
+        yield job_id
+    for part in members.rstrip("]").partition("%")[0].split(",") if bracket else ():
+        with contextlib.suppress(ValueError):  # `...`, if the list is too long
+            yield from (f"{array}{number}" for number in expand_ranges(part))
+
+
+def split_rows(text: str, count: int) -> Iterator[list[str]]:
+    """Give the rows of a table whose columns end in `|`; other lines are passed over."""
+    for line in text.splitlines():
+        row = [cell.strip() for cell in line.removesuffix("|").split("|", count - 1)]
+        if len(row) == count:
+            yield [("" if cell in NO_VALUES else cell) for cell in row]
+
+
+def shell_code(code: int, number: int) -> int:
+    """Return an exit code as a shell gives it, from a program's own and the signal that ended it."""
+    return 128 + number if number else code
+
+
+def parse_node_count(text: str) -> int:
+    """Read a number of nodes, which may be a range (`2-4`) before the start: the least."""
+    digits = text.partition("-")[0]
+    return int(digits) if digits.isdecimal() else 0
+
+
+def name_job(environ: Mapping[str, str]) -> str:
+    """Return the job's id, `12_3` for an array's member: the bare number of one may be the whole array's."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID", "")
+
+
+def parse_slurm_time(text: str) -> float | None:
+    """Read SLURM's local time, in seconds since the epoch; None for `N/A` and such."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def ask_config(environ: Mapping[str, str] | None = None, timeout: float = SHORT_TIMEOUT) -> dict[str, str]:
+    """Return SLURM's configuration as `scontrol show config` prints it; raises SchedulerError."""
+    return dict(CONFIG_LINE.findall(run_slurm(["scontrol", "show", "config"], environ, timeout=timeout)))
+
+
+def ask_node_fields(
+    hosts: Sequence[str], environ: Mapping[str, str], timeout: float = SHORT_TIMEOUT
+) -> dict[str, dict[str, str]]:
+    """Return what `scontrol show node` prints of each node, as far as it is a word; raises SchedulerError."""
+    argv = ["scontrol", "--oneliner", "show", "node", ",".join(hosts)]
+    lines = run_slurm(argv, environ, timeout=timeout).splitlines() if hosts else []
+    nodes = [dict(reversed(NODE_FIELD.findall(line))) for line in lines]  # a reason at the end can hold any
+    return {fields["NodeName"]: fields for fields in nodes if "NodeName" in fields}
+
+
+def ask_node_states(
+    hosts: Sequence[str], environ: Mapping[str, str], timeout: float = SHORT_TIMEOUT
+) -> dict[str, str]:
+    """Return the states of nodes as sinfo has them, `down*`; raises SchedulerError."""
+    if not hosts:
+        return {}
+    argv = [*SINFO, "--all", f"--nodes={','.join(hosts)}", "--format=%N|%T"]
+    return dict(split_rows(run_slurm(argv, environ, timeout=timeout), 2))
+
+
+def is_down(state: str) -> bool:
+    """Tell whether a node in this state is not there."""
+    return state.startswith(DOWN) or state.endswith("*")
+
+
+def ask_last_end(job_id: str, environ: Mapping[str, str]) -> str:
+    """Return the state in which accounting has the job's attempt before this one; empty if it has none."""
+    argv = [*SACCT, "--duplicates", f"--jobs={job_id}", "--format=State,Start"]
+    with contextlib.suppress(SchedulerError):
+        text = run_slurm(argv, environ, timeout=SHORT_TIMEOUT)
+        ended = [
+            state.split()[0] for state, _ in split_rows(text, 2) if state not in ("", "RUNNING", "PENDING")
+        ]
+        return ended[-1] if ended else ""
+    return ""
+
+
+@contextlib.contextmanager
+def ignore_stops() -> Iterator[None]:
+    """Ignore SIGTERM in a block: a requeue ends the batch step, whose commands would die of it half-way.
+
+    An ignored signal stays ignored over exec.
+    """
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@ignore_stops()
+def requeue_job(job_id: str, environ: Mapping[str, str], timeout: float = math.inf) -> None:
+    """Put the job back into the queue; tries for `timeout` seconds, until slurmctld answers.
+
+    Raises SchedulerError for a refusal. That slurmctld is away can have any words ("Unexpected message
+    received"), so only known ones refuse, and what it still says when it has answered questions for a while.
+    If somebody else has requeued the job meanwhile, or the answer to a request was lost, that counts.
+    """
+    end, answered, pause = time.monotonic() + timeout, math.inf, RETRY
+    while True:
+        try:
+            run_slurm(
+                ["scontrol", "requeue", job_id],
+                environ,
+                timeout=LONG_TIMEOUT if end == math.inf else SHORT_TIMEOUT,
+            )
+        except MissingCommandError:
+            raise
+        except SchedulerError as error:
+            if "pending execution" in str(error):
+                return
+            try:
+                if (ask_job(job_id, environ).restarts or 0) > count_restarts(environ):
+                    return
+                answered = min(answered, time.monotonic())
+            except SchedulerError:
+                answered = math.inf
+            if REFUSAL.search(str(error)) or time.monotonic() > min(end, answered + ANSWERED):
+                raise
+            if pause == RETRY:
+                logger.warning(f"the requeue is tried again until SLURM answers: {error}")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_RETRY)
+        else:
+            return
+
+
+def count_restarts(environ: Mapping[str, str]) -> int:
+    """Return how often the job had been requeued when this start of it began."""
+    count = environ.get("SLURM_RESTART_COUNT", "")
+    return int(count) if count.isdecimal() else 0
+
+
+@ignore_stops()
+def exclude_nodes(
+    job_id: str,
+    lost: Sequence[str],
+    min_nodes: int,
+    environ: Mapping[str, str],
+    patience: float = 2 * SHORT_TIMEOUT,
+) -> str:
+    """Exclude lost nodes, the newest loss first, from a job that is in the queue; returns which could not be.
+
+    SLURM has `patience` seconds in all, since signals wait meanwhile, and KillWait may run.
+
+    What the user excluded stays so. A node that the user named with --nodelist is not excluded, nor are
+    more than leave the partition `min_nodes` nodes: SLURM would never start the job.
+    """
+    end = time.monotonic() + patience
+
+    def ask(*argv: str) -> str:
+        left = min(SHORT_TIMEOUT, end - time.monotonic())
+        if left <= 0:
+            raise SchedulerError(f"SLURM took {patience:.0f} s to answer")
+        return run_slurm(argv, environ, timeout=left)
+
+    def list_nodes(expression: str, partition: str) -> set[str]:
+        """Return the nodes of a partition, or those in `expression` if there is one."""
+        chosen = (f"--nodes={expression}",) if expression else ()
+        return {*ask(*SINFO, f"--partition={partition}", "--format=%N", *chosen).split()}
+
+    try:
+        answer = ask(*SQUEUE, f"--jobs={job_id}", "--format=%x|%n|%P")
+        excluded, required, partition = next(split_rows(answer, 3))
+        required_nodes = list_nodes(required, partition) if required else set()
+        before = list_nodes(excluded, partition) if excluded else set()
+        users = before - {*lost}
+        chosen = choose_excluded_nodes(lost, list_nodes("", partition) - users, required_nodes, min_nodes)
+        if users | {*chosen} != before:
+            names = ",".join(sorted(users | {*chosen}))
+            ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}")
+    except (SchedulerError, StopIteration) as error:
+        return f"{', '.join(lost)} not excluded ({error})"
+    kept = [name for name in lost if name not in chosen]
+    why = f"the job asks for it, or partition {partition} would have too few nodes"
+    return f"{', '.join(kept)} not excluded: {why}" if kept else ""
+
+
+def choose_excluded_nodes(
+    lost: Sequence[str], nodes: set[str], required_nodes: set[str], min_nodes: int
+) -> list[str]:
+    """Return the lost nodes that can be spared, first ones first, so that `min_nodes` nodes remain."""
+    able = [name for name in lost if name in nodes and name not in required_nodes]
+    return able[: max(len(nodes) - min_nodes, 0)]
