@@ -37,7 +37,7 @@ from launcher.slurm.commands import SHORT_TIMEOUT, exclude_nodes, requeue_job
 from launcher.slurm.diagnosis import complete_diagnosis, diagnose_end, diagnose_kill
 from launcher.slurm.job_request import JobRequest, hold_manifest
 from launcher.slurm.node_order import NodeOrder
-from launcher.text import name_some, break_line, describe_first_failed_rank, describe_time
+from launcher.text import break_line, describe_first_failed_rank, describe_time, name_some
 
 logger = logging.getLogger(__name__)
 

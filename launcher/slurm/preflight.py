@@ -37,7 +37,6 @@ from launcher.slurm.srun import (
     render_step,
 )
 from launcher.slurm.step_monitor import StepMonitor
-
 from launcher.text import count_things, name_some
 
 logger = logging.getLogger(__name__)
@@ -107,8 +106,12 @@ def choose_without_spares(
     if len(healthy) >= min(fewest, len(foreseen)) and healthy:
         spares = [host for host in healthy if host not in foreseen]
         on = f"{name_some(spares, MAX_NAMED)} in place of {names}" if spares else f"without {names}"
-        return NodeChoice("leave_out", healthy, f"the job goes on {on}, on {count_things(len(healthy), "node")} ({rule})")
-    short = f"{count_things(len(healthy), "node")} of the {fewest} that the job needs are left without {names}"
+        return NodeChoice(
+            "leave_out", healthy, f"the job goes on {on}, on {count_things(len(healthy), 'node')} ({rule})"
+        )
+    short = (
+        f"{count_things(len(healthy), 'node')} of the {fewest} that the job needs are left without {names}"
+    )
     if owned:
         return NodeChoice("requeue", (), f"{short}: it is to be requeued without it ({rule})")
     return NodeChoice(
