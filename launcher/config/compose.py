@@ -40,12 +40,9 @@ from launcher.config.overrides import (
 )
 from launcher.config.settings import Settings, settle_words
 from launcher.config.sources import (
-    MAX_SECONDS,
     MOST_BYTES,
     PRIMARY,
     Sources,
-    check_aliases,
-    limit_composition,
     read_text,
     read_yaml,
 )
@@ -210,8 +207,7 @@ def read_values(composed: Composed, keys: Sequence[str]) -> dict[str, object]:
     try:
         if composed.interpolated is not None:
             restore_hydra_config(composed.interpolated, RUN_DIR)
-        with limit_composition(composed.sources):
-            found = {key: OmegaConf.select(composed.tree, key) for key in keys}
+        found = {key: OmegaConf.select(composed.tree, key) for key in keys}
     except FAILURES as error:
         raise UsageError(shorten_message(error)) from None
     if "run_dir" in found and found["run_dir"] == composed.chosen_run_dir:
@@ -234,8 +230,7 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> Settings:
             tree.run_dir = str(run_dir or RUN_DIR)
         if composed.interpolated is not None:
             restore_hydra_config(composed.interpolated, str(tree.run_dir))
-        with limit_composition(composed.sources):
-            config = OmegaConf.to_object(tree)
+        config = OmegaConf.to_object(tree)
     except FAILURES as error:
         raise UsageError(shorten_message(error)) from None
     if not isinstance(config, Settings):
@@ -304,13 +299,8 @@ class SearchPath(SearchPathPlugin):
 
 
 @contextmanager
-def open_hydra(sources: Sources, seconds: float | None = MAX_SECONDS) -> Iterator[ConfigLoader]:
-    """Give the loader of a Hydra that reads these sources, and restore the previous Hydra at the end.
-
-    The block may use `seconds` of CPU time; None sets no limit, for a block that runs programs. Raises
-    UsageError for a file whose aliases multiply, before Hydra reads any. A file with more than MOST_BYTES is
-    left to the limit of CPU time: it may be one that nobody chooses.
-    """
+def open_hydra(sources: Sources) -> Iterator[ConfigLoader]:
+    """Give the loader of a Hydra that reads these sources, and restore the previous Hydra at the end."""
     Plugins.instance().register(SearchPath)
     first, *others = sources.folders
     token = OTHER_FOLDERS.set(tuple(others))
@@ -319,11 +309,8 @@ def open_hydra(sources: Sources, seconds: float | None = MAX_SECONDS) -> Iterato
     try:
         with (
             warnings.catch_warnings(action="ignore"),
-            limit_composition(sources, seconds),
             initialize_config_dir(str(first), PRIMARY, "1.3"),
         ):
-            for path, content in sources.read_own_files(MOST_BYTES):
-                check_aliases(path, content.decode("utf-8", "replace"))
             yield GlobalHydra.instance().config_loader()
     finally:
         OTHER_FOLDERS.reset(token)
@@ -391,8 +378,7 @@ def add_searchpath(sources: Sources, overrides: Sequence[str]) -> Sources:
         if given:
             found = OverridesParser.create().parse_override(given[0]).value()
         elif "searchpath" in text:
-            with limit_composition(sources):
-                found = OmegaConf.select(OmegaConf.create(text), "hydra.searchpath")
+            found = OmegaConf.select(OmegaConf.create(text), "hydra.searchpath")
         else:
             return sources
         folders = [find_folder(str(entry)) for entry in (found if isinstance(found, Sequence) else ())]

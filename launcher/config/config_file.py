@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import UsageError
 from launcher.files import LARGEST, read_file
 from launcher.runs.secrets import mask_tree
 
@@ -47,13 +46,9 @@ def read_config_value(run_path: Path, *keys: str) -> object:
     """Return a value of a run directory's file; None if the file cannot be read or does not have it."""
     import yaml
 
-    from launcher.config.sources import check_aliases
-
     try:
-        text = read_file(run_path / NAME, LARGEST).decode("utf-8", "replace")
-        check_aliases(run_path / NAME, text)
-        found = yaml.safe_load(text)
-    except (OSError, UsageError, ValueError, RecursionError, yaml.YAMLError):
+        found = yaml.safe_load(read_file(run_path / NAME, LARGEST).decode("utf-8", "replace"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
     for key in keys:
         found = found.get(key) if isinstance(found, dict) else None
@@ -67,14 +62,11 @@ def find_changes(run_path: Path, text: str) -> list[str]:
     """
     import yaml
 
-    from launcher.config.sources import check_aliases
-
     path = run_path / NAME
     try:
         before = read_file(path, LARGEST).decode("utf-8", "surrogateescape")
-        check_aliases(path, before)
         earlier = flatten(mask_tree(yaml.safe_load(before)))
-    except (OSError, UsageError, ValueError, RecursionError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return []
     return [] if "" in earlier else list(compare(earlier, flatten(yaml.safe_load(text))))
 

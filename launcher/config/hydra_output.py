@@ -22,9 +22,6 @@ from launcher.config.sources import Sources
 from launcher.errors import UsageError
 from launcher.text import print_text
 
-COMPLETION_SECONDS = 3.0
-"""CPU time for the answer to a shell, whose user waits for it."""
-
 
 def show_flags(flags: Flags) -> int:
     """Show what `--cfg`, `--info` or `--hydra-help` ask for, as Hydra does; raises UsageError."""
@@ -76,7 +73,7 @@ def ask_completion(sources: Sources, request: str, words: Sequence[str] = ()) ->
     output = io.StringIO()
     try:
         with (
-            open_hydra(sources, COMPLETION_SECONDS),
+            open_hydra(sources),
             borrow_variable("COMP_LINE", line),
             redirect_stdout(output),
         ):

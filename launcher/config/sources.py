@@ -1,25 +1,13 @@
-"""Where configuration is read: the working directory's conf/, then the shipped one; limits for its files.
+"""Where configuration is read: conf/ in the working directory, then the shipped one."""
 
-Nobody waits for a pipe, for aliases that multiply, or for references without an end.
-"""
-
-import contextlib
-import math
 import os
 import re
-import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
-from types import FrameType
-from typing import TYPE_CHECKING
 
 from launcher.errors import UsageError
 from launcher.files import LARGEST, read_file
-
-if TYPE_CHECKING:
-    import yaml
 
 PRIMARY = "launch"
 """Name of the primary configuration: not `config`, which a training program's own conf/ often holds."""
@@ -163,9 +151,6 @@ def check_readable(folder: Path) -> None:
 
 MOST_BYTES = 1 << 19
 """Of a file: PyYAML and OmegaConf take some seconds for as much."""
-MOST_NODES = 20_000
-"""Keys and values of a file that has aliases, with what these stand for: two or three seconds."""
-
 SEXAGESIMAL = re.compile(
     r"""^\s*["']?(?P<key>[\w-]+)["']?\s*:\s+(?P<text>[0-9][0-9_]*(?::[0-5]?[0-9])+)\s*(?:\#.*)?$""",
     re.MULTILINE,
@@ -183,43 +168,9 @@ def read_yaml(path: Path) -> object:
 def read_text(path: Path) -> str:
     """Return the text of a configuration file; raises UsageError for one that Hydra is not to read."""
     try:
-        text = read_file(path, MOST_BYTES, follow=True).decode("utf-8", "replace")
+        return read_file(path, MOST_BYTES, follow=True).decode("utf-8", "replace")
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}): correct it, or move it away") from None
-    check_aliases(path, text)
-    return text
-
-
-def check_aliases(path: Path, text: str) -> None:
-    """Raise UsageError if aliases make a file far larger, as in a `billion laughs`.
-
-    Other errors in the file are left to its reader.
-    """
-    if "*" not in text or "&" not in text:
-        return
-    import yaml
-
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        count = count_nodes(root, {}) if root else 0
-    except (yaml.YAMLError, RecursionError, ValueError):
-        return
-    if count > MOST_NODES:
-        many = "endlessly many" if count == math.inf else f"{count:.0f}"
-        raise UsageError(
-            f"{path} has {many} entries with what its aliases (*name) stand for, and the most is"
-            f" {MOST_NODES}: leave aliases out"
-        )
-
-
-def count_nodes(node: "yaml.Node", known: dict[int, float]) -> float:
-    """Count a node and all below it, aliases as what they stand for; infinite for one that holds itself."""
-    if id(node) not in known:
-        known[id(node)] = math.inf
-        children = node.value if isinstance(node.value, list) else []
-        below = [each for child in children for each in (child if isinstance(child, tuple) else (child,))]
-        known[id(node)] = 1 + sum(count_nodes(each, known) for each in below)
-    return known[id(node)]
 
 
 def find_unquoted(paths: Iterable[Path], numbers: Mapping[str, str]) -> Iterator[str]:
@@ -243,60 +194,3 @@ def parse_sexagesimal(text: str) -> int:
     for piece in text.replace("_", "").split(":"):
         total = total * 60 + int(piece)
     return total
-
-
-MAX_SECONDS = 10.0
-"""CPU time for composing a configuration: thirty times what the shipped one takes."""
-MAX_KIB = 1 << 20
-"""Growth of memory while a configuration is composed."""
-TICK = 0.25
-"""Seconds of CPU time between two checks."""
-
-
-class ExhaustedError(BaseException):
-    """The time or the memory is used up; a BaseException, so that no `except Exception` catches it."""
-
-
-@contextlib.contextmanager
-def limit_work(seconds: float = MAX_SECONDS) -> Iterator[None]:
-    """Raise ExhaustedError in a block that takes more CPU time (s), or more than MAX_KIB of memory.
-
-    Only the main thread can be limited. Limits do not nest: an inner block ends that of the outer one.
-    """
-    start = getrusage(RUSAGE_SELF)
-
-    def check_usage(_number: int, _frame: FrameType | None) -> None:
-        now = getrusage(RUSAGE_SELF)
-        if now.ru_utime - start.ru_utime > seconds:
-            raise ExhaustedError(f"more than {seconds:g} s")
-        if now.ru_maxrss - start.ru_maxrss > MAX_KIB:
-            raise ExhaustedError(f"more than {MAX_KIB >> 20} GiB of memory")
-
-    try:
-        before = signal.signal(signal.SIGVTALRM, check_usage)
-    except ValueError:  # not the main thread
-        yield
-        return
-    signal.setitimer(signal.ITIMER_VIRTUAL, TICK, TICK)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
-@contextlib.contextmanager
-def limit_composition(sources: Sources, seconds: float | None = MAX_SECONDS) -> Iterator[None]:
-    """Raise UsageError if the block, which composes a configuration from these sources, exceeds a limit.
-
-    None sets no limit.
-    """
-    try:
-        with contextlib.nullcontext() if seconds is None else limit_work(seconds):
-            yield
-    except ExhaustedError as error:
-        own = [str(folder) for folder in sources.folders if folder != find_shipped()]
-        raise UsageError(
-            f"the configuration takes {error} to put together: look for references that multiply, ${{…}} or"
-            f" defaults, in {', '.join(own) or 'the overrides'}"
-        ) from None

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import traceback
@@ -9,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import count, product
+from itertools import count, islice, product
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,11 +39,14 @@ from launcher.config.compose import (
 from launcher.config.mistakes import shorten_message
 from launcher.config.overrides import mentions_hydra, quote_value
 from launcher.config.run_path import use_sweep_folder
-from launcher.config.sources import Sources, limit_composition
+from launcher.config.sources import Sources
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_own
 from launcher.runs.secrets import mask_words
 from launcher.text import tame_text
+
+MOST_JOBS = 100_000
+"""Of a sweep; SLURM's largest array has 4 million tasks, and 1,000 as it is installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,7 @@ def resolve_sweeper(multirun: Multirun) -> tuple[list[str], object]:
         return [], {}
     choices = {str(group): str(option) for group, option in multirun.tree.hydra.runtime.choices.items()}
     try:
-        with limit_composition(multirun.sources):
-            node = OmegaConf.to_container(multirun.tree.hydra.sweeper, resolve=True)
+        node = OmegaConf.to_container(multirun.tree.hydra.sweeper, resolve=True)
     except FAILURES as error:
         raise UsageError(shorten_message(error)) from None
     return multirun.sources.list_own(choices), node
@@ -99,9 +102,11 @@ def expand_sweep(multirun: Multirun) -> list[list[str]]:
             words = [*normalize_overrides(multirun.sources, params, sweep=True), *multirun.words]
             parsed = OverridesParser.create(loader).parse_overrides(words)
             values = {override.get_key_element(): list_values(override) for override in parsed}
-            return [list(job) for job in product(*values.values())]
         except FAILURES as error:
             raise UsageError(shorten_message(error)) from None
+    if math.prod(map(len, values.values())) > MOST_JOBS:
+        raise UsageError(f"the sweep has over {MOST_JOBS} jobs: give fewer values, or several sweeps")
+    return [list(job) for job in product(*values.values())]
 
 
 def list_values(override: Override) -> list[str]:
@@ -113,7 +118,8 @@ def list_values(override: Override) -> list[str]:
             f"{override.input_line} is for a sweeper that chooses values by results, as hydra/sweeper=optuna:"
             " name one, or list the values"
         )
-    found = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    some = islice(override.sweep_string_iterator(), MOST_JOBS + 1)
+    found = [f"{override.get_key_element()}={value}" for value in some]
     if not found:
         raise UsageError(f"{override.input_line} matches nothing: a sweep needs one value at least")
     return found
@@ -220,7 +226,7 @@ def run_trials(
     node = {"_target_": "hydra_plugins.launch.TrialLauncher"}
     ConfigStore.instance().store(group="hydra/launcher", name="launch", node=node, provider="launch")
     words = [*multirun.words, "hydra/launcher=launch", f"hydra.sweep.dir={quote_value(str(folder))}"]
-    with open_hydra(multirun.sources, seconds=None):
+    with open_hydra(multirun.sources):
         hydra: Any = GlobalHydra.instance().hydra
         try:
             hydra.multirun(multirun.sources.primary, trials, words, with_log_configuration=False)
