@@ -4,7 +4,6 @@ import ctypes
 import hashlib
 import multiprocessing
 import os
-import platform
 import signal
 import sysconfig
 import tempfile
@@ -26,60 +25,41 @@ EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packa
 def find_text(path: str | None) -> Path:
     """Return the file to train on: the user's, the files of the user's directory in one, or Python's library.
 
-    Raises OptionError if there is none or it cannot be read.
+    Files are gathered in this user's cache, under a name that changes with any of them. Raises OptionError if
+    there is none or it cannot be read.
     """
-    if path is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        version = f"{platform.python_implementation().lower()}-{platform.python_version()}"
-        key = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]
-        target = _find_cache() / f"{version}-library-{key}.txt"
-        if target.exists():
-            return target
-        files = [file for file in _walk(root, EXCLUDED) if file.suffix == ".py"]
-        if not files:
-            raise OptionError(f"{root} holds no source files of Python's library: give --data.path")
-        return _concatenate(files, target)
-    source = Path(path).expanduser()
+    source = Path(sysconfig.get_path("stdlib")) if path is None else Path(path).expanduser()
     try:
         if not source.is_dir():
             with source.open("rb"):
                 return source
-        files = list(_walk(source, frozenset()))
+        files, digest = [], hashlib.sha256()
+        for folder, folders, names in os.walk(source):
+            folders[:] = sorted(
+                set(folders) - (EXCLUDED if path is None else set())
+            )  # the same order anywhere
+            for file in (Path(folder, name) for name in sorted(names)):
+                if file.is_file() and (path is not None or file.suffix == ".py"):
+                    files.append(file)
+                    found = file.stat()
+                    digest.update(os.fsencode(file.resolve()))
+                    digest.update(f"\0{found.st_size}\0{found.st_mtime_ns}\0".encode())
         if not files:
             raise OptionError(f"--data.path {source} holds no files: give a directory with text in it")
-        digest = hashlib.sha256()
-        for file in files:
-            found = file.stat()
-            digest.update(os.fsencode(file.resolve()) + f"\0{found.st_size}\0{found.st_mtime_ns}\0".encode())
-        # A change to any of the files is another name.
         target = _find_cache() / f"directory-{digest.hexdigest()[:16]}.txt"
-        return target if target.exists() else _concatenate(files, target)
+        if not target.exists():
+            # Ranks that start at once each write a file of their own and rename it: the last one stays.
+            with (
+                tempfile.TemporaryDirectory(dir=target.parent) as part,
+                Path(part, "text").open("wb") as text,
+            ):
+                for file in files:
+                    text.write(file.read_bytes())
+                text.flush()
+                Path(text.name).rename(target)
+        return target
     except OSError as error:
-        raise OptionError(f"--data.path {path}: {error.strerror}: give one that can be read") from None
-
-
-def _walk(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
-    """Give the regular files below a directory, always in the same order."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(set(folders) - excluded)
-        yield from (path for name in sorted(names) if (path := Path(folder, name)).is_file())
-
-
-def _concatenate(files: list[Path], target: Path) -> Path:
-    """Write the files' bytes one after the other, whole or not at all.
-
-    Ranks that start at once each write a file of their own and rename it: the last one stays.
-    """
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, delete=False) as part:
-        try:
-            for file in files:
-                part.write(file.read_bytes())
-            part.flush()
-            Path(part.name).rename(target)
-        except BaseException:
-            Path(part.name).unlink(missing_ok=True)
-            raise
-    return target
+        raise OptionError(f"--data.path {source}: {error.strerror}: give one that can be read") from None
 
 
 def _find_cache() -> Path:
@@ -182,17 +162,16 @@ class Schedule(Sampler[list[int]]):
                 chosen.append(self.windows.train_window(int(order[position % size])))
             yield chosen
 
-
-def make_loader(schedule: Schedule, workers: int, *, pin: bool) -> DataLoader[torch.Tensor]:
-    """Make the loader of (batch_size, seq_len + 1) bytes, in the schedule's order."""
-    return DataLoader(
-        schedule.windows,
-        batch_sampler=schedule,
-        num_workers=workers,
-        pin_memory=pin,
-        persistent_workers=workers > 0,
-        worker_init_fn=_start_worker,
-    )
+    def make_loader(self, workers: int, *, pin: bool) -> DataLoader[torch.Tensor]:
+        """Make the loader of (batch_size, seq_len + 1) bytes, in this order."""
+        return DataLoader(
+            self.windows,
+            batch_sampler=self,
+            num_workers=workers,
+            pin_memory=pin,
+            persistent_workers=workers > 0,
+            worker_init_fn=_start_worker,
+        )
 
 
 def _start_worker(_: int) -> None:

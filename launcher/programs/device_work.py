@@ -1,16 +1,26 @@
-"""What one device does when it is measured, a GPU or all CPUs that this process may use together."""
+"""What one device does when it is measured, a GPU or all CPUs that this process may use together.
 
+By itself, and in a group of a node's GPUs or of two nodes' devices: NCCL for GPUs, gloo for CPUs.
+"""
+
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
+import socket
 import statistics
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from launcher.programs.measurement import GpuIdentity, Measurement
 
@@ -25,6 +35,22 @@ WINDOW = 0.1
 COPY_BYTES, PEER_BYTES, CPU_BYTES = 128 << 20, 256 << 20, 512 << 20
 COPIES = 4
 """Copies of a repeat; the best repeat counts."""
+REPEATS = 5
+"""Repeats of an all_reduce, the best of which counts."""
+GROUP_BYTES, CPU_GROUP_BYTES = 512 << 20, 16 << 20
+SIOCGIFADDR = 0x8915
+LONGEST = 300
+"""Characters of an error."""
+
+
+class NotMeasuredError(Exception):
+    """Why something was not measured, if that says nothing of the device."""
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error on one line, cut off if it is long."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 @dataclass(slots=True)
@@ -60,9 +86,12 @@ def start_gpu(device: Device) -> GpuIdentity:
     numbers = [getattr(found, name, 0) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     pci = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
     # Pinned memory is to be in the GPU's NUMA node.
-    near = _read_cpus(Path(f"/sys/bus/pci/devices/{pci}/local_cpulist")) & os.sched_getaffinity(0)
-    if near:
-        os.sched_setaffinity(0, near)
+    with contextlib.suppress(OSError):
+        text = Path(f"/sys/bus/pci/devices/{pci}/local_cpulist").read_text().strip()
+        ranges = [part.partition("-") for part in text.split(",") if part]
+        near = {cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)}
+        if near := near & os.sched_getaffinity(0):
+            os.sched_setaffinity(0, near)
     torch.zeros(1, device=device.torch)
     torch.cuda.synchronize()
     device.name = found.name
@@ -70,24 +99,13 @@ def start_gpu(device: Device) -> GpuIdentity:
     return GpuIdentity(device.index or 0, found.name, f"GPU-{uuid}" if uuid else "", pci)
 
 
-def _read_cpus(path: Path) -> set[int]:
-    """Read a file with a list of CPUs, as `0-3,8`; empty if there is none. Node work needs no `launcher`."""
-    try:
-        ranges = [part.partition("-") for part in path.read_text().strip().split(",") if part]
-    except OSError:
-        return set()
-    return {cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)}
-
-
-def name_cpus() -> str:
-    """Return the processor's name, and how many CPUs this process may use."""
+def name_processor() -> str:
+    """Return the processor's name, or the machine's kind."""
     name = os.uname().machine
-    try:
+    with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    except OSError:
-        pass
-    return f"{name}, {len(os.sched_getaffinity(0))} CPUs"
+    return name
 
 
 def make_matrix(size: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -114,7 +132,7 @@ def choose_size(free: int) -> int:
     return next((size for size in SIZES if 5 * 2 * size * size <= free // 8), SIZES[-1])
 
 
-def measure_matmul(device: Device, seconds: float) -> Measurement:
+def measure_matmul(device: Device, seconds: float) -> list[Measurement]:
     """Multiply matrices, bf16 on a GPU and fp32 on CPUs, in TFLOPS by the clock on the wall.
 
     The median of windows counts on a GPU, since clocks that fall under load count; the best on CPUs, which
@@ -146,34 +164,27 @@ def measure_matmul(device: Device, seconds: float) -> Measurement:
             rates.append(rate)
     is_same = not int(different.item())
     value = (statistics.median(rates) if is_gpu else max(rates)) * 2 * size**3 / 1e12
-    return Measurement(
-        "matmul",
-        device.where,
-        value if is_same else None,
-        "TFLOPS",
-        hash_tensor(first) if is_gpu else "",
-        "" if is_same else "its results differ from one product to the next",
-        device=device.name,
-    )
+    checksum = hash_tensor(first) if is_gpu else ""
+    problem = "" if is_same else "its results differ from one product to the next"
+    found = value if is_same else None
+    return [Measurement("matmul", device.where, found, "TFLOPS", checksum, problem, device=device.name)]
 
 
-def measure_memory(device: Device, seconds: float) -> Measurement:
+def measure_memory(device: Device, seconds: float) -> list[Measurement]:
     """Copy between two buffers that no cache holds, by all CPUs; GB/s read and written, the best of repeats.
 
     Both take a tenth of the available memory at most.
     """
     available = 1 << 30
-    try:
+    with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        pass
     source = torch.ones(min(CPU_BYTES, available // 20) // 4)
     value = 2 * _copy_for(seconds, device, torch.zeros_like(source), source)
-    return Measurement("memory", device.where, value, "GB/s", device=device.name)
+    return [Measurement("memory", device.where, value, "GB/s", device=device.name)]
 
 
-def measure_copies(device: Device, seconds: float) -> tuple[Measurement, Measurement]:
+def measure_copies(device: Device, seconds: float) -> list[Measurement]:
     """Copy from pinned memory to the GPU and back; the bits have to come back as they were."""
     size = min(COPY_BYTES, torch.cuda.mem_get_info(device.index)[0] // 16)
     here = torch.arange(size // 8, dtype=torch.int64).pin_memory()
@@ -182,29 +193,25 @@ def measure_copies(device: Device, seconds: float) -> tuple[Measurement, Measure
     to_gpu = _copy_for(seconds / 2, device, there, here)
     from_gpu = _copy_for(seconds / 2, device, back, there)
     problem = "" if torch.equal(here, back) else "what was copied to it came back with other bits"
-    return (
+    return [
         Measurement("copy_to", device.where, to_gpu, "GB/s", problem=problem, device=device.name),
         Measurement("copy_from", device.where, from_gpu, "GB/s", device=device.name),
-    )
+    ]
 
 
-def measure_peer_copy(device: Device, peer: int, seconds: float) -> Measurement:
+def measure_peer_copy(device: Device, seconds: float, peer: int) -> list[Measurement]:
     """Copy from this GPU to another one of the node."""
     there = torch.device("cuda", peer)
     free = min(torch.cuda.mem_get_info(one)[0] for one in (device.torch, there))
     source = torch.arange(min(PEER_BYTES, free // 16) // 8, dtype=torch.int64, device=device.torch)
     target = torch.empty(source.shape, dtype=source.dtype, device=there)
     value = _copy_for(seconds, device, target, source)
-    is_same = bool(torch.equal(source.cpu(), target.cpu()))
-    is_direct = torch.cuda.can_device_access_peer(device.torch, there)
-    return Measurement(
-        "peer_copy",
-        f"GPU {device.index}-{peer}",
-        value if is_same else None,
-        "GB/s",
-        problem="" if is_same else "what was copied arrived with other bits",
-        device=f"{device.name}, {'peer access' if is_direct else 'by main memory'}",
-    )
+    is_same = torch.equal(source.cpu(), target.cpu())
+    problem = "" if is_same else "what was copied arrived with other bits"
+    way = "peer access" if torch.cuda.can_device_access_peer(device.torch, there) else "by main memory"
+    found = value if is_same else None
+    where, name = f"{device.where}-{peer}", f"{device.name}, {way}"
+    return [Measurement("peer_copy", where, found, "GB/s", problem=problem, device=name)]
 
 
 def _copy_for(seconds: float, device: Device, target: torch.Tensor, source: torch.Tensor) -> float:
@@ -234,3 +241,103 @@ def synchronize(device: Device) -> None:
     """Wait until a GPU has done what it was told."""
     if device.index is not None:
         torch.cuda.synchronize(device.index)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Processes that measure together, and where they meet."""
+
+    size: int
+    host: str
+    port: int
+    seconds: float
+    """To measure."""
+    limit: float
+    """Seconds for an operation of the group, and to meet."""
+    is_pair: bool = False
+    """The group is that of two nodes, whose rank 0 opens the store."""
+
+
+def open_store(device: Device, size: int) -> int:
+    """Open the node's store for a group, and return its port."""
+    device.store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    return int(device.store.port)
+
+
+def measure_all_reduce(device: Device, group: Group, rank: int) -> float:
+    """Return the bus bandwidth of all_reduce in GB/s: 2 (n - 1) / n of the bytes over the time.
+
+    The best of REPEATS counts, by the process that is slowest in it. Source: NVIDIA's nccl-tests,
+    doc/PERFORMANCE.md. Raises ValueError for wrong sums.
+    """
+    is_gpu, is_server, limit = (
+        device.index is not None,
+        group.is_pair and rank == 0,
+        timedelta(seconds=group.limit),
+    )
+    try:
+        store = device.store or TCPStore(
+            group.host, group.port, group.size, is_master=is_server, wait_for_workers=False, timeout=limit
+        )
+    except dist.DistNetworkError as error:
+        if is_server:  # somebody else has the port
+            raise NotMeasuredError(describe_error(error)) from None
+        raise
+    if not is_gpu and (interface := _find_interface(store, group.host, rank)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    backend, prefixed = "nccl" if is_gpu else "gloo", PrefixStore("group", store)
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=group.size, timeout=limit)
+
+    def find_largest(number: float) -> float:
+        value = torch.tensor([number], dtype=torch.float64, device=device.torch)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value.item())
+
+    def run(count: int) -> float:
+        """Return the seconds of some all_reduces of zeros, begun together, on the slowest process."""
+        dist.barrier(device_ids=[device.index]) if is_gpu else dist.barrier()
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(count):
+            dist.all_reduce(tensor)
+        synchronize(device)
+        return find_largest(time.perf_counter() - begin)
+
+    try:
+        size = CPU_GROUP_BYTES
+        if is_gpu:
+            # The same size on all processes: a sixteenth of the smallest free memory at most.
+            size = min(GROUP_BYTES, int(-find_largest(-torch.cuda.mem_get_info(device.index)[0])) // 16)
+        tensor = torch.zeros(size // 4, device=device.torch)
+        run(2)
+        once = run(1)
+        count = max(1, min(200, int(group.seconds / REPEATS / max(once, 1e-6))))
+        best = min(run(count) for _ in range(REPEATS)) / count
+        tensor.fill_(1.0)
+        dist.all_reduce(tensor)
+        wrong = int((tensor != float(group.size)).sum())
+        if wrong:
+            raise ValueError(f"all_reduce gave {wrong} wrong sums of {tensor.numel()}")
+    finally:
+        dist.destroy_process_group()
+    return 2 * (group.size - 1) / group.size * tensor.numel() * tensor.element_size() / best / 1e9
+
+
+def _find_interface(store: TCPStore, host: str, rank: int) -> str:
+    """Return the network interface towards the peer's node for gloo; empty if there is none.
+
+    gloo by itself takes the address of the host's name, which may be that of loopback.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        mine = ""
+        with contextlib.suppress(OSError):
+            probe.connect((host if rank else store.get("address").decode(), 9))  # sends nothing
+            mine = str(probe.getsockname()[0])
+        if rank:
+            store.set("address", mine)
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == mine:
+                    return name
+    return ""

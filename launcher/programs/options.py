@@ -1,8 +1,8 @@
 """The options of the training program: a dataclass for each section, an option for each field."""
 
 import argparse
+import operator
 import os
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -26,10 +26,8 @@ def option(
     most: float | None = None,
 ) -> Any:  # noqa: ANN401
     """Declare a dataclass field that is also a command-line option, with its help and the values it takes."""
-    return field(
-        default=default,
-        metadata={"help": text, "choices": choices or None, "least": least, "above": above, "most": most},
-    )
+    bounds = {"at least": least, "above": above, "at most": most}
+    return field(default=default, metadata={"help": text, "choices": choices or None, "bounds": bounds})
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +139,9 @@ class _OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-_SECTIONS: tuple[tuple[str, str, type], ...] = (
-    ("model (default: tiny)", "model.", ModelConfig),
-    ("data", "data.", DataConfig),
-    ("training", "", TrainConfig),
-)
+_SECTIONS = {"model.": ModelConfig, "data.": DataConfig, "": TrainConfig}
+"""By the beginning of their options' names: `--model.kv_heads`, `--data.path`, `--batch-size`."""
+_COMPARISONS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le}
 
 
 def parse_config(argv: Sequence[str] | None = None) -> Config:
@@ -155,66 +151,48 @@ def parse_config(argv: Sequence[str] | None = None) -> Config:
         description="Train a LLaMA-architecture language model on text, by itself or under torchrun.",
         allow_abbrev=False,
     )
-    for title, prefix, section in reversed(_SECTIONS):
-        _add_options(parser.add_argument_group(title), prefix, section)
-    found = vars(parser.parse_args(argv))
-    config = Config(
-        *(
-            section(**{item.name: found[prefix + item.name] for item in fields(section)})
-            for _, prefix, section in _SECTIONS
-        )
-    )
+    for prefix, section in reversed(_SECTIONS.items()):
+        group, hints = parser.add_argument_group(prefix.rstrip(".") or "training"), get_type_hints(section)
+        for item in fields(section):
+            kinds = [
+                kind for kind in get_args(hints[item.name]) or [hints[item.name]] if kind is not type(None)
+            ]
+            settings: dict[str, Any] = {"default": item.default, "dest": prefix + item.name}
+            default = "" if item.default in (None, "") else f" (default: {item.default})"
+            settings["help"] = item.metadata["help"] + default
+            if kinds == [bool]:
+                settings["action"] = argparse.BooleanOptionalAction
+            else:
+                settings.update(type=kinds[0], choices=item.metadata["choices"])
+                settings["metavar"] = None if settings["choices"] else kinds[0].__name__.upper()
+            group.add_argument(_name_option(prefix, item.name), **settings)
+    given = vars(parser.parse_args(argv))
     try:
-        check_config(config)
+        config = Config(*(_make_section(section, prefix, given) for prefix, section in _SECTIONS.items()))
+        _check_model(config)
     except OptionError as error:
         parser.error(str(error))
     return config
 
 
-def _add_options(group: argparse._ArgumentGroup, prefix: str, section: type) -> None:
-    """Add an option for each field: `--model.kv_heads` in a section, `--batch-size` outside."""
-    hints = get_type_hints(section)
-    for item in fields(section):
-        kind = hints[item.name]
-        if isinstance(kind, types.UnionType):
-            kind = next(one for one in get_args(kind) if one is not types.NoneType)
-        default = "" if item.default in (None, "") else f" (default: {item.default})"
-        shared = {
-            "default": item.default,
-            "help": item.metadata["help"] + default,
-            "dest": prefix + item.name,
-        }
-        if kind is bool:
-            group.add_argument(_flag(prefix, item.name), action=argparse.BooleanOptionalAction, **shared)
-            continue
-        choices = item.metadata["choices"]
-        metavar = None if choices else kind.__name__.upper()
-        group.add_argument(_flag(prefix, item.name), type=kind, choices=choices, metavar=metavar, **shared)
-
-
-def _flag(prefix: str, name: str) -> str:
+def _name_option(prefix: str, name: str) -> str:
     return f"--{prefix}{name}" if prefix else f"--{name.replace('_', '-')}"
 
 
-def check_config(config: Config) -> None:
-    """Raise OptionError for a value out of its range, and for dimensions that do not make a model."""
-    for (_, prefix, section), values in zip(
-        _SECTIONS, (config.model, config.data, config.train), strict=True
-    ):
-        for item in fields(section):
-            value, allowed = getattr(values, item.name), item.metadata
-            if value is None or isinstance(value, str):
-                continue
-            # Written so that nan is refused.
-            if allowed["above"] is not None and not value > allowed["above"]:
-                raise OptionError(f"{_flag(prefix, item.name)} {value} must be above {allowed['above']}")
-            if allowed["most"] is not None and not allowed["least"] <= value <= allowed["most"]:
-                raise OptionError(
-                    f"{_flag(prefix, item.name)} {value} must lie between "
-                    f"{allowed['least']} and {allowed['most']}"
-                )
-            if allowed["least"] is not None and not value >= allowed["least"]:
-                raise OptionError(f"{_flag(prefix, item.name)} {value} must be at least {allowed['least']}")
+def _make_section(section: type, prefix: str, given: dict[str, Any]) -> Any:  # noqa: ANN401 - one of the sections
+    """Make a section of what was given; raises OptionError for a number out of its range."""
+    values = {item.name: given[prefix + item.name] for item in fields(section)}
+    for item in fields(section):
+        value = values[item.name]
+        for words, bound in item.metadata["bounds"].items():
+            # Comparisons with nan do not hold.
+            if None not in (value, bound) and not _COMPARISONS[words](value, bound):
+                raise OptionError(f"{_name_option(prefix, item.name)} {value} must be {words} {bound}")
+    return section(**values)
+
+
+def _check_model(config: Config) -> None:
+    """Raise OptionError for dimensions that do not make a model."""
     model = config.model
     if model.heads % model.kv_heads:
         raise OptionError(f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}")

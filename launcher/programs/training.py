@@ -26,7 +26,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from launcher.fit.gpus import find_gpu
 from launcher.programs.checkpoint import Checkpointer, Progress
-from launcher.programs.data import Schedule, Windows, find_text, make_loader
+from launcher.programs.data import Schedule, Windows, find_text
+from launcher.programs.device_work import name_processor
 from launcher.programs.options import RECOMPUTED, Config, OptionError, TrainConfig
 from launcher.programs.transformer import Transformer, count_flops, initialise
 
@@ -86,29 +87,21 @@ class Ranks:
 
     def __init__(self, device: str) -> None:
         """Join the others; raises OptionError for variables or a device that cannot be."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        defaults = ("0", "1", os.environ.get("RANK", "0"))
-        texts = [os.environ.get(name, default) for name, default in zip(names, defaults, strict=True)]
-        try:
-            self.rank, self.world_size, local_rank = map(int, texts)
-        except ValueError:
-            raise OptionError(
-                f"{', '.join(names)} are {', '.join(texts)}: numbers, as torchrun sets them"
-            ) from None
-        self.device = torch.device("cpu")
         visible = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-        if visible:
-            self.device = torch.device("cuda", local_rank % visible)
-            torch.cuda.set_device(self.device)
-        elif device == "cuda":
+        if device == "cuda" and not visible:
             raise OptionError("--device cuda, but torch sees no GPU: give --device cpu")
-        if "RANK" in os.environ:
-            try:
+        try:
+            if "RANK" in os.environ:
                 dist.init_process_group("gloo")
-            except ValueError as error:
-                raise OptionError(f"{error}: start by torchrun, or unset RANK") from None
-        else:
-            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+            else:
+                dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        except ValueError as error:
+            raise OptionError(f"{error}: start by torchrun, or unset RANK") from None
+        self.device = torch.device("cuda", local_rank % visible) if visible else torch.device("cpu")
+        if visible:
+            torch.cuda.set_device(self.device)
         self.backend, self.group = "gloo", dist.group.WORLD
         if visible:
             gpu = f"{platform.node()}/{torch.cuda.get_device_properties(self.device).uuid}"
@@ -209,11 +202,11 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         """Find the data, join the other ranks, and build everything; raises OptionError."""
         self.windows = Windows(find_text(config.data.path), config.seq_len, config.data.val_fraction)
-        self.ranks = Ranks(config.train.device)
-        self.config = config = agree(config, self.ranks)
+        self.ranks = ranks = Ranks(config.train.device)
+        self.config = config = agree(config, ranks)
         self.train_config = train = config.train
         self.bf16 = train.dtype == "bf16"
-        self.parallel = train.parallel if train.parallel == "fsdp" or self.ranks.world_size > 1 else "none"
+        self.parallel = train.parallel if train.parallel == "fsdp" or ranks.world_size > 1 else "none"
         self._build_model()
         self.optimizer = make_optimizer(self.model, config.lr, train.weight_decay)
         self.progress = Progress()
@@ -221,16 +214,23 @@ class Trainer:
         if train.checkpoint_dir:
             directory = Path(train.checkpoint_dir)
             self.checkpointer = Checkpointer(directory, config.model, self.model, self.optimizer)
-        self.peak, self.peak_origin = self._find_peak()
+        self.peak, self.peak_origin = train.peak_tflops, "given"
+        """TFLOPS that MFU is measured against, None if unknown: a CPU has none, since training would exceed a
+        product of small matrices."""
+        if self.peak is None and ranks.device.type == "cuda":
+            gpu = find_gpu(torch.cuda.get_device_name(ranks.device))
+            self.peak, self.peak_origin = gpu.bf16 if gpu else None, "published dense bf16"
         self.tokens, self.clock = 0, time.perf_counter()
         """Tokens of all ranks since the clock's time, for the speed."""
+        self.sequences = train.batch_size * train.grad_accumulation * ranks.world_size
+        """That all ranks consume in an optimizer step."""
 
     def _build_model(self) -> None:
         """Build the model on the device, seeded: `model` bare, and `module` as it is called in training.
 
         Made on the meta device first, so that a model which fits no rank whole is only ever held in shards.
         """
-        train, device = self.train_config, self.ranks.device
+        train, ranks = self.train_config, self.ranks
         with torch.device("meta"):
             self.model = model = Transformer(self.config.model, recompute=train.activation_checkpointing)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -238,30 +238,15 @@ class Trainer:
         full = train.activation_checkpointing == "full"
         self.flops_done = count_flops(model, self.config.seq_len, recompute=full)
         """Of a token in the forward and backward pass, and with what is computed again."""
-        if train.compile:
-            for block in model.blocks:
-                block.compile()
+        for block in model.blocks if train.compile else ():
+            block.compile()
         if self.parallel == "fsdp":
-            shard_model(model, device, self.ranks.backend, bf16=self.bf16)
-        model.to_empty(device=device)
+            shard_model(model, ranks.device, ranks.backend, bf16=self.bf16)
+        model.to_empty(device=ranks.device)
         # Shards differ between ranks, replicas must not.
-        seed = train.seed * 1_000_003 + (self.ranks.rank if self.parallel == "fsdp" else 0)
-        initialise(model, torch.Generator(device).manual_seed(seed))
-        self.module: nn.Module = model
-        if self.parallel == "ddp":
-            self.module = wrap_ddp(model, device, self.ranks.group)
-
-    def _find_peak(self) -> tuple[float | None, str]:
-        """Return the TFLOPS that MFU is measured against, and where they come from; None if unknown.
-
-        A CPU has none: a product of small matrices would be exceeded in training.
-        """
-        if self.train_config.peak_tflops is not None:
-            return self.train_config.peak_tflops, "given"
-        gpu = None
-        if self.ranks.device.type == "cuda":
-            gpu = find_gpu(torch.cuda.get_device_name(self.ranks.device))
-        return (gpu.bf16, "published dense bf16") if gpu else (None, "")
+        seed = train.seed * 1_000_003 + (ranks.rank if self.parallel == "fsdp" else 0)
+        initialise(model, torch.Generator(ranks.device).manual_seed(seed))
+        self.module = wrap_ddp(model, ranks.device, ranks.group) if self.parallel == "ddp" else model
 
     def train(self) -> int:
         """Train from the newest checkpoint to the last step; return the exit code, -n for signal n to die by.
@@ -275,12 +260,22 @@ class Trainer:
             self.progress = self.checkpointer.load(found)
             start = f"at step {self.progress.step}, resumed from {found}"
         self._print(self._describe(start))
-        batches, first = self._make_batches(), self.progress.step + 1
+        first = self.progress.step + 1
+        schedule = Schedule(
+            self.windows,
+            train.seed,
+            self.progress.consumed,
+            max(0, train.steps - self.progress.step) * train.grad_accumulation,
+            train.batch_size,
+            self.ranks.rank,
+            self.ranks.world_size,
+        )
+        batches = iter(schedule.make_loader(self.config.workers, pin=self.ranks.device.type == "cuda"))
         self.tokens, self.clock = 0, time.perf_counter()
         for step in range(first, train.steps + 1):
             loss = self.take_step(step, batches)
-            self.progress = Progress(step, self.progress.consumed + self._sequences, self.progress.loss)
-            self.tokens += self._sequences * self.config.seq_len
+            self.progress = Progress(step, self.progress.consumed + self.sequences, self.progress.loss)
+            self.tokens += self.sequences * self.config.seq_len
             if step in (first, train.steps) or step % train.log_every == 0:
                 self._log(step, loss)
             agreed = votes.exchange()
@@ -292,7 +287,13 @@ class Trainer:
                 return EXIT_RESTART if self.checkpointer else -signal.SIGTERM
         votes.finish()
         if self.ranks.device.type == "cuda":
-            self._print(_describe_gpu_memory(self.ranks.device))
+            # In use is also what is outside torch's allocator: CUDA's context, NCCL's buffers, other processes.
+            free, total = torch.cuda.mem_get_info(self.ranks.device)
+            allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            self._print(
+                f"memory  {allocated / 2**30:.2f} GiB allocated, {reserved / 2**30:.2f} reserved at most, "
+                f"{(total - free) / 2**30:.2f} of {total / 2**30:.2f} in use"
+            )
         validation = ""
         if train.eval_batches and self.windows.validation:
             validation = f" val_loss {self._validate():.4f}"
@@ -301,27 +302,6 @@ class Trainer:
             f"sequences {self.progress.consumed} seconds {time.perf_counter() - begun:.1f}"
         )
         return 0
-
-    @property
-    def _sequences(self) -> int:
-        """Sequences that all ranks consume in an optimizer step."""
-        train = self.train_config
-        return train.batch_size * train.grad_accumulation * self.ranks.world_size
-
-    def _make_batches(self) -> Iterator[Tensor]:
-        """Make the loader of the batches that are left."""
-        train, ranks = self.train_config, self.ranks
-        left = max(0, train.steps - self.progress.step) * train.grad_accumulation
-        schedule = Schedule(
-            windows=self.windows,
-            seed=train.seed,
-            first=self.progress.consumed,
-            micro_steps=left,
-            batch_size=train.batch_size,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-        )
-        return iter(make_loader(schedule, self.config.workers, pin=ranks.device.type == "cuda"))
 
     def take_step(self, step: int, batches: Iterator[Tensor]) -> Tensor:
         """Take one optimizer step; return its loss, averaged over this rank's micro-steps."""
@@ -397,14 +377,17 @@ class Trainer:
         parallel = "" if self.parallel == "none" else f" {self.parallel} over {ranks.backend},"
         full = train.activation_checkpointing == "full"
         origin = config.data.path or "Python {}.{}'s standard library".format(*sys.version_info)
-        tokens = self._sequences * config.seq_len
+        tokens = self.sequences * config.seq_len
+        name = f"{name_processor()}, {torch.get_num_threads()} threads"
+        if ranks.device.type == "cuda":
+            name = torch.cuda.get_device_name(ranks.device)
         lines = [
             f"model   {model.name}: {self.parameters:,} parameters, {model.layers} layers, "
             f"hidden {model.hidden_size}, {model.heads} heads ({model.kv_heads} kv), "
             f"{model.vocab_size} tokens",
             f"data    {origin}: {self.windows.size:,} bytes, {self.windows.training:,} sequences of "
             f"{config.seq_len}, {self.windows.validation:,} more held out",
-            f"device  {_name_device(ranks.device)}, {ranks.world_size} rank{'s' * (ranks.world_size > 1)},"
+            f"device  {ranks.device} ({name}), {ranks.world_size} rank{'s' * (ranks.world_size > 1)},"
             f"{parallel} {train.dtype}, {config.workers} DataLoader workers a rank",
             f"batch   {tokens:,} tokens per step: {train.batch_size} sequences x {config.seq_len} x "
             f"{ranks.world_size} ranks x {train.grad_accumulation} micro-steps",
@@ -419,34 +402,12 @@ class Trainer:
             print(text, flush=True)
 
 
-def _name_device(device: torch.device) -> str:
-    """Name a device for people."""
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    name = platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return f"cpu ({name}, {torch.get_num_threads()} threads)"
-
-
-def _describe_gpu_memory(device: torch.device) -> str:
-    """Give the most that tensors took of a GPU and that the allocator held, and what the GPU has in use now.
-
-    The last counts what is outside torch's allocator, too: CUDA's context, NCCL's buffers, other processes.
-    """
-    free, total = torch.cuda.mem_get_info(device)
-    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    peaks = f"{allocated / 2**30:.2f} GiB allocated, {reserved / 2**30:.2f} reserved at most"
-    return f"memory  {peaks}, {(total - free) / 2**30:.2f} of {total / 2**30:.2f} in use"
-
-
 class SignalVotes:
     """Receives this rank's signals, and agrees with the other ranks on what to do at which step."""
 
     def __init__(self) -> None:
         self.asked = NOTHING
-        self.vote: tuple[dist.Work, Tensor] | None = None
+        self.vote: tuple[Any, Tensor] | None = None
         for number in ACTIONS:
             signal.signal(number, self._receive)
             signal.siginterrupt(number, False)  # system calls of libraries go on
@@ -464,16 +425,13 @@ class SignalVotes:
         vote = torch.tensor(self.asked)
         # Nothing is lost to a signal in between: a smaller request was part of the larger one.
         self.asked = NOTHING if self.asked == int(vote) else self.asked
-        work = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)
-        if work is not None:
-            self.vote = (work, vote)
+        self.vote = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True), vote
         return agreed
 
     def finish(self) -> int:
         """Return the result of the agreement that was started last."""
         if self.vote is None:
             return NOTHING
-        work, vote = self.vote
+        (work, vote), self.vote = self.vote, None
         work.wait()
-        self.vote = None
         return int(vote.item())

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from launcher.programs.options import ModelConfig
 
@@ -53,14 +48,12 @@ class Attention(nn.Module):
         self.value = nn.Linear(hidden, self.kv_heads * self.width, bias=bias)
         self.out = nn.Linear(self.heads * self.width, hidden, bias=bias)
 
-    def split_heads(self, x: Tensor, heads: int) -> Tensor:
-        """Reshape (batch, tokens, heads * width) to (batch, heads, tokens, width)."""
-        return x.view(*x.shape[:-1], heads, self.width).transpose(1, 2)
-
     def forward(self, x: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
         """Attend over (batch, tokens, hidden); `rotations` if positions are rotary."""
-        query, key = self.split_heads(self.query(x), self.heads), self.split_heads(self.key(x), self.kv_heads)
-        value = self.split_heads(self.value(x), self.kv_heads)
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.width)).transpose(1, 2)  # (batch, heads, tokens, width)
+            for layer in (self.query, self.key, self.value)
+        )
         if rotations is not None:
             query, key = rotate(query, *rotations), rotate(key, *rotations)
         grouped = self.heads != self.kv_heads
@@ -89,20 +82,15 @@ class Mlp(nn.Module):
         return out
 
 
-KEPT = {
+KEPT = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
+]
 """What selective checkpointing keeps the results of: matrix products and attention. The rest is cheap."""
-
-
-def keep_products(_: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    """Tell selective checkpointing what to keep."""
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Block(nn.Module):
@@ -125,7 +113,7 @@ class Block(nn.Module):
         """Compute; what is not kept for backward is computed again then."""
         if self.recompute == "none":
             return self.compute(x, rotations)
-        keep = partial(create_selective_checkpoint_contexts, keep_products)
+        keep = partial(create_selective_checkpoint_contexts, KEPT)
         context = keep if self.recompute == "selective" else noop_context_fn
         # Inside the block rather than around it: FSDP's hooks and torch.compile then see one module.
         out: Tensor = checkpoint(self.compute, x, rotations, use_reentrant=False, context_fn=context)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.programs.data import Schedule, Windows, find_text, make_loader
+from launcher.programs.data import Schedule, Windows, find_text
 from launcher.programs.options import OptionError
 
 
@@ -77,8 +77,8 @@ def test_windows_overlap_by_the_byte_to_predict(text: Path) -> None:
 def test_loaders_give_the_schedule_also_through_workers(text: Path) -> None:
     windows = Windows(text, 10, 0.2)
     schedule = Schedule(windows, 1, 0, 6, 2, 0, 1)
-    plain = [batch.tolist() for batch in make_loader(schedule, 0, pin=False)]
-    worked = [batch.tolist() for batch in make_loader(schedule, 1, pin=False)]
+    plain = [batch.tolist() for batch in schedule.make_loader(0, pin=False)]
+    worked = [batch.tolist() for batch in schedule.make_loader(1, pin=False)]
     assert plain == worked == [[windows[i].tolist() for i in indices] for indices in schedule]
     assert len(plain) == 6
 

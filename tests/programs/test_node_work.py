@@ -13,9 +13,8 @@ import psutil
 import pytest
 import torch
 
-from launcher.programs.device_work import choose_size, hash_tensor, make_matrix
-from launcher.programs.node_work import SLACK, NodeWork
-from launcher.programs.work_processes import NotMeasuredError, WorkProcess, ask_all
+from launcher.programs.device_work import NotMeasuredError, choose_size, hash_tensor, make_matrix
+from launcher.programs.node_work import SLACK, NodeWork, WorkProcess, ask_all
 from tests.seam import clean_environ
 
 CPUS = sorted(os.sched_getaffinity(0))
@@ -158,7 +157,7 @@ def test_being_late_speaks_against_a_device_after_its_grace(
     late, good = session.ask(processes, sleep_long, lambda _: (0,), 0.1, grace=0.9, least=least)
     assert (late.problem, late.reason, good.value) == (problem, reason, 2)
     for one in processes:
-        one.give_up("")
+        one.give_up("it is not needed any more")
         one.process.join(20)
 
 
