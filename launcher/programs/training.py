@@ -287,7 +287,7 @@ class Trainer:
                 return EXIT_RESTART if self.checkpointer else -signal.SIGTERM
         votes.finish()
         if self.ranks.device.type == "cuda":
-            # In use is also what is outside torch's allocator: CUDA's context, NCCL's buffers, other processes.
+            # In use is also what is not torch's: CUDA's context, NCCL's buffers, other processes.
             free, total = torch.cuda.mem_get_info(self.ranks.device)
             allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
             self._print(
