@@ -11,7 +11,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.benchmarks.commands import bench_commands, bench_output
+from tests.benchmarks.commands import bench_commands
 from tests.benchmarks.false_alarms import bench_false_alarms
 from tests.benchmarks.fit_grid import bench_fit
 from tests.benchmarks.garbage import bench_gc
@@ -20,7 +20,7 @@ from tests.benchmarks.recovery import bench_recovery
 from tests.benchmarks.shim import bench_shim
 from tests.benchmarks.start import bench_slurm, bench_start, bench_start_memory
 from tests.benchmarks.stragglers import bench_stragglers
-from tests.benchmarks.watch import bench_watch_cost, bench_watch_scale
+from tests.benchmarks.watch import bench_watch_scale
 from tests.probe.machine_trees import short_lived
 
 RECOVERIES = ("recovery", "recovery-slurm", "recovery-node", "recovery-hang")
@@ -33,7 +33,6 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "slurm": (bench_slurm, 3),
     "shim": (bench_shim, 40),
     "commands": (bench_commands, 10),
-    "output": (bench_output, 5),
     "gc": (bench_gc, 3),
     **{kind: (partial(bench_recovery, kind=kind), 2) for kind in RECOVERIES},
     "watch-scale": (bench_watch_scale, 5),
@@ -43,7 +42,6 @@ WATCHING: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {
     "hangs": bench_hangs,
     "false-alarms": bench_false_alarms,
     "stragglers": bench_stragglers,
-    "watch-cost": bench_watch_cost,
     "fit": bench_fit,
 }
 """Real hangs, real hours, a grid of models: not among those that run if none is named."""

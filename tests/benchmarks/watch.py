@@ -1,13 +1,9 @@
-"""What watching costs: steps with and without it in turn; 1,000 nodes, for the filesystem, judge and viewer.
+"""What watching costs with 1,000 nodes: the filesystem, the judge and the viewer."""
 
-`watch-cost` takes `rounds=` pairs and `scale=0.2` for fewer steps.
-"""
-
-import json
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,41 +12,8 @@ from launcher.watch.node_reports import FOLDER, read_reports, write_report
 from launcher.watch.run_reader import RunReader
 from launcher.watch.shared_files import SharedView
 from launcher.watch.watch_model import GpuSample, Neighbour, NodeReport, RankState
-from tests.benchmarks.jobs import HERE, WAYS, make_command, start_job
-from tests.benchmarks.measure import measure_children
 
-SIZES = {"about 2 ms": (12, 10_000), "about 50 ms": (300, 400)}
-"""Matrix products in a step, and steps, so that a run takes 20 s."""
 NODES, RANKS, INTERVAL = 1000, 8, 5.0
-
-
-def bench_watch_cost(folder: Path, options: Mapping[str, str]) -> None:
-    """Pairs of runs of one rank, the first of each pair in turn; medians of the pairs' differences."""
-    rounds, scale = int(options.get("rounds", "10")), float(options.get("scale", "1"))
-    print(f"\nSteps with and without watching, 1 rank, {rounds} pairs\n")
-    head = ("steps", "what", "without", "with", "more (median of pairs)", "pairs from", "to")
-    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|", flush=True)
-    for name, (products, steps) in SIZES.items():
-        words = [
-            str(HERE / "steady_program.py"),
-            str(products),
-            str(max(2, int(steps * scale))),
-            str(folder / "steps"),
-        ]
-        runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS["watch"]}
-        for number in range(rounds):
-            for way in WAYS["watch"] if number % 2 else ("with", "without"):
-                before = measure_children()
-                with start_job(folder, make_command(WAYS["watch"][way], words)) as job:
-                    job.wait()
-                found = json.loads((folder / "steps.0").read_text())
-                runs[way].append({**found, "CPU of the job, s": measure_children() - before})
-        for what in runs["with"][0]:
-            without, watched = ([run[what] for run in runs[way]] for way in ("without", "with"))
-            more = sorted(100 * (b / a - 1) for a, b in zip(without, watched, strict=True))
-            cells = [name, what, *(f"{statistics.median(values):.4f}" for values in (without, watched))]
-            cells += [f"{value:+.2f}%" for value in (statistics.median(more), more[0], more[-1])]
-            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def make_report(node: int, number: int) -> NodeReport:
