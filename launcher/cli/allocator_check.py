@@ -92,8 +92,8 @@ def is_contained(config: Settings) -> bool:
         return True
     if not any(Path(mark).exists() for mark in MARKS):
         return False
+    from launcher.probe.health import read_capabilities  # the doctor's, which most starts need not
     from launcher.probe.sysfs import Tree
-    from launcher.probe.system_facts import read_capabilities  # the doctor's, which most starts need not
 
     return not read_capabilities(Tree()) >> SYS_PTRACE & 1
 

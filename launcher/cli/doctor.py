@@ -24,8 +24,8 @@ from launcher.launch.job import SHIM
 from launcher.plan.json_form import plan_to_json
 from launcher.plan.model import Plan, RankPlan
 from launcher.preflight.checks import SECONDS, judge_stored
-from launcher.probe.node_facts_reader import FactSources, read_node_facts
-from launcher.probe.system_facts import read_health
+from launcher.probe.health import read_health
+from launcher.probe.node import read_node_facts
 from launcher.protocol import LAUNCH_PLAN, LAUNCH_QUIET, LAUNCH_RECORD_DIR, PREFIX, name_plan_file
 from launcher.report.console import make_console
 from launcher.report.findings import print_findings, summarise_preflight
@@ -139,8 +139,7 @@ def gather_case(call: VerbCall) -> Case:
             *((path, "data") for path in config.preflight.paths),
         ]
         gpus = frozenset(rank.gpu.pci for rank in plan.ranks if rank.gpu)
-        sources = FactSources(gpus=gpus or None)
-        facts = read_node_facts(config.machine.root, paths if here else (), sources=sources)
+        facts = read_node_facts(config.machine.root, paths if here else (), gpus=gpus or None)
         facts = replace(facts, health=read_health(config.machine.root, plan.machine))
     else:
         facts = Facts("", 0, 0.0, shm_kib=plan.machine.limits.shm_kib)

@@ -233,7 +233,7 @@ def execute_here(spec: JobSpec, job: Job, argv: Sequence[str], reader: "ReadAhea
     """Run a planned job on this machine to its end, and return the exit code; raises LaunchError."""
     from launcher.launch import local_run
     from launcher.launch.agent import check_open_files
-    from launcher.probe.cgroups import count_oom_kills
+    from launcher.probe.limits import count_oom_kills
 
     check_open_files()
     run, manifest = local_run.prepare_run(spec, argv, [job.host])

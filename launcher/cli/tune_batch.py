@@ -15,7 +15,7 @@ from launcher.errors import UsageError
 from launcher.fit.memory import estimate_memory
 from launcher.launch.job import Job, JobSpec
 from launcher.plan.model import Plan
-from launcher.probe.available_memory import MemoryGuard, find_usable_memory
+from launcher.probe.limits import find_usable_memory, is_memory_low
 from launcher.protocol import LAUNCH_METER
 from launcher.report.fit import describe_batch_size, print_batches, tabulate_batches
 from launcher.runs.rank_logs import read_tail
@@ -73,7 +73,6 @@ class BatchStrategy(Strategy):
                 " leave it out: the command to use is printed"
             )
         self.bounds = BatchBounds(0, 0, 0, 0, 0)
-        self.guard = MemoryGuard()
 
     def set_bounds(self, job: Job) -> str:
         """Begin with the size that the command line sets, else with one that is expected to fill a GPU.
@@ -116,7 +115,6 @@ class BatchStrategy(Strategy):
         return self.option.render(value)
 
     def specify(self, value: int, run_path: Path) -> JobSpec:
-        self.guard = MemoryGuard()
         spec, name = self.spec, self.option.name
         if spec.program is None:  # trials are resolved from the configuration
             self.composed.tree.program[name.removeprefix(PREFIX)] = value
@@ -125,7 +123,7 @@ class BatchStrategy(Strategy):
         return specify_trial(self.composed, spec, run_path / f"batch-{value}")
 
     def is_starved(self) -> bool:
-        return self.guard.is_starved()
+        return is_memory_low()
 
     def judge(self, finished: FinishedTrial, value: int) -> Trial:
         """Tell whether a size fits, and how fast it is.

@@ -320,7 +320,8 @@ def judge_links(case: Case) -> Iterator[Finding]:
 def judge_persistence(case: Case) -> Iterator[Finding]:
     """Persistence mode. Source: NVIDIA's "Driver Persistence" guide."""
     used = {gpu.pci: gpu.index for gpu in case.gpus if gpu.vendor == "nvidia"}
-    modes = {pci: mode for pci, mode in case.health.persistence if pci in used}
+    modes = {gpu.pci: gpu.persistence for gpu in case.facts.gpus if gpu.pci in used}
+    modes = {pci: mode for pci, mode in modes.items() if mode is not None}
     off = tuple(used[pci] for pci, mode in modes.items() if not mode)
     if modes:
         yield found("gpu.persistence", "note" if off else "ok", gpus=off)

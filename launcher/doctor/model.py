@@ -69,6 +69,8 @@ class GpuFacts:
     max_pcie_width: int | None = None
     peers: tuple[int, ...] | None = None
     """Indices of the node's other GPUs that it can read and write directly."""
+    persistence: bool | None = None
+    """The driver keeps it initialized while nobody uses it."""
 
     @property
     def label(self) -> str:
@@ -203,8 +205,6 @@ class Health:
     """Whether irqbalance runs; None if other processes cannot be seen."""
     driver_gpus: tuple[str, ...] | None = None
     """PCI addresses of the NVIDIA driver's GPUs in /proc."""
-    persistence: tuple[tuple[str, bool], ...] = ()
-    """NVIDIA persistence mode by PCI address."""
     oddities: tuple[str, ...] = ()
     """Files whose content is not understood."""
 

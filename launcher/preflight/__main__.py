@@ -22,7 +22,7 @@ from launcher.codec import DecodeError, convert, load, parse_json
 from launcher.doctor.model import Facts, Unchecked
 from launcher.doctor.work import name_pair, plan_pairs
 from launcher.preflight.checks import NodeAnswer, PreflightRequest, read_lines
-from launcher.probe.node_facts_reader import FactSources, read_node_facts
+from launcher.probe.node import read_node_facts
 from launcher.programs.measurement import GpuIdentity, Measurement
 from launcher.protocol import name_host
 from launcher.text import escape_text
@@ -75,7 +75,8 @@ def check_node(request: PreflightRequest, environ: Mapping[str, str], out: TextI
         paths=paths,
         host=host,
         node_rank=request.hosts.index(host) if host in request.hosts else 0,
-        sources=FactSources(python=request.python or None, gpus=environ.get("CUDA_VISIBLE_DEVICES")),
+        python=request.python or None,
+        gpus=environ.get("CUDA_VISIBLE_DEVICES"),
     )
     facts = replace(facts, asked=request.asked)
     _print_answer(NodeAnswer(facts, is_final=False), out)

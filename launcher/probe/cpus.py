@@ -1,16 +1,24 @@
-"""The online CPUs with cores, packages, last-level caches and capacities, and which this job may use."""
+"""The online CPUs and NUMA nodes, and which of them this job may use.
+
+Cores, packages, last-level caches and capacities of the CPUs; memory and distances of the nodes.
+"""
 
 from collections.abc import Callable
 
+from launcher.cpulist import format_cpulist
 from launcher.errors import MachineError
-from launcher.plan.model import Cache, Cpu
-from launcher.probe.cgroups import read_cpuset
-from launcher.probe.sysfs import Tree, parse_list, quote_content
+from launcher.plan.model import Cache, Cpu, NumaNode
+from launcher.probe.gpus import read_gpu_memory_nodes
+from launcher.probe.limits import read_cpuset
+from launcher.probe.sysfs import Tree, parse_list, parse_number, quote_content
 
 CPU = "sys/devices/system/cpu/"
+NODE = "sys/devices/system/node/"
 STATUS = "proc/self/status"
 UNITS = {"K": 1, "M": 1 << 10, "G": 1 << 20}
 """KiB in the units of a cache's `size`; the kernel itself writes K."""
+BIG = 1024
+"""Capacity of the biggest cores."""
 CLASSES = {"cpu_atom": 616, "cpu_lowpower": 405}
 """Directories in sys/devices that name a hybrid x86 machine's lesser cores, and the capacity they get.
 
@@ -19,6 +27,8 @@ efficiency core does 0.787 of a performance core's work at the same clock (HYBRI
 intel_pstate: 78741 to 100000), and a Core i9-12900K's clocks are 3.9 and 5.1 GHz: 1024 x 0.602. The
 low-power ones of a Core Ultra 7 155H have 2.5 GHz for its efficiency cores' 3.8.
 """
+LOCAL, REMOTE = 10, 20
+"""The kernel's distances if the firmware gives none (include/linux/topology.h)."""
 
 
 def read_cpu_sets(tree: Tree, status: dict[str, str]) -> tuple[frozenset[int], frozenset[int]]:
@@ -26,43 +36,31 @@ def read_cpu_sets(tree: Tree, status: dict[str, str]) -> tuple[frozenset[int], f
 
     Raises MachineError if nothing names a CPU.
     """
-    online = tree.read_list(f"{CPU}online")
-    allowed = parse_list(status.get("Cpus_allowed_list", "")) or read_cpuset(tree, "cpus")
+    path = f"{CPU}online"
+    value = status.get("Cpus_allowed_list")
+    online = tree.read_list(path)
+    allowed = parse_list(value or "") or read_cpuset(tree, "cpus")
     if not online:
-        online = guess_online(tree, allowed)
-    if not online:
-        raise MachineError(explain_none(tree, status))
+        # Offline CPUs have no topology directory.
+        known = allowed or tree.read_list(f"{CPU}present") or frozenset(tree.list_numbers(CPU, "cpu"))
+        online = frozenset(cpu for cpu in known if tree.list_directory(f"{CPU}cpu{cpu}/topology")) or known
+        if not online:
+            raise MachineError(
+                f"no usable CPU below {tree.prefix or '/'}: {path} is {quote_content(tree.read(path))} and "
+                f"Cpus_allowed_list of {STATUS} is {quote_content(value)}: "
+                "give machine.root a directory that holds sys/ and proc/ as Linux has them"
+            )
+        tree.add_warning(f"{path} is {{value}}: CPUs {{items}} are used", *online, path=path)
     if not allowed:
-        value = status.get("Cpus_allowed_list")
         tree.add_warning(f"Cpus_allowed_list of {STATUS} is {{value}}: all online CPUs are used", value=value)
-        allowed = online
+        return online, online
     if not allowed & online:
         # Seen with lxcfs, which renumbers `online` for a container; the affinity is the scheduler's word.
-        source = "Cpus_allowed_list" if "Cpus_allowed_list" in status else "the cpuset"
-        text = f"no CPU of {source} ({{items}}) is in {CPU}online ({{value}}): taken as online"
-        tree.add_warning(text, *allowed, path=f"{CPU}online")
+        source = "the cpuset" if value is None else "Cpus_allowed_list"
+        text = f"no CPU of {source} ({{items}}) is in {path} ({{value}}): taken as online"
+        tree.add_warning(text, *allowed, path=path)
         online = allowed
     return online, allowed & online
-
-
-def guess_online(tree: Tree, allowed: frozenset[int] | None) -> frozenset[int]:
-    """The online CPUs if `online` does not say: offline ones have no topology directory."""
-    known = allowed or tree.read_list(f"{CPU}present") or frozenset(tree.list_numbers(CPU, "cpu"))
-    shown = frozenset(cpu for cpu in known if tree.list_directory(f"{CPU}cpu{cpu}/topology"))
-    online = shown or known
-    if online:
-        tree.add_warning(f"{CPU}online is {{value}}: CPUs {{items}} are used", *online, path=f"{CPU}online")
-    return online
-
-
-def explain_none(tree: Tree, status: dict[str, str]) -> str:
-    """Say that no CPU was found, and how to mend it."""
-    return (
-        f"no usable CPU below {tree.prefix or '/'}: {CPU}online is "
-        f"{quote_content(tree.read(f'{CPU}online'))} and "
-        f"Cpus_allowed_list of {STATUS} is {quote_content(status.get('Cpus_allowed_list'))}: "
-        "give machine.root a directory that holds sys/ and proc/ as Linux has them"
-    )
 
 
 def read_isolated(tree: Tree, online: frozenset[int]) -> frozenset[int]:
@@ -86,7 +84,32 @@ def read_allowed_mems(tree: Tree, status: dict[str, str], nodes: frozenset[int])
     return nodes
 
 
-def group_cpus(
+def read_cpu_topology(
+    tree: Tree, online: frozenset[int], place: dict[int, int]
+) -> tuple[tuple[Cpu, ...], tuple[Cache, ...]]:
+    """The online CPUs and the last-level caches, each in ascending order; `place` has the NUMA nodes."""
+    cores = _read_cores(tree, place)
+    firsts = sorted(set(cores.values()))
+    packages = {}
+    for cpu in firsts:
+        path = f"{CPU}cpu{cpu}/topology/physical_package_id"
+        package = tree.read_number(path)
+        if package is None:  # the firmware gives none: -1 in some ARM guests
+            text = "physical_package_id of CPUs {items} is {value}: one package a NUMA node assumed"
+            tree.add_warning(text, cpu, path=path)
+            package = place[cpu]
+        packages[cpu] = package
+    above, caches = _read_caches(tree, firsts, place)
+    capacities = _read_capacities(tree, firsts)
+    cpus = tuple(
+        Cpu(cpu, core, packages[core], place[cpu], above[core], capacities.get(core, BIG))
+        for cpu in sorted(online)
+        for core in (cores[cpu],)
+    )
+    return cpus, caches
+
+
+def _group_cpus(
     tree: Tree, what: str, cpus: list[int], read: Callable[[int], frozenset[int] | None]
 ) -> tuple[dict[int, int], list[int]]:
     """Gather CPUs in the sets that `read` gives: the lowest member for each CPU, and the unreadable ones.
@@ -110,106 +133,20 @@ def group_cpus(
     return lowest, [cpu for cpu in bad if cpu not in lowest]
 
 
-def read_caches(
-    tree: Tree, firsts: list[int], place: dict[int, int]
-) -> tuple[dict[int, int], tuple[Cache, ...]]:
-    """The lowest online CPU under the last-level cache of each core, by the core's first CPU, and the caches.
-
-    If it is unknown one cache for each NUMA node is assumed, and not listed.
-    """
-    tops: dict[int, tuple[int, int]] = {}
-    above, bad = group_cpus(tree, "last-level cache", firsts, lambda cpu: read_last_cache(tree, cpu, tops))
-    caches: dict[int, Cache] = {}
-    for cpu, (level, index) in tops.items():
-        if cpu in above and above[cpu] not in caches:
-            caches[above[cpu]] = Cache(above[cpu], level, read_cache_size(tree, cpu, index))
-    if bad:
-        tree.add_warning("last-level cache of CPUs {items} is unknown: one for each NUMA node assumed", *bad)
-    shared: dict[int, int] = {}
-    above.update((cpu, shared.setdefault(place[cpu], cpu)) for cpu in bad)
-    return above, tuple(caches[number] for number in sorted(caches))
-
-
-def read_last_cache(tree: Tree, cpu: int, tops: dict[int, tuple[int, int]]) -> frozenset[int] | None:
-    """The CPUs under the cache of a CPU's highest level, whatever that is; `tops` takes level and index."""
-    here = f"{CPU}cpu{cpu}/cache/index"
-    levels = [
-        (level, index)
-        for index in tree.list_numbers(f"{CPU}cpu{cpu}/cache", "index")
-        if 1 <= (level := tree.read_int(f"{here}{index}/level") or 0) < 10
-    ]
-    if not levels:
-        return None
-    tops[cpu] = max(levels)
-    return tree.read_list(f"{here}{tops[cpu][1]}/shared_cpu_list")
-
-
-def read_cache_size(tree: Tree, cpu: int, index: int) -> int:
-    """A cache's size in KiB; 0 if it is unknown, as in many VMs and on ARM without PPTT sizes."""
-    path = f"{CPU}cpu{cpu}/cache/index{index}/size"
-    text = tree.read(path)
-    if not text:
-        return 0
-    number, unit = (text[:-1], UNITS[text[-1]]) if text[-1] in UNITS else (text, 0)
-    if not (unit and number.isascii() and number.isdecimal() and len(number) < 10):
-        tree.add_warning(
-            "size of the last-level caches of CPUs {items} is {value}: 0 is shown", cpu, path=path
-        )
-        return 0
-    return int(number) * unit
-
-
-def read_capacities(tree: Tree, firsts: list[int]) -> dict[int, int]:
-    """`cpu_capacity` of each core by its first CPU; empty if the kernel knows one class of cores only."""
-    if tree.read(f"{CPU}cpu{firsts[0]}/cpu_capacity") is None:
-        return read_classes(tree, firsts)
-    capacities = {}
-    for cpu in firsts:
-        path = f"{CPU}cpu{cpu}/cpu_capacity"
-        capacity = tree.read_int(path) or 0
-        if 0 < capacity <= 1024:
-            capacities[cpu] = capacity
-        else:
-            tree.add_warning("cpu_capacity of CPUs {items} is {value}: taken as a big core's", cpu, path=path)
-    return capacities
-
-
-def read_classes(tree: Tree, firsts: list[int]) -> dict[int, int]:
-    """Assumed capacities of the lesser cores of a hybrid x86 machine, which `cpu_core` is the sign of."""
-    if tree.read("sys/devices/cpu_core/cpus") is None:
-        return {}
-    capacities: dict[int, int] = {}
-    for name, capacity in CLASSES.items():
-        path = f"sys/devices/{name}/cpus"
-        cpus = tree.read_list(path)
-        if cpus is None and tree.read(path) is not None:
-            tree.add_warning(f"{path} is {{value}}: its cores are taken as big ones", path=path)
-        capacities.update(dict.fromkeys((cpus or frozenset()).intersection(firsts), capacity))
-    return capacities
-
-
-def read_cpu_topology(
-    tree: Tree, online: frozenset[int], place: dict[int, int]
-) -> tuple[tuple[Cpu, ...], tuple[Cache, ...]]:
-    """The online CPUs and the last-level caches, each in ascending order; `place` has the NUMA nodes."""
-    cores = read_cores(tree, place)
-    firsts = sorted(set(cores.values()))
-    packages = {first: read_package(tree, first, place[first]) for first in firsts}
-    above, caches = read_caches(tree, firsts, place)
-    capacities = read_capacities(tree, firsts)
-    cpus = (
-        Cpu(cpu, core, packages[core], place[cpu], above[core], capacities.get(core, 1024))
-        for cpu in sorted(online)
-        for core in (cores[cpu],)
-    )
-    return tuple(cpus), caches
-
-
-def read_cores(tree: Tree, place: dict[int, int]) -> dict[int, int]:
+def _read_cores(tree: Tree, place: dict[int, int]) -> dict[int, int]:
     """The lowest online CPU of each CPU's core."""
-    cores, bad = group_cpus(
-        tree, "thread_siblings_list", sorted(place), lambda cpu: read_siblings(tree, cpu, place)
-    )
+
+    def read_siblings(cpu: int) -> frozenset[int] | None:
+        """The threads of a CPU's core, under the file's old or new name; a core never spans NUMA nodes."""
+        here = f"{CPU}cpu{cpu}/topology/"
+        threads = tree.read_list(f"{here}thread_siblings_list") or tree.read_list(f"{here}core_cpus_list")
+        far = [other for other in threads or () if place.get(other, place[cpu]) != place[cpu]]
+        if far:
+            text = "CPUs {items} are on another NUMA node than a sibling thread: taken as of other cores"
+            tree.add_warning(text, *far)
+        return threads and threads.difference(far)
+
+    cores, bad = _group_cpus(tree, "thread_siblings_list", sorted(place), read_siblings)
     if bad:
         text = "thread_siblings_list of CPUs {items} is {value}: each is taken as a core of its own"
         tree.add_warning(text, *bad, path=f"{CPU}cpu{bad[0]}/topology/thread_siblings_list")
@@ -217,25 +154,163 @@ def read_cores(tree: Tree, place: dict[int, int]) -> dict[int, int]:
     return cores
 
 
-def read_siblings(tree: Tree, cpu: int, place: dict[int, int]) -> frozenset[int] | None:
-    """The threads of a CPU's core, under the file's old or new name; a core never spans NUMA nodes."""
-    here = f"{CPU}cpu{cpu}/topology/"
-    threads = tree.read_list(f"{here}thread_siblings_list") or tree.read_list(f"{here}core_cpus_list")
-    far = [other for other in threads or () if place.get(other, place[cpu]) != place[cpu]]
-    if far:
-        tree.add_warning(
-            "CPUs {items} are on another NUMA node than a sibling thread: taken as of other cores", *far
-        )
-    return threads and threads.difference(far)
+def _read_caches(
+    tree: Tree, firsts: list[int], place: dict[int, int]
+) -> tuple[dict[int, int], tuple[Cache, ...]]:
+    """The lowest online CPU under the last-level cache of each core, by the core's first CPU, and the caches.
+
+    If it is unknown one cache for each NUMA node is assumed, and not listed.
+    """
+    tops: dict[int, tuple[int, int]] = {}
+
+    def read_last_cache(cpu: int) -> frozenset[int] | None:
+        """The CPUs under the cache of a CPU's highest level, whatever that is."""
+        here = f"{CPU}cpu{cpu}/cache"
+        indices = tree.list_numbers(here, "index")
+        levels = [(tree.read_number(f"{here}/index{index}/level") or 0, index) for index in indices]
+        known = [entry for entry in levels if 1 <= entry[0] < 10]
+        if not known:
+            return None
+        tops[cpu] = max(known)
+        return tree.read_list(f"{here}/index{tops[cpu][1]}/shared_cpu_list")
+
+    above, bad = _group_cpus(tree, "last-level cache", firsts, read_last_cache)
+    caches: dict[int, Cache] = {}
+    for cpu, (level, index) in tops.items():
+        if cpu not in above or above[cpu] in caches:
+            continue
+        path = f"{CPU}cpu{cpu}/cache/index{index}/size"
+        text = tree.read(path) or ""  # missing in many VMs, and on ARM without PPTT sizes
+        number, unit = parse_number(text[:-1]), UNITS.get(text[-1:])
+        if text and (number is None or unit is None):
+            text = "size of the last-level caches of CPUs {items} is {value}: 0 is shown"
+            tree.add_warning(text, cpu, path=path)
+        caches[above[cpu]] = Cache(above[cpu], level, (number or 0) * (unit or 0))
+    if bad:
+        tree.add_warning("last-level cache of CPUs {items} is unknown: one for each NUMA node assumed", *bad)
+    shared: dict[int, int] = {}
+    above.update((cpu, shared.setdefault(place[cpu], cpu)) for cpu in bad)
+    return above, tuple(caches[number] for number in sorted(caches))
 
 
-def read_package(tree: Tree, cpu: int, node: int) -> int:
-    """Physical package of a CPU; its NUMA node if the firmware gives none (-1 in some ARM guests)."""
-    path = f"{CPU}cpu{cpu}/topology/physical_package_id"
-    package = tree.read_int(path)
-    if package is not None and package >= 0:
-        return package
-    tree.add_warning(
-        "physical_package_id of CPUs {items} is {value}: one package a NUMA node assumed", cpu, path=path
+def _read_capacities(tree: Tree, firsts: list[int]) -> dict[int, int]:
+    """Capacities of cores by their first CPU; empty if the kernel knows one class of cores only."""
+    capacities: dict[int, int] = {}
+    if tree.read(f"{CPU}cpu{firsts[0]}/cpu_capacity") is not None:
+        for cpu in firsts:
+            path = f"{CPU}cpu{cpu}/cpu_capacity"
+            capacity = tree.read_number(path) or 0
+            if 0 < capacity <= BIG:
+                capacities[cpu] = capacity
+            else:
+                text = "cpu_capacity of CPUs {items} is {value}: taken as a big core's"
+                tree.add_warning(text, cpu, path=path)
+    elif tree.read("sys/devices/cpu_core/cpus") is not None:  # a hybrid x86 machine
+        for name, capacity in CLASSES.items():
+            path = f"sys/devices/{name}/cpus"
+            cpus = tree.read_list(path)
+            if cpus is None and tree.read(path) is not None:
+                tree.add_warning(f"{path} is {{value}}: its cores are taken as big ones", path=path)
+            capacities.update(dict.fromkeys((cpus or frozenset()).intersection(firsts), capacity))
+    return capacities
+
+
+def list_numa_nodes(tree: Tree) -> tuple[int, ...]:
+    """Online NUMA nodes in ascending order; none if the kernel does without NUMA."""
+    present = tree.list_numbers(NODE, "node")
+    online = tree.read_list(f"{NODE}online")
+    if not present:
+        return ()
+    if not online or online.isdisjoint(present):
+        text = f"{NODE}online is {{value}}: nodes {{items}} are used"
+        tree.add_warning(text, *present, path=f"{NODE}online")
+        return tuple(present)
+    if lost := online.difference(present):
+        tree.add_warning(f"NUMA nodes {{items}} of {NODE}online have no directory: left out", *lost)
+    return tuple(node for node in present if node in online)
+
+
+def place_cpus(tree: Tree, ids: tuple[int, ...], online: frozenset[int]) -> dict[int, int]:
+    """The NUMA node of each online CPU; node 0 if the kernel does without NUMA.
+
+    A node's `cpulist` can be stale: `online` and `has_cpu` decide. An empty `has_cpu` says nothing.
+    """
+    if not ids:
+        return dict.fromkeys(online, 0)
+    lists = {}
+    for node in ids:
+        path = f"{NODE}node{node}/cpulist"
+        lists[node] = cpus = tree.read_list(path)
+        if cpus is None:
+            text = "cpulist of NUMA nodes {items} is {value}: taken as without CPUs"
+            tree.add_warning(text, node, path=path)
+        elif not cpus <= online:
+            text = "cpulist of NUMA nodes {items} ({value}) has CPUs that are offline: left out"
+            tree.add_warning(text, node, value=format_cpulist(cpus))
+    has_cpu = tree.read_list(f"{NODE}has_cpu")
+    trusted = [node for node in ids if not has_cpu or node in has_cpu]
+    place: dict[int, int] = {}
+    for node in (*trusted, *(node for node in ids if node not in trusted)):
+        cpus = (lists[node] or frozenset()) & online
+        if taken := cpus & place.keys():
+            tree.add_warning("CPUs {items} are in the cpulist of several NUMA nodes: one is taken", *taken)
+        if cpus and node not in trusted:
+            text = f"NUMA nodes {{items}} have a cpulist but are not in {NODE}has_cpu: used last"
+            tree.add_warning(text, node)
+        place.update(dict.fromkeys(cpus - place.keys(), node))
+    if strays := online - place.keys():
+        # The only node with CPUs but no readable list has them, else the lowest.
+        candidates = trusted or list(ids)
+        silent = [node for node in candidates if lists[node] is None]
+        chosen = silent[0] if len(silent) == 1 else candidates[0]
+        tree.add_warning(f"CPUs {{items}} are in no NUMA node's cpulist: taken as node {chosen}'s", *strays)
+        place.update(dict.fromkeys(strays, chosen))
+    return place
+
+
+def read_numa_nodes(
+    tree: Tree, ids: tuple[int, ...], place: dict[int, int], memory_kib: int
+) -> tuple[NumaNode, ...]:
+    """The online NUMA nodes; if the kernel has no NUMA support, one that has everything.
+
+    Memory may be bound if it is the kernel's normal memory, or next to CPUs (a kernel that was started with
+    `movable_node` lists no node that was plugged in as normal), and not a GPU's.
+    """
+    if not ids:
+        return (NumaNode(0, memory_kib, True, ((0, LOCAL),)),)
+    sizes = {}
+    for node in ids:
+        path = f"{NODE}node{node}/meminfo"
+        sizes[node] = tree.read_meminfo(path).get("MemTotal")
+        if sizes[node] is None:
+            text = "meminfo of NUMA nodes {items} is {value}: memory size unknown, 0 is shown"
+            tree.add_warning(text, node, path=path)
+    path = f"{NODE}has_normal_memory"
+    normal = tree.read_list(path)
+    if not normal:
+        tree.add_warning(f"{path} is {{value}}: only memory of nodes with CPUs is bound", path=path)
+    beside = {node for node in place.values() if sizes[node] != 0}
+    bound = ((normal or frozenset()) | beside) - read_gpu_memory_nodes(tree)
+    order = sorted(tree.read_list(f"{NODE}online") or ids)
+    return tuple(
+        NumaNode(node, sizes[node] or 0, node in bound, _read_distances(tree, node, ids, order))
+        for node in ids
     )
-    return node
+
+
+def _read_distances(
+    tree: Tree, node: int, ids: tuple[int, ...], order: list[int]
+) -> tuple[tuple[int, int], ...]:
+    """SLIT distances from a node, one for each online node; the kernel's defaults if they are invalid.
+
+    Valid is what the kernel takes from firmware: 10 to itself, more to others (slit_valid in srat.c).
+    """
+    path = f"{NODE}node{node}/distance"
+    values = [parse_number(word) or 0 for word in (tree.read(path) or "").split()]
+    table = dict(zip(order, values, strict=False))
+    if len(values) == len(order) and all(
+        value == LOCAL if other == node else LOCAL < value < 256 for other, value in table.items()
+    ):
+        return tuple((other, table[other]) for other in ids)
+    tree.add_warning("distance of NUMA nodes {items} is {value}: 10 and 20 are assumed", node, path=path)
+    return tuple((other, LOCAL if other == node else REMOTE) for other in ids)

@@ -1,85 +1,31 @@
-"""The machine's GPUs in the order in which their runtime numbers them; AMD's are read here."""
+"""The machine's GPUs in the order in which their runtime numbers them.
 
+NVIDIA's by NVML or by the driver's files in /proc/driver/nvidia and sysfs, AMD's by their compute driver's.
+"""
+
+import os
+import re
 from dataclasses import replace
 
 from launcher.plan.model import Gpu
-from launcher.probe.nvidia_gpus import read_driver, read_nvml, read_ready
-from launcher.probe.pci import PCI, format_pci, normalise_pci, parse_pci, read_locality
-from launcher.probe.sysfs import Tree, parse_unsigned
+from launcher.probe.pci import PCI, format_pci, normalise_pci, order_pci, read_locality
+from launcher.probe.sysfs import Tree, parse_number
 
-NODES = "sys/class/kfd/kfd/topology/nodes"
-VENDOR = "0x1002"
-CLASSES = ("0x03", "0x1200")
-"""PCI classes of a GPU: display controllers, and processing accelerators as the MI300."""
+GPUS = "proc/driver/nvidia/gpus/"
+CAPABILITIES = "proc/driver/nvidia/capabilities"
+BOUND = "sys/bus/pci/drivers/nvidia/"
+DEVICE = "/dev/nvidia"
 NVIDIA_SIGNS = ("proc/driver/nvidia", "dev/nvidiactl", "dev/dxg")
 """What shows a driver: on a host, in a container that hides /proc/driver, and in WSL."""
+UUID = re.compile(r"GPU-[0-9a-fA-F-]+")
+AMD_NODES = "sys/class/kfd/kfd/topology/nodes"
 AMD_SIGN = "dev/kfd"
 """The compute driver's device: without it an AMD GPU is for the screen."""
-
-
-def read_amd(tree: Tree) -> tuple[Gpu, ...]:
-    """The GPUs that HIP would number, in its order and without their place.
-
-    The runtime takes the compute driver's (KFD's) nodes that have SIMD units, in the order of their
-    numbers. Nodes that the device cgroup keeps from the job cannot be read (kfd_devcgroup_check_permission
-    in kfd_topology.c), and are not the runtime's either.
-    """
-    numbers = tree.list_numbers(NODES, "")
-    if not numbers:
-        return list_amd_devices(tree)
-    if tree.resolve_links(NODES) is None:
-        tree.add_warning(f"links of {NODES} lead out of the root: planned without AMD GPUs")
-        return ()
-    found = [gpu for number in numbers if (gpu := read_node(tree, number))]
-    uuids = [gpu.uuid for gpu in found]
-    # The partitions of a device may all have its own id, which then names none of them.
-    return tuple(
-        build_amd_gpu(tree, gpu.pci, gpu.uuid if uuids.count(gpu.uuid) == 1 else "") for gpu in found
-    )
-
-
-def read_node(tree: Tree, number: int) -> Gpu | None:
-    """A node's GPU by address and UUID alone; None for a CPU, and for what the job may not see."""
-    lines = (tree.read(f"{NODES}/{number}/properties") or "").splitlines()
-    fields = {key: parse_unsigned(text) for key, _, text in (line.partition(" ") for line in lines)}
-    if not fields.get("simd_count"):
-        return None
-    location, domain = fields.get("location_id"), fields.get("domain") or 0
-    if location is None or domain >= 1 << 32:
-        tree.add_warning("KFD's nodes {items} have no PCI address: left out", number)
-        return None
-    # Bits 28 to 31 number a device's partition; the rest is bus, device and function.
-    place = (domain, location >> 8 & 0xFF, location >> 3 & 0x1F)
-    pci, first = format_pci((*place, location & 7)), format_pci((*place, 0))
-    if not tree.has(f"{PCI}{pci}") and tree.has(f"{PCI}{first}"):
-        # Kernels about 6.6 have the partition's number in the function's place.
-        pci = first
-    unique = fields.get("unique_id") or 0
-    return Gpu(index=0, uuid=f"GPU-{unique:016x}" if 0 < unique < 1 << 64 else "", pci=pci, node=None)
-
-
-def list_amd_devices(tree: Tree) -> tuple[Gpu, ...]:
-    """AMD's GPUs among the PCI devices, in PCI order."""
-    found = []
-    for name in tree.list_directory(PCI):
-        if tree.read(f"{PCI}{name}/vendor") != VENDOR or not (pci := normalise_pci(name)):
-            continue
-        if (tree.read(f"{PCI}{name}/class") or "").startswith(CLASSES):
-            found.append(pci)
-    return tuple(build_amd_gpu(tree, pci, "") for pci in sorted(found, key=parse_pci))
-
-
-def build_amd_gpu(tree: Tree, pci: str, uuid: str) -> Gpu:
-    """A GPU with its name and memory."""
-    here = f"{PCI}{pci}/"
-    if tree.resolve_links(here) is None:
-        return Gpu(index=0, uuid=uuid, pci=pci, node=None, vendor="amd")
-    name = "".join(filter(str.isprintable, tree.read(f"{here}product_name") or ""))
-    if not name:
-        device = (tree.read(f"{here}device") or "").removeprefix("0x")
-        name = f"AMD GPU 1002:{device}" if device.isalnum() and len(device) == 4 else "AMD GPU"
-    size = parse_unsigned(tree.read(f"{here}mem_info_vram_total")) or 0
-    return Gpu(index=0, uuid=uuid, pci=pci, node=None, name=name[:100], vendor="amd", memory_mib=size >> 20)
+AMD_VENDOR = "0x1002"
+AMD_CLASSES = ("0x03", "0x1200")
+"""PCI classes of a GPU: display controllers, and processing accelerators as the MI300."""
+Card = tuple[str, dict[str, str]]
+"""PCI address of a GPU, and what the driver's file `information` says of it."""
 
 
 def probe_gpus(
@@ -97,26 +43,157 @@ def probe_gpus(
 
 
 def list_gpus(tree: Tree, quick: bool) -> tuple[Gpu, ...]:
-    """GPUs in order and without their place."""
+    """GPUs in order, without their place: by NVML, else by the driver's files, which `quick` asks first."""
     if not tree.is_real:
-        return sort_gpus(read_driver(tree)) or read_amd(tree)
+        return read_driver(tree) or read_amd(tree)
     signs = [f"/{sign}" for sign in NVIDIA_SIGNS if tree.has(sign)]
-    nvidia = list_nvidia(tree, quick) if signs else ()
-    gpus = sort_gpus(nvidia) or (read_amd(tree) if tree.has(AMD_SIGN) else ())
+    nvidia: tuple[Gpu, ...] | None = None if signs else ()
+    if signs and quick:
+        nvidia = read_driver(tree, only_whole=True)
+    if nvidia is None:
+        from launcher.probe.nvml import read_nvml  # it takes longer to load than all else
+
+        nvidia = read_nvml(tree)
+    if nvidia is None:
+        nvidia = read_driver(tree)
+    gpus = nvidia or (read_amd(tree) if tree.has(AMD_SIGN) else ())
     if nvidia is None and not gpus:
         tree.add_warning("a GPU driver is there ({items}) but no GPU was found: planned without GPUs", *signs)
     return gpus
 
 
-def list_nvidia(tree: Tree, quick: bool) -> tuple[Gpu, ...] | None:
-    """NVIDIA's GPUs by NVML, else by the driver's files, which `quick` asks first; None if none tell."""
-    found = read_ready(tree) if quick else None
-    if found is None:
-        found = read_nvml(tree)
-    return read_driver(tree) if found is None else found
-
-
-def sort_gpus(gpus: tuple[Gpu, ...] | None) -> tuple[Gpu, ...]:
+def sort_gpus(gpus: list[Gpu]) -> tuple[Gpu, ...]:
     """GPUs in PCI bus order, each once."""
-    found = {gpu.pci: gpu for gpu in gpus or ()}
-    return tuple(found[pci] for pci in sorted(found, key=parse_pci))
+    found = {gpu.pci: gpu for gpu in gpus}
+    return tuple(found[pci] for pci in sorted(found, key=order_pci))
+
+
+def read_driver(tree: Tree, *, only_whole: bool = False) -> tuple[Gpu, ...] | None:
+    """NVIDIA's GPUs by /proc/driver/nvidia, else the PCI devices bound to the driver; None if there are none.
+
+    MIG instances are not in these files. `only_whole` is for what tells as much as NVML: all GPUs have a
+    UUID, and none has MIG instances; else None.
+    """
+    if only_whole and _has_mig(tree):
+        return None
+    cards = list_cards(tree)
+    if only_whole and not (cards and all(UUID.fullmatch(card.get("GPU UUID", "")) for _, card in cards)):
+        return None
+    found = []
+    if cards is not None:
+        found = [_build_nvidia_gpu(tree, pci, fields) for pci, fields in cards if is_open(tree, fields)]
+        return sort_gpus(found)
+    for name in tree.list_directory(BOUND):  # some containers hide the driver's /proc files
+        pci = normalise_pci(name)
+        # NVSwitches (class 0x0680) are bound to the same driver.
+        if pci and (tree.read(f"{PCI}{pci}/class") or "").startswith("0x03"):
+            tree.add_warning(f"{GPUS} is not there: the UUIDs of the GPUs {{items}} are unknown", pci)
+            found.append(Gpu(index=0, uuid="", pci=pci, node=None))
+    return sort_gpus(found) or None
+
+
+def _has_mig(tree: Tree) -> bool:
+    """Whether a GPU has MIG instances, which are directories `gi0` and so on of its capabilities."""
+    gpus = [name for name in tree.list_directory(CAPABILITIES) if name.startswith("gpu")]
+    names = (name for gpu in gpus for name in tree.list_directory(f"{CAPABILITIES}/{gpu}/mig"))
+    return any(name.startswith("gi") for name in names)
+
+
+def list_cards(tree: Tree) -> list[Card] | None:
+    """The GPUs of /proc/driver/nvidia/gpus but those that the driver leaves out; None if it is missing."""
+    names = tree.list_directory(GPUS)
+    cards = []
+    for name in names:
+        pci = normalise_pci(name)
+        if pci is None:
+            tree.add_warning(f"{GPUS} has {{value}}, which is no PCI address: left out", value=name)
+            continue
+        fields = tree.read_fields(f"{GPUS}{name}/information")
+        if fields.get("GPU Excluded") == "Yes":
+            tree.add_warning("the driver excludes the GPUs {items} (NVreg_ExcludedGpus): left out", pci)
+            continue
+        cards.append((pci, fields))
+    return cards if names else None
+
+
+def is_open(tree: Tree, fields: dict[str, str]) -> bool:
+    """Whether this process may open a GPU's device: NVML leaves out those that it may not.
+
+    /proc shows a container or a job of SLURM's ConstrainDevices all GPUs of the node. access(2) asks the
+    device cgroup too, of version 1 and 2, and also for root: inode_permission in the kernel's fs/namei.c
+    calls devcgroup_inode_permission, which runs both. True if the machine is a written-out one.
+    """
+    minor = parse_number(fields.get("Device Minor"))
+    return not tree.is_real or minor is None or os.access(f"{DEVICE}{minor}", os.R_OK | os.W_OK)
+
+
+def _build_nvidia_gpu(tree: Tree, pci: str, fields: dict[str, str]) -> Gpu:
+    uuid = fields.get("GPU UUID")
+    if not UUID.fullmatch(uuid or ""):
+        # The driver writes question marks until something has opened the GPU.
+        text = "GPU UUID of {items} is {value}: these GPUs can be named by index only"
+        tree.add_warning(text, pci, value=uuid)
+        uuid = ""
+    model = "".join(char for char in fields.get("Model", "") if char.isprintable())
+    return Gpu(index=0, uuid=uuid or "", pci=pci, node=None, name=model)
+
+
+def read_gpu_memory_nodes(tree: Tree) -> frozenset[int]:
+    """NUMA nodes that are memory of an NVIDIA GPU (GH200, GB200, POWER9), online or not yet."""
+    states = [tree.read_fields(f"{GPUS}{name}/numa_status") for name in tree.list_directory(GPUS)]
+    nodes = [parse_number(state.get("Node")) for state in states if state.get("Status") != "disabled"]
+    return frozenset(node for node in nodes if node is not None)
+
+
+def read_amd(tree: Tree) -> tuple[Gpu, ...]:
+    """The GPUs that HIP would number, in its order and without their place.
+
+    The runtime takes the compute driver's (KFD's) nodes that have SIMD units, in the order of their
+    numbers. Nodes that the device cgroup keeps from the job cannot be read (kfd_devcgroup_check_permission
+    in kfd_topology.c), and are not the runtime's either. Without the driver's files, AMD's GPUs in PCI order.
+    """
+    numbers = tree.list_numbers(AMD_NODES, "")
+    if not numbers:
+        names = [name for name in tree.list_directory(PCI) if tree.read(f"{PCI}{name}/vendor") == AMD_VENDOR]
+        names = [n for n in names if (tree.read(f"{PCI}{n}/class") or "").startswith(AMD_CLASSES)]
+        addresses = [pci for name in names if (pci := normalise_pci(name))]
+        return tuple(_build_amd_gpu(tree, pci, "") for pci in sorted(addresses, key=order_pci))
+    if tree.resolve_links(AMD_NODES) is None:
+        tree.add_warning(f"links of {AMD_NODES} lead out of the root: planned without AMD GPUs")
+        return ()
+    found = [place for number in numbers if (place := _read_amd_node(tree, number))]
+    uuids = [uuid for _, uuid in found]
+    # The partitions of a device may all have its own id, which then names none of them.
+    return tuple(_build_amd_gpu(tree, pci, uuid if uuids.count(uuid) == 1 else "") for pci, uuid in found)
+
+
+def _read_amd_node(tree: Tree, number: int) -> tuple[str, str] | None:
+    """Address and UUID of a node's GPU; None for a CPU, and for what the job may not see."""
+    lines = (tree.read(f"{AMD_NODES}/{number}/properties") or "").splitlines()
+    fields = {key: parse_number(text) for key, _, text in (line.partition(" ") for line in lines)}
+    if not fields.get("simd_count"):
+        return None
+    location, domain = fields.get("location_id"), fields.get("domain") or 0
+    if location is None or domain >= 1 << 32:
+        tree.add_warning("KFD's nodes {items} have no PCI address: left out", number)
+        return None
+    # Bits 28 to 31 number a device's partition; the rest is bus, device and function.
+    bus, device = location >> 8 & 0xFF, location >> 3 & 0x1F
+    pci, first = format_pci(domain, bus, device, location & 7), format_pci(domain, bus, device)
+    if not tree.has(f"{PCI}{pci}") and tree.has(f"{PCI}{first}"):
+        # Kernels about 6.6 have the partition's number in the function's place.
+        pci = first
+    unique = fields.get("unique_id") or 0
+    return pci, f"GPU-{unique:016x}" if 0 < unique < 1 << 64 else ""
+
+
+def _build_amd_gpu(tree: Tree, pci: str, uuid: str) -> Gpu:
+    here = f"{PCI}{pci}/"
+    if tree.resolve_links(here) is None:
+        return Gpu(index=0, uuid=uuid, pci=pci, node=None, vendor="amd")
+    name = "".join(filter(str.isprintable, tree.read(f"{here}product_name") or ""))
+    if not name:
+        device = (tree.read(f"{here}device") or "").removeprefix("0x")
+        name = f"AMD GPU 1002:{device}" if device.isalnum() and len(device) == 4 else "AMD GPU"
+    size = parse_number(tree.read(f"{here}mem_info_vram_total")) or 0
+    return Gpu(index=0, uuid=uuid, pci=pci, node=None, name=name[:100], vendor="amd", memory_mib=size >> 20)

@@ -4,11 +4,19 @@ import os
 
 from launcher.errors import UsageError
 from launcher.plan.model import Machine
-from launcher.probe.cpus import STATUS, read_allowed_mems, read_cpu_sets, read_cpu_topology, read_isolated
+from launcher.probe.cpus import (
+    STATUS,
+    list_numa_nodes,
+    place_cpus,
+    read_allowed_mems,
+    read_cpu_sets,
+    read_cpu_topology,
+    read_isolated,
+    read_numa_nodes,
+)
 from launcher.probe.gpus import probe_gpus
 from launcher.probe.limits import read_limits
 from launcher.probe.nics import read_nics
-from launcher.probe.numa import list_numa_nodes, place_cpus, read_numa_nodes
 from launcher.probe.sysfs import Tree
 
 DMI = "sys/class/dmi/id"
@@ -23,26 +31,6 @@ LONGEST = 100
 """Characters of a name at most."""
 
 
-def read_product_name(tree: Tree) -> str:
-    """Product name from DMI, or on ARM from the device tree; empty if there is none."""
-    text = tree.read(f"{DMI}/product_name") if tree.resolve_links(DMI) else None
-    if not (name := clean_name(text or "")):
-        name = clean_name(tree.read(DEVICE_TREE) or "")
-    return name
-
-
-def clean_name(text: str) -> str:
-    """A name's printable characters, single blanks between words; empty for a placeholder.
-
-    The device tree's texts end with a NUL.
-    """
-    shown = "".join(
-        char if char.isprintable() else " " for char in text.replace("\ufffd", " ")[: 4 * LONGEST]
-    )
-    name = " ".join(shown.split())[:LONGEST].strip()
-    return "" if name.lower() in PLACEHOLDERS or not any(map(str.isalnum, name)) else name
-
-
 def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine:
     """Read the machine below `root`; what is odd there is told in the result's warnings.
 
@@ -52,12 +40,21 @@ def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine
 
     Raises UsageError if root is no directory and MachineError if no usable CPU is found.
     """
-    tree = open_tree(root)
+    name = os.fspath(root)
+    if "\0" in name or not os.path.isdir(name):
+        raise UsageError(
+            f"machine.root={name!r} is not a directory: name one that holds sys/ and proc/ as Linux has them"
+        )
+    tree = Tree(name)
     status = tree.read_fields(STATUS)
     online, allowed = read_cpu_sets(tree, status)
     ids = list_numa_nodes(tree)
     place = place_cpus(tree, ids, online)
-    memory_kib = read_total_memory(tree)
+    memory_kib = tree.read_meminfo().get("MemTotal")
+    if memory_kib is None:
+        text = "MemTotal of proc/meminfo is {value}: memory size unknown, 0 is shown"
+        tree.add_warning(text, path="proc/meminfo")
+        memory_kib = 0
     nodes = read_numa_nodes(tree, ids, place, memory_kib)
     known = frozenset(node.id for node in nodes)
     cpus, caches = read_cpu_topology(tree, online, place)
@@ -78,21 +75,18 @@ def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine
     )
 
 
-def open_tree(root: str | os.PathLike[str]) -> Tree:
-    """Take root as the top of a machine's files, or say why not."""
-    name = os.fspath(root)
-    if "\0" in name or not os.path.isdir(name):
-        raise UsageError(
-            f"machine.root={name!r} is not a directory: name one that holds sys/ and proc/ as Linux has them"
-        )
-    return Tree(name)
+def read_product_name(tree: Tree) -> str:
+    """Product name from DMI, or on ARM from the device tree; empty if there is none."""
+    text = tree.read(f"{DMI}/product_name") if tree.resolve_links(DMI) else None
+    return clean_name(text or "") or clean_name(tree.read(DEVICE_TREE) or "")
 
 
-def read_total_memory(tree: Tree) -> int:
-    """MemTotal of the machine in KiB."""
-    memory_kib = tree.read_mem_total("proc/meminfo")
-    if memory_kib is None:
-        tree.add_warning(
-            "MemTotal of proc/meminfo is {value}: memory size unknown, 0 is shown", path="proc/meminfo"
-        )
-    return memory_kib or 0
+def clean_name(text: str) -> str:
+    """A name's printable characters, single blanks between words; empty for a placeholder.
+
+    The device tree's texts end with a NUL.
+    """
+    text = text[: 4 * LONGEST].replace("\ufffd", " ")
+    shown = "".join(char if char.isprintable() else " " for char in text)
+    name = " ".join(shown.split())[:LONGEST].strip()
+    return "" if name.lower() in PLACEHOLDERS or not any(map(str.isalnum, name)) else name

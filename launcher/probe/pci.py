@@ -1,37 +1,30 @@
 """PCI addresses in sysfs form, and where on the machine a device is."""
 
+import re
+
 from launcher.probe.sysfs import Tree
 
 PCI = "sys/bus/pci/devices/"
-Address = tuple[int, int, int, int]
-"""Domain, bus, device, function: sorts in PCI bus order."""
-
-
-def parse_pci(text: str) -> Address:
-    """Read an address as sysfs, /proc/driver/nvidia or NVML write it: domains of 4 to 8 digits, any case.
-
-    Raises ValueError for anything else.
-    """
-    domain, bus, rest = text.split(":")
-    device, dot, function = rest.partition(".")
-    numbers = (int(domain, 16), int(bus, 16), int(device, 16), int(function, 16) if dot else 0)
-    if any(not 0 <= n < limit for n, limit in zip(numbers, (1 << 32, 256, 32, 8), strict=True)):
-        raise ValueError(f"{text!r} is not a PCI address")
-    return numbers
+ADDRESS = re.compile(
+    r"([0-9a-f]{1,8}):([0-9a-f]{1,2}):([01]?[0-9a-f])(?:\.([0-7]))?", re.ASCII | re.IGNORECASE
+)
+"""Domain, bus, device, function, as sysfs, /proc/driver/nvidia or NVML write them."""
 
 
 def normalise_pci(text: str) -> str | None:
     """An address in sysfs form; None for a text that is none."""
-    try:
-        return format_pci(parse_pci(text))
-    except ValueError:
-        return None
+    found = ADDRESS.fullmatch(text)
+    return format_pci(*(int(digits or "0", 16) for digits in found.groups())) if found else None
 
 
-def format_pci(address: Address) -> str:
+def format_pci(domain: int, bus: int, device: int, function: int = 0) -> str:
     """Write an address as sysfs does: `0000:07:00.0`."""
-    domain, bus, device, function = address
     return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
+
+
+def order_pci(pci: str) -> tuple[int, str]:
+    """A key that sorts addresses in sysfs form in PCI bus order: domains have four to eight digits."""
+    return len(pci), pci
 
 
 def split_path(real: str) -> tuple[str, ...]:
@@ -64,9 +57,8 @@ def read_locality(
         tree.add_warning("sysfs has no locality of GPUs {items}: their NUMA node is unknown", pci)
         return None, frozenset(), ()
     if cpus is None:
-        tree.add_warning(
-            "local_cpulist of GPUs {items} is {value}: not used", pci, path=f"{here}local_cpulist"
-        )
+        warning = "local_cpulist of GPUs {items} is {value}: not used"
+        tree.add_warning(warning, pci, path=f"{here}local_cpulist")
     node = find_node(tree, "GPUs", pci, text, nodes)
     return node, (cpus or frozenset()) & online, split_path(real)[:-1]
 
@@ -75,7 +67,6 @@ def find_node(tree: Tree, what: str, name: str, text: str | None, nodes: frozens
     """The online NUMA node that `numa_node` names; a kernel without NUMA has no such file."""
     named = {str(node): node for node in nodes}
     if text not in named and text not in (None, "-1"):
-        tree.add_warning(
-            f"numa_node of {what} {{items}} is {{value}}, which is not online: unknown", name, value=text
-        )
+        warning = f"numa_node of {what} {{items}} is {{value}}, which is not online: unknown"
+        tree.add_warning(warning, name, value=text)
     return named.get(text or "")

@@ -5,6 +5,7 @@ some hundred files at each rank's start.
 """
 
 import os
+import re
 
 from launcher.cpulist import format_cpulist, parse_cpulist
 
@@ -16,7 +17,10 @@ SIZE_LIMIT = 1 << 16
 """Bytes read of a file at most; the longest cpulist of 8192 CPUs has 40 KB."""
 NUMBER_LIMIT = 1 << 16
 """No kernel has CPU or node numbers from here on: such a list is garbage."""
-HEX = frozenset("0123456789abcdefABCDEF")
+NAME_LIMIT = (1 << 22) + 1
+"""No directory has names with numbers from here on: the highest PID (PID_MAX_LIMIT)."""
+MASK = re.compile(r"[0-9a-fA-F]{1,8}(?:,[0-9a-fA-F]{1,8})*")
+MEMINFO = re.compile(r"(\w+):\s*(\d{1,19})\b", re.ASCII)
 MASKS = {
     "cpulist": "cpumap", "thread_siblings_list": "thread_siblings", "core_cpus_list": "core_cpus",
     "shared_cpu_list": "shared_cpu_map", "local_cpulist": "local_cpus",
@@ -61,12 +65,9 @@ class Tree:
         # Many captures by hwloc-gather-topology have a NUL after each file's text.
         return data.removesuffix(b"\n\0").decode("utf-8", "replace").strip()
 
-    def read_int(self, path: str) -> int | None:
-        """A file's whole number; None if there is none."""
-        try:
-            return int(self.read(path) or "")
-        except ValueError:
-            return None
+    def read_number(self, path: str) -> int | None:
+        """A file's whole number, as `parse_number` has it."""
+        return parse_number(self.read(path))
 
     def read_list(self, path: str) -> frozenset[int] | None:
         """A file's cpulist, without one the mask beside it; None if it cannot be read or is none."""
@@ -74,17 +75,16 @@ class Tree:
         if text is not None:
             return parse_list(text)
         folder, slash, name = path.rpartition("/")
-        return parse_mask(self.read(f"{folder}{slash}{MASKS[name]}")) if name in MASKS else None
+        return parse_mask(self.read(f"{folder}{slash}{MASKS[name]}") or "") if name in MASKS else None
 
     def read_fields(self, path: str) -> dict[str, str]:
         """A file's `name: value` lines; none if it cannot be read."""
         lines = (line.partition(":") for line in (self.read(path) or "").splitlines())
         return {name.strip(): value.strip() for name, colon, value in lines if colon}
 
-    def read_mem_total(self, path: str) -> int | None:
-        """MemTotal in KiB of a meminfo file, the machine's or a node's."""
-        words = (self.read(path) or "").partition("MemTotal:")[2].split()
-        return int(words[0]) if words and words[0].isdecimal() and len(words[0]) < 20 else None
+    def read_meminfo(self, path: str = "proc/meminfo") -> dict[str, int]:
+        """The sizes in KiB of a meminfo file, the machine's or a NUMA node's, by name: `MemTotal`."""
+        return {name: int(digits) for name, digits in MEMINFO.findall(self.read(path) or "")}
 
     def list_directory(self, path: str) -> list[str]:
         """Names in a directory, sorted; none if it cannot be read."""
@@ -107,9 +107,9 @@ class Tree:
 
     def list_numbers(self, path: str, stem: str) -> list[int]:
         """The N of a directory's entries that are named stem + N, in ascending order."""
-        names = self.list_directory(path)
-        tails = (name.removeprefix(stem) for name in names if name.startswith(stem))
-        return sorted(int(tail) for tail in tails if tail.isascii() and tail.isdecimal() and len(tail) < 6)
+        names = (name for name in self.list_directory(path) if name.startswith(stem))
+        numbers = (parse_number(name.removeprefix(stem)) for name in names)
+        return sorted(number for number in numbers if number is not None and number < NAME_LIMIT)
 
     def add_warning(self, text: str, *items: int | str, path: str = "", value: str | None = None) -> None:
         """Add a warning; notes of one text become one, with all `{items}` and the first `{value}`.
@@ -122,10 +122,12 @@ class Tree:
 
     def list_warnings(self) -> tuple[str, ...]:
         """The notes as warnings, in the order of their first time."""
-        return tuple(
-            text.format(items=join_items(items), value=value)
-            for text, (value, items) in self._oddities.items()
-        )
+        warnings = []
+        for text, (value, items) in self._oddities.items():
+            numbers = format_cpulist({item for item in items if isinstance(item, int)})
+            names = sorted(item for item in items if isinstance(item, str))
+            warnings.append(text.format(items=", ".join(filter(None, (numbers, *names))), value=value))
+        return tuple(warnings)
 
 
 def parse_list(text: str) -> frozenset[int] | None:
@@ -137,18 +139,17 @@ def parse_list(text: str) -> frozenset[int] | None:
     return numbers if max(numbers, default=0) < NUMBER_LIMIT else None
 
 
-def parse_mask(text: str | None) -> frozenset[int] | None:
-    """The numbers of a mask as the kernel prints it, words of 32 bits from the highest: `1,0000000f`."""
-    words = text.split(",") if text else []
-    if not words or not all(0 < len(word) <= 8 and set(word) <= HEX for word in words):
+def parse_mask(text: str) -> frozenset[int] | None:
+    """The numbers of a mask, words of 32 bits from the highest (`1,0000000f`); None for any other text."""
+    if not MASK.fullmatch(text):
         return None
-    values = enumerate(int(word, 16) for word in reversed(words))
-    numbers = [32 * at + bit for at, value in values if value for bit in range(32) if value >> bit & 1]
-    return frozenset(numbers) if max(numbers, default=0) < NUMBER_LIMIT else None
+    bits = bin(int("".join(word.zfill(8) for word in text.split(",")), 16))[:1:-1]
+    numbers = frozenset(number for number, bit in enumerate(bits) if bit == "1")
+    return numbers if max(numbers, default=0) < NUMBER_LIMIT else None
 
 
-def parse_unsigned(text: str | None) -> int | None:
-    """A whole number without a sign, as the kernel prints it in decimal; None for any other text."""
+def parse_number(text: str | None) -> int | None:
+    """A whole number as the kernel prints it, in decimal and without a sign; None for any other text."""
     return int(text) if text and text.isascii() and text.isdecimal() and len(text) <= 20 else None
 
 
@@ -157,9 +158,3 @@ def quote_content(text: str | None) -> str:
     if text is None:
         return "missing"
     return repr(text if len(text) <= 40 else f"{text[:40]}…") if text else "empty"
-
-
-def join_items(items: set[int | str]) -> str:
-    """Numbers as a cpulist, then names."""
-    numbers = format_cpulist({item for item in items if isinstance(item, int)})
-    return ", ".join(filter(None, (numbers, *sorted(item for item in items if isinstance(item, str)))))

@@ -27,7 +27,7 @@ from launcher.launch.supervisor import Supervisor
 from launcher.launch.watch_folder import WatchFolder
 from launcher.launch.watcher_process import WatcherProcess, describe_watching
 from launcher.launch.watching import Watching
-from launcher.probe.cgroups import count_oom_kills
+from launcher.probe.limits import count_oom_kills
 from launcher.report.viewer import OutputViewer, ViewOptions
 from launcher.runs.node_records import NodeRecord, RankFailure, write_node
 from launcher.runs.rank_logs import Follower, read_tail

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from launcher.codec import load
 from launcher.files import read_stat
-from launcher.probe.cgroups import list_cgroups
-from launcher.probe.gpu_samples import GpuSampler, import_nvml
+from launcher.probe.limits import list_cgroups
+from launcher.probe.nvml import GpuSampler, import_nvml
 from launcher.probe.sysfs import Tree
 from launcher.watch.collective_times import CollectiveReader
 from launcher.watch.evidence import WatchedRank, gather_node

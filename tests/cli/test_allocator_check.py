@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import allocator_check
-from launcher.probe import system_facts
+from launcher.probe import health
 from tests.seam import Launch, run_outside
 from tests.specify import specify
 
@@ -29,7 +29,7 @@ def test_a_container_that_may_trace_is_as_good_as_none(
     words = (*RUN, "--", "echo", "verl.trainer")
     monkeypatch.setattr(allocator_check, "MARKS", ("/",))
     for capabilities in (0, 1 << 19):
-        monkeypatch.setattr(system_facts, "read_capabilities", lambda _, found=capabilities: found)
+        monkeypatch.setattr(health, "read_capabilities", lambda _, found=capabilities: found)
         assert ("165685" in launch(*words).err) == (capabilities == 0)
 
 

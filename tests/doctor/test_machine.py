@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launcher.doctor.machine import BindingTrial, Case, judge_machine
-from launcher.doctor.model import Facts, Health
+from launcher.doctor.model import Facts, GpuFacts, Health
 from launcher.plan.model import Gpu, Machine, Memory, Plan, RankPlan
 from tests.doctor.healthy import HEALTHY, list_edits, pick, read_cases, run_doctor, write_healthy
 from tests.probe.machine_trees import GPUS, short_lived, spoilt
@@ -218,8 +218,8 @@ MACHINE = Machine(
         (2, {"driver_gpus": (*PCI, "x")}, "gpu.closed", "note", {"shown": 3, "opened": 2, "lost": ("x",)}),
         (0, {"driver_gpus": PCI}, "gpu.closed", "warning", {"shown": 2, "opened": 0, "lost": PCI}),
         (2, {"driver_gpus": PCI[:1]}, "gpu.not_in_proc", "note", {"extra": PCI[1:]}),
-        (2, {"persistence": ((PCI[0], True), (PCI[1], True))}, "gpu.persistence", "ok", {"gpus": ()}),
-        (2, {"persistence": ((PCI[0], True), (PCI[1], False))}, "gpu.persistence", "note", {"gpus": (1,)}),
+        (2, {"persistence": (True, True)}, "gpu.persistence", "ok", {"gpus": ()}),
+        (2, {"persistence": (True, False)}, "gpu.persistence", "note", {"gpus": (1,)}),
         (2, {}, "unchecked.persistence", "unknown", {"reason": "NVML does not answer"}),
         (2, {}, "unchecked.binding", "unknown", {"reason": "no room in /tmp"}),
     ],
@@ -231,7 +231,9 @@ def test_what_only_a_driver_tells(
     machine = replace(MACHINE, gpus=MACHINE.gpus[:gpus])
     memory, cpus = Memory("default"), frozenset({0})
     ranks = tuple(RankPlan(gpu.index, gpu, cpus, cpus, memory, 2, 1) for gpu in machine.gpus)
-    facts = Facts("", 0, 0.0, health=Health(live=True, **health))
+    modes = zip(PCI, health.pop("persistence", ()), strict=False)
+    listed = tuple(GpuFacts(0, "", "", pci, persistence=mode) for pci, mode in modes)
+    facts = Facts("", 0, 0.0, gpus=listed, health=Health(live=True, **health))
     case = Case(Plan(machine, ranks), facts, BindingTrial(reason="no room in /tmp"), environ={})
     (finding,) = (one for one in judge_machine(case) if one.rule == rule)
     assert finding.level == level and {key: finding.values[key] for key in values} == values

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.probe.malloc_library import SONAMES, find_malloc_library
+from launcher.probe.malloc_library import SONAMES, locate_malloc
 from tests.seam import Result, run_outside
 
 TELL = """
@@ -23,7 +23,7 @@ NEEDED = pytest.mark.parametrize(
         pytest.param(
             word,
             marks=pytest.mark.skipif(
-                not find_malloc_library(word, {}),
+                not locate_malloc(word, {}, "/"),
                 reason=f"needs {word}: apt-get install libtcmalloc-minimal4 libjemalloc2",
             ),
         )
@@ -44,7 +44,7 @@ def test_ranks_have_it_and_their_agent_has_not(here: Path, word: str) -> None:
     words = ["nproc_per_node=2", f"allocator.host={word}", "new_run_dir=run", "--", "tell.py"]
     done = run_outside(words, here, {"CUDA_VISIBLE_DEVICES": ""}, timeout=120)
     assert done.code == 0, done.err
-    path = find_malloc_library(word, os.environ)
+    path = locate_malloc(word, os.environ, "/") or ""
     told = hear("".join((here / f"run/logs/0/rank-{rank}.out").read_text() for rank in (0, 1)))
     assert len(told) == 2
     for own, agents, preload in told:
@@ -57,7 +57,7 @@ def test_ranks_have_it_and_their_agent_has_not(here: Path, word: str) -> None:
 def test_where_it_is_not_the_job_runs_with_a_warning(
     launch: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.probe.malloc_library.list_library_folders", lambda environ: iter(()))
+    monkeypatch.setattr("launcher.probe.malloc_library._list_folders", lambda environ: iter(()))
     result = launch("plan", "format=json", "allocator.host=jemalloc")
     assert result.code == 0
     data = json.loads(result.out)

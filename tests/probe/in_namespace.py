@@ -15,7 +15,7 @@ from tests.seam import clean_environ
 HEAD = """
 import ctypes, json, os, pathlib, subprocess, sys, threading
 from dataclasses import asdict
-from launcher.probe.node_facts_reader import FactSources, read_node_facts
+from launcher.probe.node import read_node_facts
 from tests.probe.in_namespace import mount_stuck, mount_tmpfs
 folder = pathlib.Path(sys.argv[1])
 """

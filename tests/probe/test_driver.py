@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.probe.nvidia_gpus import read_driver, read_ready
+from launcher.probe.gpus import read_driver
 from launcher.probe.sysfs import Tree
 
 from .machine_trees import put
@@ -18,20 +18,18 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         text = f"Model: \t\t X\nGPU UUID: \t GPU-{minor}\nDevice Minor: \t {minor}"
         put(tmp_path, f"gpus/0000:{bus}:00.0/information", text)
         put(tmp_path, f"nvidia{minor}", "")
-    monkeypatch.setattr("launcher.probe.nvidia_gpus.GPUS", f"{tmp_path}/gpus/"[1:])
-    monkeypatch.setattr("launcher.probe.nvidia_gpus.CAPABILITIES", f"{tmp_path}/capabilities"[1:])
-    monkeypatch.setattr("launcher.probe.nvidia_gpus.DEVICE", f"{tmp_path}/nvidia")
-    monkeypatch.setattr("launcher.probe.nvidia_gpus.BOUND", "proc/nothing/")
+    monkeypatch.setattr("launcher.probe.gpus.GPUS", f"{tmp_path}/gpus/"[1:])
+    monkeypatch.setattr("launcher.probe.gpus.CAPABILITIES", f"{tmp_path}/capabilities"[1:])
+    monkeypatch.setattr("launcher.probe.gpus.DEVICE", f"{tmp_path}/nvidia")
+    monkeypatch.setattr("launcher.probe.gpus.BOUND", "proc/nothing/")
     return tmp_path
 
 
-def tell() -> tuple[list[str] | None, list[str] | None]:
+def tell() -> tuple[list[str] | None, ...]:
     """UUIDs of the GPUs by the files, and by the files where they suffice."""
     tree = Tree()
-    found = [
-        None if gpus is None else [gpu.uuid for gpu in gpus] for gpus in (read_driver(tree), read_ready(tree))
-    ]
-    return found[0], found[1]
+    by_files, whole = read_driver(tree), read_driver(tree, only_whole=True)
+    return tuple(None if gpus is None else [gpu.uuid for gpu in gpus] for gpus in (by_files, whole))
 
 
 def test_all_that_can_be_opened(root: Path) -> None:
@@ -77,7 +75,7 @@ def test_written_out_machine_has_all_its_gpus(root: Path) -> None:
 
 def list_uuids(top: Path) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("launcher.probe.nvidia_gpus.GPUS", "proc/driver/nvidia/gpus/")
+        patch.setattr("launcher.probe.gpus.GPUS", "proc/driver/nvidia/gpus/")
         return [gpu.uuid for gpu in read_driver(Tree(top)) or ()]
 
 

@@ -9,10 +9,11 @@ import pynvml  # type: ignore[import-untyped]
 import pytest
 
 from launcher.doctor.job import judge_nodes
-from launcher.doctor.model import GpuProcess, Unchecked, Wanted
+from launcher.doctor.model import Facts, GpuProcess, Unchecked, Wanted
 from launcher.probe import gpu_facts
-from launcher.probe.gpu_facts import RECOVERY_ACTIONS, read_gpu_state
-from launcher.probe.node_facts_reader import FactSources, read_node_facts
+from launcher.probe.gpu_facts import RECOVERY_ACTIONS, read_gpu_facts
+from launcher.probe.node import read_node_facts
+from launcher.probe.nvml import DEAD
 from launcher.probe.sysfs import Tree
 from tests.doctor.healthy import NODE
 from tests.probe.fake_nvml import GONE, MISMATCH, UNKNOWN, Changes, hold, make_node_nvml, recover
@@ -20,19 +21,21 @@ from tests.probe.fake_nvml import GONE, MISMATCH, UNKNOWN, Changes, hold, make_n
 REAL = Tree("/")
 
 
+def read(nvml: ModuleType, wanted: Any = None) -> Facts:
+    """A node with these GPUs and nothing else that could be wrong."""
+    return replace(NODE, **read_gpu_facts(REAL, nvml, wanted))
+
+
 def judge(nvml: ModuleType, needed: int = 8) -> list[tuple[str, str]]:
     """Levels and texts of what is found on a node with these GPUs and nothing else that could be wrong."""
-    state = read_gpu_state(REAL, nvml, None)
-    node = replace(NODE, gpus=state.gpus, lost_gpus=state.lost, gpu_problem=state.problem)
-    node = replace(node, unchecked=state.unchecked)
-    found = judge_nodes((node,), Wanted(needed))
+    found = judge_nodes((read(nvml),), Wanted(needed))
     return [(one.level, one.what) for one in found]
 
 
 def test_healthy_gpus_are_read_whole_and_have_no_finding() -> None:
-    state = read_gpu_state(REAL, make_node_nvml(), None)
-    assert (len(state.gpus), state.lost, state.cuda_driver, state.unchecked) == (8, (), "12.8", ())
-    assert state.gpus == NODE.gpus
+    facts = read(make_node_nvml())
+    assert (len(facts.gpus), facts.lost_gpus, facts.cuda_driver, facts.unchecked) == (8, (), "12.8", ())
+    assert facts.gpus == NODE.gpus
     assert judge(make_node_nvml()) == []
 
 
@@ -110,14 +113,14 @@ def test_who_holds_memory_is_named_without_path_and_arguments() -> None:
             "nvmlDeviceGetGraphicsRunningProcesses": {0: hold(77, 9000), 1: hold(5, 100)},
         }
     )
-    gpus = read_gpu_state(REAL, nvml, None).gpus
+    gpus = read(nvml).gpus
     assert gpus[0].processes == (GpuProcess(77, "python3", 9000),)
     assert gpus[1].processes == (GpuProcess(5, "python3", 100),)
 
 
 def test_the_jobs_gpus_alone_are_looked_at() -> None:
     nvml = make_node_nvml({"nvmlDeviceGetTotalEccErrors": {0: 5}, "nvmlDeviceGetHandleByIndex": {7: GONE}})
-    state = read_gpu_state(REAL, nvml, {"0000:02:00.0", "0000:03:00.0"})
+    state = read(nvml, {"0000:02:00.0", "0000:03:00.0"})
     assert [gpu.index for gpu in state.gpus] == [1, 2, 7], "the last has no address: it may be the job's"
     assert state.gpus[0].peers == (2,)
 
@@ -139,7 +142,7 @@ def test_the_jobs_gpus_alone_are_looked_at() -> None:
 )
 def test_gpus_of_other_jobs_are_left_alone(visible: str, indices: list[int]) -> None:
     """Where a cluster does not confine devices, NVML lists the whole node's."""
-    state = read_gpu_state(REAL, make_node_nvml({"nvmlDeviceGetTotalEccErrors": {7: 5}}), visible)
+    state = read(make_node_nvml({"nvmlDeviceGetTotalEccErrors": {7: 5}}), visible)
     assert [gpu.index for gpu in state.gpus] == indices
 
 
@@ -158,7 +161,7 @@ def test_a_gpu_that_is_divided_is_not_judged_by_what_others_use() -> None:
             "nvmlDeviceGetComputeRunningProcesses": {2: hold(1, 9)},
         }
     )
-    state = read_gpu_state(REAL, nvml, None)
+    state = read(nvml)
     assert (state.gpus[2].used_mib, state.gpus[2].processes) == (None, None)
     assert judge(nvml) == [
         (
@@ -188,7 +191,7 @@ def test_a_driver_that_hangs_costs_its_time_limit_and_no_more() -> None:
     """NVML waits for a GPU that does not answer; it is in a child, which is given up."""
     nvml: Any = make_node_nvml()
     nvml.nvmlInit = signal.pause
-    facts = read_node_facts(host="n1", sources=FactSources(nvml=nvml, patience=0.2))
+    facts = read_node_facts(host="n1", nvml=nvml, patience=0.2)
     assert Unchecked("gpus", "NVML: no answer in 0.2 s") in facts.unchecked
     assert facts.gpus == ()
     assert facts.memory_kib > 0
@@ -201,7 +204,7 @@ def test_names_and_numbers_are_pynvmls() -> None:
     odd = [name for name in made if name.startswith(("nvml", "NVML")) and not hasattr(pynvml, name)]
     assert not odd
     assert pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION == gpu_facts.RECOVERY_ACTION
-    assert (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED) == gpu_facts.DEAD
+    assert (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED) == DEAD
     numbers = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     assert numbers == (gpu_facts.UNCORRECTED, gpu_facts.VOLATILE)
     assert (pynvml.NVML_P2P_CAPS_INDEX_WRITE, pynvml.NVML_P2P_STATUS_OK) == (gpu_facts.WRITE, 0)

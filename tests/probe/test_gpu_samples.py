@@ -11,7 +11,7 @@ from typing import Any
 import pynvml  # type: ignore[import-untyped]
 import pytest
 
-from launcher.probe.gpu_samples import REASONS, SM_UTIL, XID, GpuSampler, import_nvml
+from launcher.probe.nvml import REASONS, SM_UTIL, XID, GpuSampler, import_nvml
 from launcher.watch.gpu_reader import GpuReader, read_planned_gpus
 from launcher.watch.watch_model import GpuSample
 
@@ -112,12 +112,11 @@ def test_what_a_gpu_does_not_tell_is_none() -> None:
 @pytest.mark.parametrize(
     "nvml",
     [
-        None,
         make_nvml(nvmlInit=fail),
         make_nvml(nvmlDeviceGetHandleByPciBusId=fail, nvmlDeviceGetHandleByUUID=fail),
     ],
 )
-def test_without_nvml_or_gpus_there_is_nothing(nvml: ModuleType | None) -> None:
+def test_without_nvml_or_gpus_there_is_nothing(nvml: ModuleType) -> None:
     assert GpuSampler(GPUS, nvml).sample() == {}
 
 

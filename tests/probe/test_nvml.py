@@ -16,7 +16,7 @@ from .machine_trees import GPUS, put, write_small
 
 READ = """
 import dataclasses, json, sys
-from launcher.probe.nvidia_gpus import read_nvml
+from launcher.probe.nvml import read_nvml
 from launcher.probe.sysfs import Tree
 tree = Tree()
 gpus = read_nvml(tree)
@@ -25,18 +25,18 @@ print(json.dumps({"gpus": found, "warnings": tree.list_warnings()}))
 """
 SIZES = """
 import json
-from launcher.probe.nvidia_gpus import read_nvml
+from launcher.probe.nvml import read_nvml
 from launcher.probe.sysfs import Tree
 print(json.dumps([gpu.memory_mib for gpu in read_nvml(Tree())]))
 """
 PROBE = """
 import json, sys
-import launcher.probe.gpus, launcher.probe.nvidia_gpus
+import launcher.probe.gpus
 from launcher.probe.machine import probe
 launcher.probe.gpus.NVIDIA_SIGNS = ("proc/self/status",)
 if len(sys.argv) > 2:
-    launcher.probe.nvidia_gpus.GPUS = sys.argv[2]
-    launcher.probe.nvidia_gpus.DEVICE = sys.argv[3]
+    launcher.probe.gpus.GPUS = sys.argv[2]
+    launcher.probe.gpus.DEVICE = sys.argv[3]
 machine = probe("/", quick=sys.argv[1] == "quick")
 gpus = [(g.index, g.pci, g.uuid, g.node, sorted(g.local_cpus)) for g in machine.gpus]
 print(json.dumps({"gpus": gpus, "warnings": machine.warnings, "pynvml": "pynvml" in sys.modules}))
@@ -69,12 +69,12 @@ def ask(library: Path, text: str, program: str = READ, *args: str) -> Any:
     return json.loads(subprocess.run(command, env=environ, check=True, capture_output=True).stdout)
 
 
-def test_gpus_come_with_sysfs_addresses_in_nvmls_order(library: Path) -> None:
+def test_gpus_come_with_sysfs_addresses_in_their_order(library: Path) -> None:
     long = "gpu 0 0 0 00010000:00:04.0 GPU-c - X"
     assert ask(library, f"init 0\n{A100}\n{H100}\n{long}") == {
         "gpus": [
-            [0, "0000:0f:00.0", "GPU-a", "NVIDIA A100-SXM4-40GB", [], None],
             [1, "0000:07:00.0", "GPU-b", "NVIDIA H100 80GB HBM3", [], None],
+            [0, "0000:0f:00.0", "GPU-a", "NVIDIA A100-SXM4-40GB", [], None],
             [2, "10000:00:04.0", "GPU-c", "X", [], None],
         ],
         "warnings": [],
@@ -118,7 +118,7 @@ def test_library_that_fails_is_told(code: int, library: Path) -> None:
 
 
 def test_memory_is_nvmls_and_none_where_it_fails(library: Path) -> None:
-    assert ask(library, f"init 0\n{A100}\n{H100}", SIZES) == [0, 81559]
+    assert ask(library, f"init 0\n{A100}\n{H100}", SIZES) == [81559, 0]
 
 
 def test_no_gpus_is_an_answer(library: Path) -> None:
@@ -143,9 +143,9 @@ def test_real_root_takes_nvmls_gpus_in_pci_order_with_sysfs_locality(library: Pa
     expected = []
     for index, (n, device) in enumerate(reversed(list(enumerate(devices)))):
         here = f"sys/bus/pci/devices/{device[4:]}"
-        node = tree.read_int(f"{here}/numa_node")
+        node = tree.read_number(f"{here}/numa_node")
         near = (tree.read_list(f"{here}/local_cpulist") or frozenset()) & online
-        expected.append([index, device[4:], f"GPU-{n}", None if node == -1 else node, sorted(near)])
+        expected.append([index, device[4:], f"GPU-{n}", node, sorted(near)])
     assert out["gpus"] == expected
     assert out["pynvml"]
 
@@ -195,13 +195,12 @@ def test_another_root_never_asks_nvml(library: Path, tmp_path: Path) -> None:
 
 PERSISTENCE = """
 import json
-from launcher.probe.nvidia_gpus import read_persistence
-print(json.dumps(read_persistence()))
+from launcher.probe.node import read_node_facts
+print(json.dumps([(gpu.pci, gpu.persistence) for gpu in read_node_facts().gpus]))
 """
 
 
 def test_persistence_mode_is_read_where_a_gpu_tells_it(library: Path) -> None:
     silent, gone = "gpu 0 3 0 00000000:17:00.0 GPU-c - X", "gpu 15 3 0 00000000:27:00.0 GPU-d - H100"
     found = ask(library, f"init 0\n{A100}\n{H100}\n{silent}\n{gone}", PERSISTENCE)
-    assert found == [["0000:0f:00.0", False], ["0000:07:00.0", True]]
-    assert ask(library, f"init 999\n{A100}", PERSISTENCE) == []
+    assert found == [["0000:0f:00.0", False], ["0000:07:00.0", True], ["0000:17:00.0", None], ["", None]]

@@ -15,7 +15,6 @@ from .machine_trees import write_small
 WATCHED = """
 import json, os, sys
 from launcher.probe.machine import probe
-import launcher.probe.mounts
 os.sched_getaffinity = os.cpu_count = os.getenv = None
 seen = []
 sys.addaudithook(lambda event, args: seen.append([event, str(args[:1])[1:-1].strip("',")]))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.probe.sysfs import PAGE, SIZE_LIMIT, Tree, parse_unsigned
+from launcher.probe.sysfs import PAGE, SIZE_LIMIT, Tree, parse_number
 
 from .machine_trees import put
 
@@ -50,7 +50,7 @@ def test_links_are_followed_within_the_root(target: str, found: str | None, tmp_
      ("\u0663", None), ("9" * 21, None), ("1_0", None)],
 )  # fmt: skip
 def test_number(text: str | None, number: int | None) -> None:
-    assert parse_unsigned(text) == number
+    assert parse_number(text) == number
 
 
 def test_endless_file_ends(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_what_is_no_file_has_no_text(name: str, tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to("nowhere")
     tree = Tree(tmp_path)
     assert tree.read(name) is None
-    assert tree.read_int(name) is None
+    assert tree.read_number(name) is None
     assert tree.read_list(name) is None
     assert tree.read_fields(name) == {}
 
@@ -81,7 +81,7 @@ def test_what_is_no_file_has_no_text(name: str, tmp_path: Path) -> None:
 )
 def test_mem_total(text: str, kib: int | None, tmp_path: Path) -> None:
     put(tmp_path, "meminfo", text)
-    assert Tree(tmp_path).read_mem_total("meminfo") == kib
+    assert Tree(tmp_path).read_meminfo("meminfo").get("MemTotal") == kib
 
 
 def test_fields_keep_colons_of_their_values(tmp_path: Path) -> None:

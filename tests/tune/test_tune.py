@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from launcher.cli.tune import check_choice_file, describe_use, write_choice
-from launcher.probe import available_memory
+from launcher.probe import limits
 from tests.seam import LAUNCH, Launch, clean_environ, run_outside
 from tests.tune.programs import ALONE, BATCHES, TRAINING
 from tests.tune.test_meter import list_living
@@ -215,8 +215,8 @@ def test_a_trial_is_ended_before_the_machine_swaps(
     launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if all of the machine's memory had to stay free."""
-    monkeypatch.setattr(available_memory, "LEAST_FREE", 2.0)
-    monkeypatch.setattr(available_memory, "LEAST_FREE_KIB", 1 << 60)
+    monkeypatch.setattr(limits, "LEAST_FREE", 2.0)
+    monkeypatch.setattr(limits, "LEAST_FREE_KIB", 1 << 60)
     (here / "wait.py").write_text("import signal\nsignal.pause()\n")
     done = launch(*WORDS, "nproc_per_node=1", "--", "wait.py", "--batch-size", "1")
     assert done.code == 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.probe.cgroups import list_cgroups
+from launcher.probe.limits import list_cgroups
 from launcher.probe.sysfs import Tree
 from launcher.watch.node_samples import CgroupReader, NodeReader, NodeSample
 from launcher.watch.process_samples import RankSample, Sample, Sampler, list_growth

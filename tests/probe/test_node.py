@@ -17,11 +17,9 @@ import pytest
 from launcher.codec import convert
 from launcher.doctor.job import judge_nodes
 from launcher.doctor.model import Facts, Wanted
-from launcher.probe.guarded_calls import call_in_children
-from launcher.probe.kernel_log import parse_record
-from launcher.probe.node_facts_reader import FactSources, read_node_facts
-from launcher.probe.path_facts import read_path
-from launcher.probe.torch_version import parse_torch_version, read_torch
+from launcher.probe.guarded import call_in_children
+from launcher.probe.node import read_kernel_xids, read_node_facts, read_path, read_torch
+from launcher.probe.sysfs import Tree
 from tests.probe.in_namespace import run_in_namespace
 from tests.probe.machine_trees import put
 
@@ -103,7 +101,7 @@ import time
 device = mount_stuck(folder / "nfs", reads={reads})
 begin = time.monotonic()
 paths = [(str(folder / "nfs"), "data"), (str(folder / "nfs/x"), "run directory"), ("/", "data")]
-facts = read_node_facts("/", paths, sources=FactSources(patience=0.5))
+facts = read_node_facts("/", paths, patience=0.5)
 seconds = time.monotonic() - begin
 children = pathlib.Path(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read_text().split()
 states = [pathlib.Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[0] for pid in children]
@@ -183,7 +181,7 @@ def test_calls_that_stop_die_or_fail_are_told_and_the_others_answer() -> None:
 def test_a_skewed_clock_is_found_by_what_the_first_node_read() -> None:
     """No namespace has a real-time clock of its own: the reader is given a clock that is wrong."""
     asked = time.time()
-    late = read_node_facts(host="n2", sources=FactSources(clock=lambda: time.time() - 90))
+    late = read_node_facts(host="n2", clock=lambda: time.time() - 90)
     right = read_node_facts(host="n1")
     answered = time.time()
     nodes = [replace(node, asked=asked, answered=answered, load=None) for node in (right, late)]
@@ -221,12 +219,11 @@ def test_torch_of_another_interpreter_is_found_and_not_imported(tmp_path: Path) 
     python.chmod(0o755)
     assert read_torch(str(python)) == ("2.8.0+cu128", "12.8")
     assert read_torch() == read_torch(sys.executable)
-    assert parse_torch_version("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n") == (
-        "2.13.0+cpu",
-        "",
-    )
-    assert parse_torch_version("cuda = 7") == ("", "")
-    facts = read_node_facts(sources=FactSources(python=str(tmp_path / "none")))
+    (package / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
+    assert read_torch(str(python)) == ("2.13.0+cpu", "")
+    (package / "version.py").write_text("cuda = 7")
+    assert read_torch(str(python)) == ("", "")
+    facts = read_node_facts(python=str(tmp_path / "none"))
     assert facts.torch == ""
     assert any(one.check == "torch" and "FileNotFoundError" in one.reason for one in facts.unchecked)
 
@@ -280,8 +277,7 @@ def test_another_machines_files_are_read_and_nothing_else(tmp_path: Path) -> Non
         "8,2,5;NVRM: Xid (PCI:0000:b7:00): 79, of a user",
     ],
 )
-def test_other_records_are_no_xids(record: str) -> None:
-    assert parse_record(record, 10.0) is None
-    found = parse_record("4,2,5000000;NVRM: Xid (PCI:0000:b7:00): 79, a\x1b[2Jb", 65.0)
-    assert found is not None
-    assert (found.age, found.text) == (60.0, "a?[2Jb")
+def test_other_records_are_no_xids(record: str, tmp_path: Path) -> None:
+    put(tmp_path, "dev/kmsg", f"{record}\n4,2,5000000;NVRM: Xid (PCI:0000:b7:00): 79, a\x1b[2Jb")
+    (found,) = read_kernel_xids(Tree(tmp_path)) or ()
+    assert (found.number, found.age, found.text) == (79, None, "a?[2Jb")

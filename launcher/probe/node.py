@@ -1,0 +1,311 @@
+"""Reads what is judged of a node before a job: GPUs, NICs, paths, memory, load, XIDs, versions."""
+
+import contextlib
+import errno
+import os
+import re
+import resource
+import secrets
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from launcher.doctor.model import Facts, KernelXid, PathFacts, Unchecked
+from launcher.errors import MachineError
+from launcher.probe.cpus import STATUS, read_cpu_sets
+from launcher.probe.gpu_facts import Wanted, read_gpu_facts
+from launcher.probe.guarded import Answer, call_in_children
+from launcher.probe.limits import SHM, read_limits
+from launcher.probe.nics import read_nic_ports
+from launcher.probe.nvml import import_nvml
+from launcher.probe.pci import normalise_pci
+from launcher.probe.sysfs import Tree, parse_number
+
+PATIENCE = 5.0
+"""Seconds that a path, a driver or an interpreter may take: an automounter's first mount is among them."""
+DRIVER_VERSION = re.compile(r"\b(\d{3,4}(?:\.\d{1,4}){1,2})\b")
+SHORTEST = 0.3
+"""Seconds over which the load is measured at least: the kernel counts hundredths."""
+IDLE, WAITING = 3, 4
+"""Columns of /proc/stat that are no work; of the rest, `guest` (8, 9) is contained in `user`."""
+WRITTEN = ("run directory", "checkpoints", "temporary directory")
+"""Purposes of directories that the job writes to."""
+SAMPLE = bytes(4096)
+"""What is written on trial: a block, which takes space where an empty file would not."""
+STATES = {
+    errno.ENOENT: "missing",
+    errno.ENOTDIR: "missing",
+    errno.EACCES: "denied",
+    errno.EPERM: "denied",
+    errno.EROFS: "read_only",
+}
+UNNAMED_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+"""What file systems and kernels without O_TMPFILE say (open(2))."""
+LOG_RECORD = 8192
+"""Bytes of a record of the kernel's log at most: CONSOLE_EXT_LOG_MAX; a shorter buffer makes read(2) fail."""
+MOST_RECORDS = 200_000
+"""More than the largest log buffer holds (2^25 bytes)."""
+MOST_XIDS = 256
+"""The last ones that are kept."""
+XID = re.compile(
+    r"^(\d{1,20}),\d{1,20},(\d{1,20})(?:,[^;\n]*)?;.*?"
+    r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d{1,6})\b,?[^\S\n]*(.{0,200})",
+    re.MULTILINE | re.ASCII,
+)
+"""`PRIORITY,SEQUENCE,MICROSECONDS,…;TEXT` (Documentation/ABI/testing/dev-kmsg) with an XID in the text."""
+LOCATE_TORCH = (
+    "import importlib.util as u; s = u.find_spec('torch'); print((s.origin or '') if s else '', end='')"
+)
+LARGEST_VERSION = 1 << 16
+"""Bytes of `torch/version.py` that are read; it has less than one KB."""
+TORCH = re.compile(r"^__version__\s*(?::[^=]*)?=\s*['\"]([^'\"\s]{1,80})['\"]", re.MULTILINE)
+TORCH_CUDA = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]([0-9.]{1,20})['\"]", re.MULTILINE)
+
+
+def read_node_facts(
+    root: str | os.PathLike[str] = "/",
+    paths: Sequence[tuple[str, str]] = (),
+    *,
+    host: str = "",
+    node_rank: int = 0,
+    python: str | None = None,
+    gpus: Wanted = None,
+    nvml: ModuleType | None = None,
+    clock: Callable[[], float] = time.time,
+    patience: float = PATIENCE,
+) -> Facts:
+    """Read the facts of the node whose files are below `root`; `paths` are given with their purposes.
+
+    `python` is the ranks' interpreter (default: this one), `gpus` the job's (default: all that NVML lists).
+    With another root than `/` nothing outside is consulted: paths, torch and the load are left out, and the
+    time is 0.
+    What may hang (paths, NVML, another interpreter) runs in children, all at once, for `patience` seconds.
+    Nothing raises: what cannot be read is None or empty, and `unchecked` says why.
+    """
+    begin, tree = time.monotonic(), Tree(root)
+    unchecked: list[Unchecked] = []
+    try:
+        cpus = read_cpu_sets(tree, tree.read_fields(STATUS))[1]
+    except MachineError:
+        cpus = frozenset()
+    before = _read_others_time(tree, cpus)
+    live_paths = paths if tree.is_real else ()
+    calls: list[Callable[[], Any]] = [
+        # NVML's library is not to be this process's, nor its hanging.
+        lambda: read_gpu_facts(tree, nvml or (import_nvml() if tree.is_real else None), gpus),
+        lambda: read_torch(python) if tree.is_real else ("", ""),
+        *(partial(read_path, *entry) for entry in live_paths),
+    ]
+    try:
+        gpu_answer, torch_answer, *looks = call_in_children(calls, patience)
+    except OSError as error:
+        failed: Answer[Any] = Answer(None, 0.0, problem=f"no process can be made ({error.strerror})")
+        gpu_answer, torch_answer, *looks = (failed for _ in calls)
+    xids = read_kernel_xids(tree)
+    if xids is None:
+        closed = "this user may not read the kernel's log (/dev/kmsg; kernel.dmesg_restrict)"
+        unchecked.append(Unchecked("xids", closed if tree.is_real else "not in these files"))
+    gpu_fields = gpu_answer.value
+    if gpu_fields is None:
+        problem = f"NVML: {gpu_answer.problem}"
+        gpu_fields = {"gpu_problem": problem if gpu_answer.stuck else ""}
+        unchecked.append(Unchecked("gpus", problem))
+    unchecked += gpu_fields.pop("unchecked", ())
+    if torch_answer.value is None:
+        unchecked.append(Unchecked("torch", torch_answer.problem))
+    if paths and not tree.is_real:
+        unchecked.append(Unchecked("paths", "not in these files"))
+    limits, memory = read_limits(tree), tree.read_meminfo()
+    memory_kib = min(memory.get("MemTotal", 0), limits.memory_kib or sys.maxsize)
+    free_kib = memory.get("MemAvailable")
+    torch, torch_cuda = torch_answer.value or ("", "")
+    driver = DRIVER_VERSION.search((tree.read("proc/driver/nvidia/version") or "").partition("\n")[0])
+    return Facts(
+        host=host or (tree.read("proc/sys/kernel/hostname") or ""),
+        node_rank=node_rank,
+        time=clock() if tree.is_real else 0.0,
+        nics=read_nic_ports(tree),
+        paths=tuple(_describe_path(*entry, look) for entry, look in zip(live_paths, looks, strict=True)),
+        xids=xids,
+        driver=driver[1] if driver else "",
+        torch=torch,
+        torch_cuda=torch_cuda,
+        kernel=(tree.read("proc/sys/kernel/osrelease") or "")[:80],
+        boot_id=(tree.read("proc/sys/kernel/random/boot_id") or "")[:80],
+        cpus=len(cpus),
+        memory_kib=memory_kib,
+        free_memory_kib=None if free_kib is None else min(free_kib, memory_kib),
+        shm_kib=limits.shm_kib,
+        free_shm_kib=_read_free_shm(tree),
+        load=_measure_load(tree, cpus, before),
+        unchecked=tuple(unchecked),
+        seconds=round(time.monotonic() - begin, 3),
+        **gpu_fields,
+    )
+
+
+def _read_free_shm(tree: Tree) -> int | None:
+    """Free space of the running machine's /dev/shm in KiB."""
+    try:
+        found = os.statvfs(SHM) if tree.is_real else None
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize // 1024 if found else None
+
+
+def _read_others_time(tree: Tree, cpus: frozenset[int]) -> tuple[float, float] | None:
+    """Read this moment, and the seconds until then that others used these CPUs, or a hypervisor took.
+
+    Others are all but this process and its children that have ended. None if the kernel does not show the
+    times of the CPUs, or it is another machine.
+    """
+    if not tree.is_real:
+        return None
+    names = {f"cpu{cpu}" for cpu in cpus}
+    lines = (tree.read("proc/stat", lines=True) or "").splitlines()
+    rows = [line.split() for line in lines if line.partition(" ")[0] in names]
+    if not rows:
+        return None
+    worked = [row[1:][at] for row in rows for at in range(min(8, len(row) - 1)) if at not in (IDLE, WAITING)]
+    ticks = sum(parse_number(word) or 0 for word in worked)
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK") - own
+
+
+def _measure_load(tree: Tree, cpus: frozenset[int], before: tuple[float, float] | None) -> float | None:
+    """Return the share of the CPUs' time since `before` that others used; None if it cannot be told."""
+    if before is None:
+        return None
+    time.sleep(max(0.0, before[0] + SHORTEST - time.monotonic()))
+    after = _read_others_time(tree, cpus)
+    if after is None:
+        return None
+    share = (after[1] - before[1]) / ((after[0] - before[0]) * len(cpus))
+    return round(min(1.0, max(0.0, share)), 3)
+
+
+def read_kernel_xids(tree: Tree) -> tuple[KernelXid, ...] | None:
+    """Read the XIDs of NVIDIA's driver in the kernel's log, oldest first; None if it may not be read.
+
+    With `kernel.dmesg_restrict` it is for root, or CAP_SYSLOG, alone.
+    """
+    log = bytearray()
+    try:
+        handle = os.open(f"{tree.prefix}/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        for _ in range(MOST_RECORDS):
+            try:
+                data = os.read(handle, LOG_RECORD)
+            except BrokenPipeError:  # The kernel has overwritten the record: the next read is of the oldest.
+                continue
+            log += data
+            if not data:
+                break
+    except BlockingIOError:  # the end
+        pass
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+    # The log counts from the boot; another machine's boot is not known.
+    now = time.monotonic() if tree.is_real else None
+    xids = []
+    for priority, microseconds, place, number, text in XID.findall(log.decode("utf-8", "replace")):
+        pci = normalise_pci(place)
+        # What users write to the device is of another facility than the kernel's, which is 0.
+        if pci and int(priority) >> 3 == 0:
+            age = None if now is None else max(0.0, round(now - int(microseconds) / 1e6, 1))
+            message = "".join(char if char.isprintable() else "?" for char in text)
+            xids.append(KernelXid(pci, int(number), message, age))
+    return tuple(xids[-MOST_XIDS:])
+
+
+def _describe_path(path: str, purpose: str, look: Answer[PathFacts]) -> PathFacts:
+    if look.value is not None:
+        return replace(look.value, seconds=round(look.seconds, 3))
+    state = "stuck" if look.stuck else "failed"
+    return PathFacts(path, purpose, state, round(look.seconds, 3), detail=look.problem)
+
+
+def read_path(path: str, purpose: str) -> PathFacts:
+    """Look at one path: whether it answers, and what is free there; this may hang."""
+    free_kib = free_inodes = None
+    try:
+        mode = os.stat(path).st_mode
+        space = os.statvfs(path)
+        free_kib = space.f_bavail * space.f_frsize >> 10
+        free_inodes = space.f_favail if space.f_files else None  # Btrfs and others have no table of inodes.
+        if purpose in WRITTEN:
+            _write_sample(path)
+        elif stat.S_ISREG(mode):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.read(descriptor, len(SAMPLE))
+            finally:
+                os.close(descriptor)
+        elif stat.S_ISDIR(mode) and not os.access(path, os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (OSError, ValueError) as error:
+        code = getattr(error, "errno", None) or 0
+        reason = getattr(error, "strerror", None) or str(error)
+        return PathFacts(path, purpose, STATES.get(code, "failed"), 0.0, free_kib, free_inodes, reason)
+    return PathFacts(path, purpose, "ok", 0.0, free_kib, free_inodes)
+
+
+def _write_sample(folder: str) -> None:
+    """Write a block to a file without a name, or else to one that is removed; raises OSError."""
+    flags, name = os.O_WRONLY | os.O_CLOEXEC, ""
+    try:
+        descriptor = os.open(folder, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in UNNAMED_REFUSED:
+            raise
+        name = os.path.join(folder, f".launch-{secrets.token_hex(8)}")
+        descriptor = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            os.write(descriptor, SAMPLE)
+        finally:
+            os.close(descriptor)  # which is where NFS tells that a disk is full
+    finally:
+        if name:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+
+
+def read_torch(python: str | None = None) -> tuple[str, str]:
+    """Return the version of torch and that of the CUDA that it was built for, both empty if there is none.
+
+    Torch is not imported: that takes seconds. `python` is the ranks' interpreter, by default this one.
+    Raises OSError or SubprocessError if it does not run.
+    """
+    if python in (None, sys.executable):
+        try:
+            spec = find_spec("torch")
+        except (ImportError, ValueError, AttributeError):
+            spec = None
+        origin = (spec.origin or "") if spec else ""
+    else:
+        command = [str(python), "-c", LOCATE_TORCH]
+        # From the root, where no folder is `torch`.
+        done = subprocess.run(
+            command, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE, check=True
+        )
+        origin = done.stdout.decode("utf-8", "replace").rpartition("\n")[2]
+    if not origin:
+        return "", ""
+    path = os.path.join(os.path.dirname(origin), "version.py")
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = file.read(LARGEST_VERSION)
+    version, cuda = TORCH.search(text), TORCH_CUDA.search(text)
+    return version[1] if version else "", cuda[1] if cuda else ""

@@ -1,0 +1,267 @@
+"""NVIDIA's GPUs by NVML, through pynvml, for the probe, the checks of a node and the watcher.
+
+NVML makes no CUDA context. Each value is asked for by itself: what a GPU, a driver or a MIG instance does not
+tell is None. SM activity comes from its GPM counters, from Hopper on; on older GPUs DCGM has it (its
+exporter's DCGM_FI_PROF_SM_ACTIVE).
+"""
+
+import contextlib
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from launcher.plan.model import Gpu
+from launcher.probe.gpus import sort_gpus
+from launcher.probe.pci import normalise_pci
+from launcher.probe.sysfs import Tree
+
+if TYPE_CHECKING:
+    from launcher.watch.watch_model import GpuSample
+
+REASONS = {
+    0x2: "applications_clocks_setting",
+    0x4: "sw_power_cap",
+    0x8: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal_slowdown",
+    0x40: "hw_thermal_slowdown",
+    0x80: "hw_power_brake",
+    0x100: "display_clock_setting",
+}
+"""nvmlClocksEventReasons of nvml.h, without idle (0x1): an idle GPU's clocks say nothing."""
+DEAD = (15, 16)
+"""NVML_ERROR_GPU_IS_LOST and NVML_ERROR_RESET_REQUIRED."""
+XID = 0x8
+"""nvmlEventTypeXidCriticalError."""
+SM_UTIL = 2
+"""NVML_GPM_METRIC_SM_UTIL: percentage of SMs that were busy, as DCGM's SM_ACTIVE."""
+MOST_EVENTS = 64
+"""XIDs that are taken at once, and kept of a GPU."""
+GpuName = tuple[int, str, str]
+"""Index, UUID (perhaps empty) and PCI address of a GPU, as the plan has them."""
+
+
+def import_nvml() -> ModuleType | None:
+    """Return pynvml; None if it is not installed. It is loaded only if it is asked for: that takes 40 ms."""
+    try:
+        import pynvml  # type: ignore[import-untyped]  # it ships no types
+    except ImportError:
+        return None
+    return pynvml  # type: ignore[no-any-return]
+
+
+class Nvml:
+    """NVML's functions, each of which may have no answer."""
+
+    def __init__(self, module: Any) -> None:  # noqa: ANN401 - pynvml, which has no types
+        self.module = module
+        self.problem = ""
+        """What NVML says if a GPU does not answer at all."""
+
+    def ask(self, name: str, *arguments: object, **named: object) -> Any:  # noqa: ANN401 - ctypes structures
+        """Return a function's answer; None if it has none."""
+        try:
+            return getattr(self.module, name)(*arguments, **named)
+        except self.module.NVMLError as error:
+            if error.value in DEAD:
+                self.problem = str(error)
+        except Exception:
+            return None  # what an older pynvml lacks, and what pynvml raises for an older driver's library
+        return None
+
+
+class NvmlGpu(Nvml):
+    """What NVML says of one GPU."""
+
+    def __init__(self, module: Any, handle: Any) -> None:  # noqa: ANN401 - a pointer of ctypes
+        super().__init__(module)
+        self.handle = handle
+
+    def tell(self, name: str, *arguments: object, **named: object) -> Any:  # noqa: ANN401 - ctypes structures
+        """Return the answer of a function that takes the GPU first; None if it has none."""
+        return self.ask(name, self.handle, *arguments, **named)
+
+    def read_pci(self) -> str:
+        """Return its PCI address in sysfs form; empty if NVML does not tell."""
+        info = self.tell("nvmlDeviceGetPciInfo")
+        return (normalise_pci(as_text(info.busId)) or "") if info else ""
+
+    def read_readings(self) -> dict[str, Any]:
+        """Return what a check and a sample both have, by the names of their fields."""
+        sm_clock = self.module.NVML_CLOCK_SM
+        return {
+            "sm_clock": self.tell("nvmlDeviceGetClockInfo", sm_clock),
+            "max_sm_clock": self.tell("nvmlDeviceGetMaxClockInfo", sm_clock),
+            "temperature": self.tell("nvmlDeviceGetTemperature", self.module.NVML_TEMPERATURE_GPU),
+            "power": convert_unit(self.tell("nvmlDeviceGetPowerUsage"), 1e-3),
+            "pcie_width": self.tell("nvmlDeviceGetCurrPcieLinkWidth"),
+            "max_pcie_width": self.tell("nvmlDeviceGetMaxPcieLinkWidth"),
+        }
+
+    def read_clock_reasons(self) -> tuple[str, ...]:
+        """Return why clocks are low; drivers before 535 know the function by its older name."""
+        bits = self.tell("nvmlDeviceGetCurrentClocksEventReasons")
+        if bits is None:
+            bits = self.tell("nvmlDeviceGetCurrentClocksThrottleReasons")
+        return tuple(name for bit, name in REASONS.items() if (bits or 0) & bit)
+
+
+def as_text(value: bytes | str) -> str:
+    """Text of what pynvml gives, which is bytes or str by its version and function."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def convert_unit(value: float | None, unit: float) -> float | None:
+    """Return a value in another unit, rounded to what NVML knows; None stays None."""
+    return None if value is None else round(float(value) * unit, 6)
+
+
+def read_nvml(tree: Tree) -> tuple[Gpu, ...] | None:
+    """The GPUs that NVML lists, in PCI bus order and without their place; None if it cannot be asked.
+
+    That it fails is noted in `tree`; that it is not installed is not.
+    """
+    nvml: Any = import_nvml()
+    if nvml is None:
+        return None
+    try:
+        nvml.nvmlInit()
+        try:
+            gpus = [_read_gpu(tree, nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError_LibraryNotFound:
+        return None
+    except nvml.NVMLError as error:
+        text = "NVML fails with {value}: GPUs are taken from /proc/driver/nvidia, without MIG instances"
+        tree.add_warning(text, value=str(error))
+        return None
+    return sort_gpus([gpu for gpu in gpus if gpu])
+
+
+def _read_gpu(tree: Tree, nvml: Any, index: int) -> Gpu | None:  # noqa: ANN401 - pynvml
+    """One GPU; None if NVML cannot open it, as after it has fallen off the bus."""
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        address = as_text(nvml.nvmlDeviceGetPciInfo(handle).busId)
+        uuid, name = as_text(nvml.nvmlDeviceGetUUID(handle)), as_text(nvml.nvmlDeviceGetName(handle))
+        pci, problem = normalise_pci(address), f"{address} as PCI address"
+    except nvml.NVMLError as error:
+        pci, problem = None, str(error)
+    if pci is None:
+        text = (
+            "NVML fails with {value} for its GPUs {items}: left out, and CUDA may number the rest otherwise"
+        )
+        tree.add_warning(text, index, value=problem)
+        return None
+    # None of its own if it is the CPU's too (GB10).
+    memory = NvmlGpu(nvml, handle).tell("nvmlDeviceGetMemoryInfo")
+    size = int(memory.total) >> 20 if memory else 0
+    mig = _read_mig(tree, nvml, handle, pci)
+    return Gpu(index, uuid, pci, None, name=name, mig=mig, memory_mib=size)
+
+
+def _read_mig(tree: Tree, nvml: Any, handle: object, pci: str) -> tuple[str, ...]:  # noqa: ANN401 - pynvml
+    """UUIDs of a GPU's MIG instances, in NVML's order; none if MIG is off or unknown to the GPU."""
+    uuids = []
+    try:
+        if nvml.nvmlDeviceGetMigMode(handle)[0] != nvml.NVML_DEVICE_MIG_ENABLE:
+            return ()
+        for slot in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with contextlib.suppress(nvml.NVMLError_NotFound):  # an empty slot
+                instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
+                uuids.append(as_text(nvml.nvmlDeviceGetUUID(instance)))
+    except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):
+        return ()
+    except nvml.NVMLError as error:
+        text = "NVML fails with {value} for the MIG instances of GPUs {items}: taken as without"
+        tree.add_warning(text, pci, value=str(error))
+        return ()
+    return tuple(uuids)
+
+
+class GpuSampler:
+    """Samples the ranks' GPUs while they work; NVML stays open, since XIDs come to those who listen alone."""
+
+    def __init__(self, names: Mapping[int, GpuName], module: Any) -> None:  # noqa: ANN401 - pynvml
+        """Open NVML and the GPUs, which are given by local rank; what fails is left out."""
+        self.nvml = Nvml(module)
+        self.names = names
+        self.gpus: dict[int, NvmlGpu] = {}
+        """By local rank."""
+        self.xids: dict[str, list[int]] = {}
+        """By PCI address."""
+        self.before: dict[int, Any] = {}
+        """The last GPM sample, by local rank."""
+        self.events: Any = None
+        try:
+            module.nvmlInit()
+        except module.NVMLError:
+            return
+        for local_rank, (_, uuid, pci) in names.items():
+            # By UUID, else by its place: CUDA may number GPUs otherwise.
+            handle = self.nvml.ask("nvmlDeviceGetHandleByUUID", uuid) if uuid else None
+            if handle is None and pci:
+                handle = self.nvml.ask("nvmlDeviceGetHandleByPciBusId", pci)
+            if handle is not None:
+                self.gpus[local_rank] = NvmlGpu(module, handle)
+        self.events = self.nvml.ask("nvmlEventSetCreate")
+        for gpu in self.gpus.values() if self.events is not None else ():
+            if (gpu.tell("nvmlDeviceGetSupportedEventTypes") or 0) & XID:
+                gpu.tell("nvmlDeviceRegisterEvents", XID, self.events)
+
+    def sample(self) -> "dict[int, GpuSample]":
+        """Sample all GPUs, by local rank; those that NVML does not know are left out."""
+        self._take_events()
+        return {local_rank: self._sample_gpu(local_rank, gpu) for local_rank, gpu in self.gpus.items()}
+
+    def _sample_gpu(self, local_rank: int, gpu: NvmlGpu) -> "GpuSample":
+        from launcher.watch.watch_model import GpuSample  # the probe does without the watcher
+
+        rates, memory = gpu.tell("nvmlDeviceGetUtilizationRates"), gpu.tell("nvmlDeviceGetMemoryInfo")
+        return GpuSample(
+            index=self.names[local_rank][0],
+            utilization=convert_unit(rates.gpu, 0.01) if rates else None,
+            sm_activity=self._measure_sm_activity(local_rank, gpu),
+            memory_used=int(memory.used) if memory else None,
+            memory_total=int(memory.total) if memory else None,
+            power_limit=convert_unit(gpu.tell("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
+            event_reasons=gpu.read_clock_reasons(),
+            pcie_replays=gpu.tell("nvmlDeviceGetPcieReplayCounter"),
+            xids=tuple(self.xids.get(gpu.read_pci(), ())),
+            **gpu.read_readings(),
+        )
+
+    def _measure_sm_activity(self, local_rank: int, gpu: NvmlGpu) -> float | None:
+        """Return the share of SMs that were busy since the last call; None at first, or without GPM."""
+        support = gpu.tell("nvmlGpmQueryDeviceSupport")
+        sample = self.nvml.ask("nvmlGpmSampleAlloc") if support and support.isSupportedDevice else None
+        if sample is None:
+            return None
+        if gpu.tell("nvmlGpmSampleGet", sample) is None:
+            self.nvml.ask("nvmlGpmSampleFree", sample)
+            return None
+        before, self.before[local_rank] = self.before.get(local_rank), sample
+        if before is None:
+            return None
+        nvml = self.nvml.module
+        request = nvml.c_nvmlGpmMetricsGet_t()
+        request.version, request.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, 1
+        request.sample1, request.sample2 = before, sample
+        request.metrics[0].metricId = SM_UTIL
+        answer = self.nvml.ask("nvmlGpmMetricsGet", request)
+        self.nvml.ask("nvmlGpmSampleFree", before)
+        if answer is None or answer.metrics[0].nvmlReturn != nvml.NVML_SUCCESS:
+            return None
+        return convert_unit(answer.metrics[0].value, 0.01)
+
+    def _take_events(self) -> None:
+        """Take the XIDs that have come; NVML ends with a timeout when there is none."""
+        for _ in range(MOST_EVENTS if self.events is not None else 0):
+            event = self.nvml.ask("nvmlEventSetWait", self.events, 0)
+            if event is None:
+                return
+            if event.eventType & XID:
+                known = self.xids.setdefault(NvmlGpu(self.nvml.module, event.device).read_pci(), [])
+                known.append(int(event.eventData))
+                del known[:-MOST_EVENTS]
