@@ -1,245 +1,89 @@
 """What `launch`, the shim and the hook in the rank's interpreter agree on: variables, and names of files.
 
 The shim imports this module at every rank's start, so it needs `os` alone. The hook runs in the user's
-interpreter, which may not have this package: it writes the names out, and a test compares them with these.
+interpreter, which may not have this package: it writes the names out. The texts below the names are those of
+docs/environment-variables.md.
 """
 
 import os
 from _collections_abc import Iterable, Mapping  # `collections.abc` costs a millisecond
 
 PREFIX = "LAUNCH_"
-LAUNCH_ATTEMPT = "LAUNCH_ATTEMPT"
+
+# Users may set these, for `launch` or for `launch-rank` by itself.
 LAUNCH_BINDING = "LAUNCH_BINDING"
-LAUNCH_FIT = "LAUNCH_FIT"
+"""`exclusive | numa | socket | l3 | none`: The binding that launch-rank plans if it has no plan at hand.
+Read by launch-rank."""
 LAUNCH_GC = "LAUNCH_GC"
+"""`default | synchronized | disabled | frozen, then [,warmup=N][,every=N][,log]`: The policy for garbage
+collection in the rank's interpreter; a user's own wins over the group gc. Read by launch, launch-rank and
+the hook in the rank's interpreter."""
 LAUNCH_LOADER_DEFAULT = "LAUNCH_LOADER_DEFAULT"
-LAUNCH_MEMORY = "LAUNCH_MEMORY"
-LAUNCH_METER = "LAUNCH_METER"
+"""`0 | 1`: With 1, a DataLoader(...) without num_workers gets LAUNCH_NUM_WORKERS of them. Read by launch,
+launch-rank and the hook in the rank's interpreter."""
 LAUNCH_NIC = "LAUNCH_NIC"
-LAUNCH_NODE_ORDER = "LAUNCH_NODE_ORDER"
+"""`NAME`: The RDMA device next to the rank's GPU, for instance mlx5_0; a user's own wins. Read by launch,
+launch-rank and the program."""
 LAUNCH_NUM_WORKERS = "LAUNCH_NUM_WORKERS"
-LAUNCH_PARENT = "LAUNCH_PARENT"
+"""`N`: DataLoader workers of each rank; a user's own wins, and the plan leaves cores for as many. Read by
+launch, launch-rank, the hook in the rank's interpreter and the program."""
 LAUNCH_PLAN = "LAUNCH_PLAN"
+"""`FILE`: A plan as `launch plan format=json` prints it; without it, launch-rank plans the node itself. Read
+by launch-rank."""
 LAUNCH_QUIET = "LAUNCH_QUIET"
-LAUNCH_RANK_PLAN = "LAUNCH_RANK_PLAN"
-LAUNCH_RECORD_DIR = "LAUNCH_RECORD_DIR"
-LAUNCH_RENDEZVOUS = "LAUNCH_RENDEZVOUS"
+"""`1`: launch-rank prints neither its line on the placement nor advice about the plan. Read by
+launch-rank."""
 LAUNCH_RUN_DIR = "LAUNCH_RUN_DIR"
-LAUNCH_RUN_ID = "LAUNCH_RUN_ID"
-LAUNCH_SECRETS = "LAUNCH_SECRETS"
+"""`DIR`: The run directory, for the program, and what `{run_dir}` in its arguments stands for. Read by
+launch-rank and the program."""
 LAUNCH_STRICT = "LAUNCH_STRICT"
+"""`1`: launch-rank ends with status 3 if the placement cannot be applied. Read by launch-rank."""
+
+# Users do not set these.
+LAUNCH_ATTEMPT = "LAUNCH_ATTEMPT"
+"""Number of this start's first attempt, after those of earlier starts into the same run directory."""
+LAUNCH_FIT = "LAUNCH_FIT"
+"""What `launch fit` asks of the program's interpreter: its file for the result, the GPU to pretend."""
+LAUNCH_MEMORY = "LAUNCH_MEMORY"
+"""The run directory, into which the rank's hook writes the peak of its memory at the rank's end."""
+LAUNCH_METER = "LAUNCH_METER"
+"""What `launch tune` measures in a rank: the folder for records, steps and seconds."""
+LAUNCH_NODE_ORDER = "LAUNCH_NODE_ORDER"
+"""The nodes of a SLURM job in the order of their ranks, as its first node tells the others."""
+LAUNCH_PARENT = "LAUNCH_PARENT"
+"""PID of the process that starts the ranks: a rank that finds another parent ends at once."""
+LAUNCH_RANK_PLAN = "LAUNCH_RANK_PLAN"
+"""The rank's part of the plan, and what launch-rank replaced, for a launch-rank inside the rank."""
+LAUNCH_RECORD_DIR = "LAUNCH_RECORD_DIR"
+"""The run directory, into which launch-rank writes the rank's logs and the record of its placement."""
+LAUNCH_RENDEZVOUS = "LAUNCH_RENDEZVOUS"
+"""Where the nodes of a SLURM job meet, as its first node tells the others."""
+LAUNCH_RUN_ID = "LAUNCH_RUN_ID"
+"""The run's identifier, unique among the runs of its name: the last part of the run directory."""
+LAUNCH_SECRETS = "LAUNCH_SECRETS"
+"""Values that are kept out of every file, from the submission to the job's first node."""
 LAUNCH_TERMINAL = "LAUNCH_TERMINAL"
+"""The pseudo-terminal of a job's one rank, and which of its streams 0, 1 and 2 lead to it."""
 LAUNCH_WARM = "LAUNCH_WARM"
+"""The socket over which the warm process is asked for ranks, and the modules that it imports before."""
 LAUNCH_WATCH = "LAUNCH_WATCH"
-
-LAUNCHER = "launch"
-SLURM_JOB = "launch's processes in a SLURM job"
-SHIM = "launch-rank"
-HOOK = "the hook in the rank's interpreter"
-PROGRAM = "the program"
-
-
-class ProtocolVariable:
-    """One variable: a row of `VARIABLES`, from which its documentation is made."""
-
-    __slots__ = ("form", "is_settable", "meaning", "name", "read_by", "set_by")
-
-    def __init__(
-        self,
-        name: str,
-        form: str,
-        meaning: str,
-        *,
-        set_by: str,
-        read_by: tuple[str, ...],
-        is_settable: bool = False,
-    ) -> None:
-        self.name = name
-        self.form = form
-        """What its value looks like: `FILE`, `N`, `1`, `default | POLICY[,warmup=N]`."""
-        self.meaning = meaning
-        """One sentence."""
-        self.set_by = set_by
-        """What sets it by itself; empty if only users do."""
-        self.read_by = read_by
-        self.is_settable = is_settable
-        """A user may set it, for `launch` or for `launch-rank` by itself."""
-
-
-VARIABLES = (
-    ProtocolVariable(
-        LAUNCH_ATTEMPT,
-        "N",
-        "Number of this start's first attempt, after those of earlier starts into the same run directory.",
-        set_by=LAUNCHER,
-        read_by=(SLURM_JOB, SHIM),
-    ),
-    ProtocolVariable(
-        LAUNCH_BINDING,
-        "exclusive | numa | socket | l3 | none",
-        "The binding that launch-rank plans if it has no plan at hand.",
-        set_by="",
-        read_by=(SHIM,),
-        is_settable=True,
-    ),
-    ProtocolVariable(
-        LAUNCH_FIT,
-        "JSON",
-        "What `launch fit` asks of the program's interpreter: its file for the result, the GPU to pretend.",
-        set_by=LAUNCHER,
-        read_by=(SHIM, HOOK),
-    ),
-    ProtocolVariable(
-        LAUNCH_GC,
-        "default | synchronized | disabled | frozen, then [,warmup=N][,every=N][,log]",
-        "The policy for garbage collection in the rank's interpreter; a user's own wins over the group gc.",
-        set_by=SHIM,
-        read_by=(LAUNCHER, SHIM, HOOK),
-        is_settable=True,
-    ),
-    ProtocolVariable(
-        LAUNCH_LOADER_DEFAULT,
-        "0 | 1",
-        "1: a DataLoader(...) without num_workers gets LAUNCH_NUM_WORKERS of them.",
-        set_by=SHIM,
-        read_by=(LAUNCHER, SHIM, HOOK),
-        is_settable=True,
-    ),
-    ProtocolVariable(
-        LAUNCH_MEMORY,
-        "DIR",
-        "The run directory, into which the rank's hook writes the peak of its memory at the rank's end.",
-        set_by=SHIM,
-        read_by=(SHIM, HOOK),
-    ),
-    ProtocolVariable(
-        LAUNCH_METER,
-        "JSON",
-        "What `launch tune` measures in a rank: the folder for records, steps and seconds.",
-        set_by=LAUNCHER,
-        read_by=(SHIM, HOOK),
-    ),
-    ProtocolVariable(
-        LAUNCH_NIC,
-        "NAME",
-        "The RDMA device next to the rank's GPU, for instance mlx5_0; a user's own wins.",
-        set_by=SHIM,
-        read_by=(LAUNCHER, SHIM, PROGRAM),
-        is_settable=True,
-    ),
-    ProtocolVariable(
-        LAUNCH_NODE_ORDER,
-        "n0,n2,n[5-7]",
-        "The nodes of a SLURM job in the order of their ranks, as its first node tells the others.",
-        set_by=SLURM_JOB,
-        read_by=(SLURM_JOB,),
-    ),
-    ProtocolVariable(
-        LAUNCH_NUM_WORKERS,
-        "N",
-        "DataLoader workers of each rank; a user's own wins, and the plan leaves cores for as many.",
-        set_by=SHIM,
-        read_by=(LAUNCHER, SHIM, HOOK, PROGRAM),
-        is_settable=True,
-    ),
-    ProtocolVariable(
-        LAUNCH_PARENT,
-        "N",
-        "PID of the process that starts the ranks: a rank that finds another parent ends at once.",
-        set_by=LAUNCHER,
-        read_by=(SHIM,),
-    ),
-    ProtocolVariable(
-        LAUNCH_PLAN,
-        "FILE",
-        "A plan as `launch plan format=json` prints it; without it, launch-rank plans the node itself.",
-        set_by=LAUNCHER,
-        read_by=(SHIM,),
-        is_settable=True,
-    ),
-    ProtocolVariable(
-        LAUNCH_QUIET,
-        "1",
-        "launch-rank prints neither its line on the placement nor advice about the plan.",
-        set_by="",
-        read_by=(SHIM,),
-        is_settable=True,
-    ),
-    ProtocolVariable(
-        LAUNCH_RANK_PLAN,
-        "JSON",
-        "The rank's part of the plan, and what launch-rank replaced, for a launch-rank inside the rank.",
-        set_by=SHIM,
-        read_by=(LAUNCHER, SHIM, HOOK, PROGRAM),
-    ),
-    ProtocolVariable(
-        LAUNCH_RECORD_DIR,
-        "DIR",
-        "The run directory, into which launch-rank writes the rank's logs and the record of its placement.",
-        set_by=LAUNCHER,
-        read_by=(SHIM,),
-    ),
-    ProtocolVariable(
-        LAUNCH_RENDEZVOUS,
-        "HOST:PORT",
-        "Where the nodes of a SLURM job meet, as its first node tells the others.",
-        set_by=SLURM_JOB,
-        read_by=(SLURM_JOB,),
-    ),
-    ProtocolVariable(
-        LAUNCH_RUN_DIR,
-        "DIR",
-        "The run directory, for the program, and what `{run_dir}` in its arguments stands for.",
-        set_by=LAUNCHER,
-        read_by=(SHIM, PROGRAM),
-        is_settable=True,
-    ),
-    ProtocolVariable(
-        LAUNCH_RUN_ID,
-        "TEXT",
-        "The run's identifier, unique among the runs of its name: the last part of the run directory.",
-        set_by=LAUNCHER,
-        read_by=(PROGRAM,),
-    ),
-    ProtocolVariable(
-        LAUNCH_SECRETS,
-        "JSON",
-        "Values that are kept out of every file, from the submission to the job's first node.",
-        set_by=LAUNCHER,
-        read_by=(SLURM_JOB,),
-    ),
-    ProtocolVariable(
-        LAUNCH_STRICT,
-        "1",
-        "launch-rank ends with status 3 if the placement cannot be applied.",
-        set_by=LAUNCHER,
-        read_by=(SHIM,),
-        is_settable=True,
-    ),
-    ProtocolVariable(
-        LAUNCH_TERMINAL,
-        "STREAMS:PATH",
-        "The pseudo-terminal of a job's one rank, and which of its streams 0, 1 and 2 lead to it.",
-        set_by=LAUNCHER,
-        read_by=(SHIM,),
-    ),
-    ProtocolVariable(
-        LAUNCH_WARM,
-        "JSON",
-        "The socket over which the warm process is asked for ranks, and the modules that it imports before.",
-        set_by=LAUNCHER,
-        read_by=(HOOK,),
-    ),
-    ProtocolVariable(
-        LAUNCH_WATCH,
-        "DIR",
-        "A folder on the node's memory or disk, in which each rank's hook keeps its heartbeat.",
-        set_by=LAUNCHER,
-        read_by=(SHIM, HOOK),
-    ),
+"""A folder on the node's memory or disk, in which each rank's hook keeps its heartbeat."""
+OWN_VARIABLES = (
+    LAUNCH_ATTEMPT,
+    LAUNCH_FIT,
+    LAUNCH_MEMORY,
+    LAUNCH_METER,
+    LAUNCH_NODE_ORDER,
+    LAUNCH_PARENT,
+    LAUNCH_RANK_PLAN,
+    LAUNCH_RECORD_DIR,
+    LAUNCH_RENDEZVOUS,
+    LAUNCH_RUN_ID,
+    LAUNCH_SECRETS,
+    LAUNCH_TERMINAL,
+    LAUNCH_WARM,
+    LAUNCH_WATCH,
 )
-OWN_VARIABLES = tuple(each.name for each in VARIABLES if each.set_by and not each.is_settable)
-"""Those that no user sets."""
 
 RANK_PLAN_KEYS = (
     "local_rank",

@@ -172,12 +172,18 @@ def render_variables() -> str:
     """A table of the LAUNCH_* variables that users may set, and one of the others."""
     ours = ["| variable | meaning |", "|---|---|"]
     lines = ["| variable | value | meaning | read by |", "|---|---|---|---|"]
-    for row in protocol.VARIABLES:
-        if row.is_settable:
-            cells = (f"`{row.name}`", f"`{escape(row.form)}`", escape(row.meaning), ", ".join(row.read_by))
-            lines.append(f"| {' | '.join(cells)} |")
+    body = ast.parse(Path(protocol.__file__).read_text(encoding="utf-8")).body
+    for node, text in itertools.pairwise(body):
+        if not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("LAUNCH_")):
+            continue
+        assert isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant), ast.unparse(node)
+        name, meaning = ast.unparse(node.targets[0]), escape(" ".join(str(text.value.value).split()))
+        if name in protocol.OWN_VARIABLES:
+            ours.append(f"| `{name}` | {meaning} |")
         else:
-            ours.append(f"| `{row.name}` | {escape(row.meaning)} |")
+            form, _, meaning = meaning.partition(": ")
+            meaning, _, readers = meaning.partition(" Read by ")
+            lines.append(f"| `{name}` | {form} | {meaning} | {readers.removesuffix('.')} |")
     parts = ["## `LAUNCH_*` that you can set", "\n".join(lines)]
     return "\n\n".join([*parts, "## `LAUNCH_*` of launch's own", "\n".join(ours)])
 
