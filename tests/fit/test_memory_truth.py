@@ -30,6 +30,7 @@ def test_estimates_of_the_grid_are_what_torch_tracked() -> None:
         check_estimate(case, peaks[case.label])
 
 
+@pytest.mark.slow
 def test_the_recorded_peaks_are_what_torch_tracks(tmp_path: Path) -> None:
     if missing := find_missing():
         pytest.skip(f"there is no {missing}")

@@ -240,7 +240,7 @@ def test_every_pu_is_drawn_once_in_the_colours_of_its_ranks(
     assert [text for text in texts if text.startswith(every)] == marks
 
 
-@pytest.mark.parametrize("name", ["<&>\"'$x$", "\x00\x1b[0m\ufffe\udc80", "表 🚀", "x" * 500, ""])
+@pytest.mark.parametrize("name", ["<&>\"'$x$ 表 🚀", "\x00\x1b[0m\ufffe\udc80" + "x" * 500])
 def test_any_name_can_be_drawn(name: str) -> None:
     machine = full_machines.odd()
     path = ("pci0000:00", f"{name[:40]}.")
