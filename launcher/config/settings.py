@@ -177,7 +177,7 @@ class RequeueConfig:
     """The job stops after this many attempts in a row without a later step printed by rank 0 or a newer
     checkpoint; 0 means never."""
     limit: int = setting(200, minimum=1)
-    """Attempts in all, at least 1."""
+    """Attempts in all."""
 
 
 @dataclass
@@ -464,8 +464,7 @@ class FitConfig:
     """
 
     check: str = one_of("error", "warn", "off")
-    """`error`: a job of the bundled program that cannot fit its GPUs is refused; `warn`; `off`. Another
-    program is never refused, nor is a job on CPUs."""
+    """What happens to a job of the bundled program that cannot fit its GPUs; others are never refused."""
     precision: str = one_of("auto", "fp32", "bf16", "mixed", "fp8")
     """`mixed` is bf16 with fp32 weights."""
     optimizer: str = one_of("adamw", "adamw8bit", "adafactor", "lion", "sgd", "muon")
