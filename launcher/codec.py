@@ -18,6 +18,10 @@ KEY = "json_key"
 """Entry of a field's metadata: its key in JSON, if that is no name in Python, as `from`."""
 OBJECT = "json_object"
 """Entry of a field's metadata: a tuple of pairs that is an object in JSON."""
+OPTIONAL = "json_optional"
+"""Entry of a field's metadata: JSON has it if there is something in it."""
+ONLY = "json_only"
+"""Entry of a field's metadata: the fields of the dataclass in it that JSON has."""
 LARGE = 1e300
 """Numbers from here on are looked at more closely: they may be infinite, or no `float`."""
 T = TypeVar("T")
@@ -71,7 +75,8 @@ def convert(kind: type[T], data: object, least: float = -inf) -> T:
 def to_plain(value: Any) -> Any:  # noqa: ANN401 - see convert
     """Return what JSON has for a value of the types of `convert`, which reads it back."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {item.key: item.write(getattr(value, item.name)) for item in _list_fields(type(value))}
+        values = [(item, getattr(value, item.name)) for item in _list_fields(type(value))]
+        return {item.key: item.write(found) for item, found in values if found or not item.is_optional}
     if isinstance(value, frozenset):
         return format_cpulist(value)
     if isinstance(value, tuple | list):
@@ -93,10 +98,13 @@ class _Field(NamedTuple):
     is_nullable: bool
     is_required: bool
     is_object: bool
+    is_optional: bool
+    only: tuple[str, ...]
 
     def write(self, value: Any) -> Any:  # noqa: ANN401 - see convert
         """Return what JSON has for the field's value."""
-        return dict(value) if self.is_object else to_plain(value)
+        plain = dict(value) if self.is_object else to_plain(value)
+        return {key: plain[key] for key in self.only} if self.only and plain else plain
 
 
 @cache
@@ -114,6 +122,8 @@ def _list_fields(kind: Any) -> tuple[_Field, ...]:  # noqa: ANN401 - see convert
                 is_nullable=NoneType in kinds,
                 is_required=item.default is MISSING and item.default_factory is MISSING,
                 is_object=item.metadata.get(OBJECT, False),
+                is_optional=item.metadata.get(OPTIONAL, False),
+                only=item.metadata.get(ONLY, ()),
             )
         )
     return tuple(found)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config.request import LIBRARY_PREFIXES
-from launcher.plan.environment import HONOURED
+from launcher.plan.variables import HONOURED
 
 LAUNCH = (
     sys.executable,

@@ -10,7 +10,6 @@ from launcher.config.allocator_options import (
     check_settings,
     depends_on_version,
     doubt_variable,
-    read_allocator_settings,
     read_torch_version,
 )
 from launcher.config.program import render_program
@@ -25,6 +24,7 @@ from launcher.plan.allocator import (
     find_variable,
     merge_settings,
     parse_settings,
+    read_settings,
 )
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def settle_allocator(
     Expandable segments that nobody asked for by name are left out if the program is known to fail or crawl
     with them, as it would not without us. `given` are the command line's keys. Raises UsageError.
     """
-    settings = read_allocator_settings(config.allocator)
+    settings = read_settings(config.allocator)
     torch = find_torch(config, environ) if depends_on_version(list_names(settings, environ)) else None
     merged = merge_settings(settings, environ)
     asked = not {*CHOSEN}.isdisjoint(given) or EXPANDABLE in merge_settings({}, environ)

@@ -21,8 +21,7 @@ from launcher.doctor.machine import BindingTrial, Case, judge_machine
 from launcher.doctor.model import Facts, PreflightReport, Wanted, choose_exit_code, found
 from launcher.errors import MachineError, UsageError
 from launcher.launch.job import SHIM
-from launcher.plan.json_form import plan_to_json
-from launcher.plan.model import Plan, RankPlan
+from launcher.plan.model import Plan, RankPlan, plan_to_json
 from launcher.preflight.checks import SECONDS, judge_stored
 from launcher.probe.health import read_health
 from launcher.probe.node import read_node_facts

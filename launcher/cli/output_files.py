@@ -36,7 +36,7 @@ def check_snapshot(name: str) -> None:
 
 def is_replaceable(path: Path) -> bool:
     """Tell whether a file is a snapshot of any version, or empty."""
-    from launcher.plan.json_form import KIND
+    from launcher.plan.model import KIND
 
     try:
         size = path.stat().st_size

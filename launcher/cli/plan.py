@@ -13,6 +13,7 @@ from launcher.cli.verbs import VerbCall
 from launcher.config.request import load_snapshot, make_request
 from launcher.config.settings import MachineConfig, Settings
 from launcher.errors import UsageError
+from launcher.plan.allocator import read_host
 from launcher.plan.model import Machine, Plan
 from launcher.plan.planner import plan
 from launcher.probe.malloc_library import locate_malloc
@@ -32,7 +33,7 @@ def show_plan(call: VerbCall) -> int:
     fit = assess_plan(call, made)
     if config.format == "json":
         from launcher.fit.choice import fit_to_json
-        from launcher.plan.json_form import plan_to_json
+        from launcher.plan.model import plan_to_json
 
         found = {**plan_to_json(made), **({"fit": fit_to_json(fit)} if fit else {})}
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
@@ -90,7 +91,7 @@ def plan_node(config: Settings, environ: Mapping[str, str]) -> Plan:
     machine = read_machine(config.machine)
     request = make_request(config, environ, machine)
     if config.machine.snapshot is None:
-        library = locate_malloc(request.host_allocator, environ, config.machine.root)
+        library = locate_malloc(read_host(config.allocator), environ, config.machine.root)
         request = replace(request, host_library=library)
     return plan(machine, request)
 

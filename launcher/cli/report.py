@@ -19,10 +19,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WrittenPlan:
-    """A plan's JSON, less its machine."""
+    """A plan's JSON, less its machine and its warnings."""
 
     ranks: tuple[RankPlan, ...]
-    warnings: tuple[str, ...] = ()
 
 
 NAME = "report.html"
@@ -89,10 +88,9 @@ def read_host_plans(path: Path) -> dict[str, Plan]:
 
 def read_host_plan(text: str) -> Plan:
     """Read a node's plan; raises UsageError or ValueError."""
-    from launcher.plan.json_form import parse_machine
+    from launcher.plan.model import parse_machine
 
-    found = load(WrittenPlan, text)
-    return Plan(parse_machine(text), found.ranks, found.warnings)
+    return Plan(parse_machine(text), load(WrittenPlan, text).ranks)
 
 
 HELP = """\

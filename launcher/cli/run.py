@@ -30,7 +30,7 @@ from launcher.config.settings import Settings
 from launcher.config.start import check_command, choose_agent, choose_cluster
 from launcher.errors import LaunchError
 from launcher.launch.job import Job, JobSpec, render_start
-from launcher.plan.json_form import plan_to_json
+from launcher.plan.model import plan_to_json
 from launcher.protocol import name_host
 from launcher.runs.memory_records import keep_prediction
 from launcher.runs.run_directory import RunIdTakenError

@@ -15,8 +15,7 @@ from launcher.cli.verbs import VerbCall
 from launcher.config.overrides import quote_value
 from launcher.config.settings import Settings
 from launcher.errors import UsageError
-from launcher.plan.json_form import machine_to_json
-from launcher.plan.model import Machine
+from launcher.plan.model import Machine, machine_to_json
 
 logger = logging.getLogger(__name__)
 

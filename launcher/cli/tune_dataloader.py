@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from launcher.cli.tune import CHOICE_FILES, Strategy, describe_use
 from launcher.cli.tune_trial import FinishedTrial, describe_program, specify_trial
-from launcher.config.request import make_request
 from launcher.config.settings import Settings
 from launcher.launch.job import Job, JobSpec
 from launcher.plan.model import Plan
-from launcher.plan.workers_and_threads import bound_by_files, bound_by_memory, bound_by_shm
+from launcher.plan.resources import limit_workers
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
 from launcher.report.fit import describe_workers, print_workers, tabulate_workers
 from launcher.text import count_things
@@ -128,11 +127,7 @@ def find_max_workers(config: Settings, plan: Plan) -> tuple[int, str]:
     quota = [] if machine.limits.cpus is None else [machine.limits.cpus / ranks]
     cores = min(len(set().union(*sets)) / ranks, *map(len, sets), *quota)
     highest = min(MAX_WORKERS, max(MIN_WORKERS, int(WORKERS_PER_CORE * cores)))
-    bounds = (
-        *bound_by_memory(make_request(config, {}), machine, ranks),
-        *bound_by_shm(machine, highest * ranks, ranks, config.dataloader.worker_shm_mib),
-        *bound_by_files(machine),
-    )
+    bounds = limit_workers(config.dataloader, machine, ranks, highest)
     tight = min(bounds, key=lambda bound: bound.max_workers, default=None)
     if tight is not None and tight.max_workers < highest:
         return max(1, tight.max_workers), tight.what

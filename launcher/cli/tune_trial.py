@@ -23,7 +23,7 @@ from launcher.launch.local_run import AGENT_LINES, make_agent, prepare_run, writ
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.outcome import JobOutcome, complete_manifest, explain_failure, judge_outcome
 from launcher.launch.supervisor import Supervisor
-from launcher.plan.json_form import plan_to_json
+from launcher.plan.model import plan_to_json
 from launcher.probe.limits import count_oom_kills
 from launcher.protocol import LAUNCH_METER
 from launcher.runs.progress import Progress

@@ -15,7 +15,7 @@ from launcher.config.sources import PRIMARY, Sources
 from launcher.config.start import Cluster
 from launcher.files import read_file
 from launcher.plan.allocator import find_variable, parse_settings
-from launcher.plan.environment import is_kept
+from launcher.plan.variables import is_kept
 from launcher.protocol import LAUNCH_GC, LAUNCH_NUM_WORKERS
 from launcher.runs.secrets import mask_variables, mask_words
 from launcher.text import clean_text

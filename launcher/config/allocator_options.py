@@ -4,41 +4,20 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from launcher.errors import UsageError
-from launcher.plan.allocator import find_variable, format_settings, parse_settings
-from launcher.plan.allocator_keys import KNOWN, NEWEST, OLDEST, SPLIT, Version, find_fault, list_known_keys
+from launcher.plan.allocator import (
+    KNOWN,
+    NEWEST,
+    OLDEST,
+    SPLIT,
+    Version,
+    find_fault,
+    find_variable,
+    list_known_keys,
+    parse_settings,
+)
 
 HOSTS = ("system", "tcmalloc", "jemalloc")
 """What can serve malloc: `allocator.host`."""
-
-
-def render_allocator(given: Mapping[str, object]) -> str:
-    """Return the settings as PYTORCH_CUDA_ALLOC_CONF has them: `expandable_segments:True`."""
-    return format_settings(read_allocator_settings(given))
-
-
-def read_host(given: Mapping[str, object]) -> str:
-    """Return what serves malloc; null and nothing are the system's."""
-    return str(given.get("host") or "system")
-
-
-def read_allocator_settings(given: Mapping[str, object]) -> dict[str, str]:
-    """Return the settings with their values in the allocator's notation; null leaves one out."""
-    return {str(k): render_setting(value) for k, value in given.items() if k != "host" and value is not None}
-
-
-def render_setting(value: object) -> str:
-    """Return a value in the allocator's notation: `True`, `512`, `[256:1,512:2]`.
-
-    A mapping, `{256: 1, 512: 2}`, is a list of pairs; in YAML, a plain `256:1` is a number of base 60.
-    """
-    if isinstance(value, dict):
-        return f"[{','.join(f'{render_setting(key)}:{render_setting(item)}' for key, item in value.items())}]"
-    if isinstance(value, list):
-        return f"[{','.join(map(render_setting, value))}]"
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    text = "".join(str(value).split())
-    return text.capitalize() if text.lower() in ("true", "false") else text
 
 
 def check_settings(settings: Mapping[str, str], torch: str | None) -> Iterator[str]:

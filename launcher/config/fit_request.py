@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from launcher.codec import DecodeError, convert
-from launcher.config.allocator_options import read_allocator_settings
 from launcher.config.program import BUNDLED, find_unused
 from launcher.config.settings import FitConfig, ParallelConfig, Settings
 from launcher.config.start import is_step_task, parse_nodes
@@ -30,9 +29,9 @@ from launcher.fit.training import (
     find_framework,
     solve_batch,
 )
-from launcher.plan.allocator import EXPANDABLE, merge_settings
+from launcher.plan.allocator import EXPANDABLE, merge_settings, read_settings
 from launcher.plan.model import Gpu, Plan
-from launcher.plan.workers_and_threads import count_memory_kib
+from launcher.plan.resources import count_memory_kib
 
 AUTO = "auto"
 MAX_DEFAULT_SEQ_LEN = 4096
@@ -215,7 +214,7 @@ def make_fit_request(
 
 def has_expandable_segments(config: Settings, environ: Mapping[str, str]) -> bool:
     """Tell whether the allocator of the ranks uses expandable segments."""
-    merged = merge_settings(read_allocator_settings(config.allocator), environ)
+    merged = merge_settings(read_settings(config.allocator), environ)
     return merged.get(EXPANDABLE, "").lower() == "true"
 
 

@@ -5,14 +5,11 @@ A process of a SLURM job comes here before its agent starts, so imports count.
 
 from collections.abc import Mapping
 
-from launcher.config.allocator_options import read_host, render_allocator
 from launcher.config.settings import Settings
 from launcher.errors import UsageError
 from launcher.files import LARGEST, read_input
-from launcher.plan.environment import HONOURED, VISIBLE_DEVICES
-from launcher.plan.gc_policy import GcPolicy
-from launcher.plan.model import Machine, Request
-from launcher.plan.rules import MAX_RANKS
+from launcher.plan.model import MAX_RANKS, Machine, Request, parse_machine
+from launcher.plan.variables import HONOURED, VISIBLE_DEVICES
 from launcher.protocol import LAUNCH_NIC, find_user_set
 from launcher.runs.secrets import mask_variables
 
@@ -37,26 +34,16 @@ def make_request(
     """
     if config.machine.snapshot:
         environ = {k: v for k, v in environ.items() if k not in DEVICE_VARIABLES or k in config.env}
-    loader = config.dataloader
     return Request(
         nproc_per_node=parse_nproc(config.nproc_per_node, len(machine.allowed_cpus) if machine else 1),
-        binding=config.binding.policy,
-        strict=config.binding.strict,
-        reserve_cores=config.binding.reserve_cores,
         devices=config.devices,
-        workload=loader.workload,
-        num_workers=loader.num_workers,
-        worker_gib=float(loader.worker_gib),
-        worker_shm_mib=float(loader.worker_shm_mib),
-        loader_default=loader.default,
-        measured=loader.measured,
-        gc=GcPolicy(config.gc.policy, config.gc.warmup, config.gc.every, config.gc.log),
-        allocator=render_allocator(config.allocator),
-        host_allocator=read_host(config.allocator),
-        nic=config.binding.nic,
+        binding=config.binding,
+        dataloader=config.dataloader,
+        gc=config.gc,
+        allocator=config.allocator,
         caches=caches,
-        environ=(*find_user_set(environ, HONOURED).items(), *find_library_variables(environ)),
-        configured=tuple(mask_variables(config.env).items()),
+        environ=find_user_set(environ, HONOURED) | find_library_variables(environ),
+        configured=mask_variables(config.env),
     )
 
 
@@ -78,14 +65,14 @@ def parse_nproc(text: object, cpus: int) -> int | None:
     return number
 
 
-def find_library_variables(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def find_library_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of PyTorch and its libraries that are set beside HONOURED, secrets masked."""
     names = (
         name
         for name in sorted(environ)
         if name.startswith(LIBRARY_PREFIXES) and not name.endswith(LOCATION_SUFFIXES)
     )
-    return tuple(mask_variables({name: environ[name] for name in names if name not in HONOURED}).items())
+    return mask_variables({name: environ[name] for name in names if name not in HONOURED})
 
 
 def load_snapshot(path: str) -> Machine:
@@ -93,8 +80,6 @@ def load_snapshot(path: str) -> Machine:
 
     Raises UsageError for a file that cannot be read, or that holds something else.
     """
-    from launcher.plan.json_form import parse_machine
-
     try:
         data = read_input(path, LARGEST)
     except (OSError, ValueError) as error:

@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from launcher.config.allocator_options import HOSTS, read_host
+from launcher.config.allocator_options import HOSTS
 from launcher.config.request import parse_nproc
 from launcher.config.settings import SLURM_KINDS, LoraConfig, Settings, check_values, show_value
 from launcher.config.sources import Sources
 from launcher.config.start import Cluster
 from launcher.errors import UsageError
+from launcher.plan.allocator import read_host
 from launcher.runs.secrets import MASK, mask_text
 
 NODE_ORDERS = ("auto", "topology", "slurm")

@@ -13,6 +13,7 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from launcher.errors import UsageError
+from launcher.plan.model import BindingConfig, DataloaderConfig, GcConfig
 
 SLURM_KINDS = ("slurm", "allocation")
 """Values of `cluster.kind` with which SLURM starts the nodes."""
@@ -248,53 +249,6 @@ class ClusterConfig:
     """A shipped machine or a snapshot; `dry_run=true` shows the plan for it."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
-
-
-@dataclass
-class BindingConfig:
-    """How ranks are placed on cores."""
-
-    policy: str = one_of("exclusive", "numa", "socket", "l3", "none")
-    strict: bool = False
-    """If the placement falls short of the policy: true ends the job, false warns."""
-    reserve_cores: int = setting(0, minimum=0)
-    """Physical cores that are left to the system, spread over the NUMA nodes."""
-    nic: bool = False
-    """Set `NCCL_IB_HCA` to each rank's nearest NIC."""
-
-
-@dataclass
-class DataloaderConfig:
-    """How many DataLoader workers a rank gets."""
-
-    workload: str = "text"
-    """The workload that the number belongs to; empty if the command line sets the number."""
-    num_workers: int = setting(2, minimum=0, maximum=1024)
-    """Workers of each rank. A workload's number is reduced if cores or memory are too few. A number that you
-    set stays as it is, with a warning."""
-    worker_gib: float = setting(0.0, minimum=0)
-    """Memory of one worker in GiB; 0 means unknown, and memory sets no limit."""
-    worker_shm_mib: float = setting(0.0, minimum=0)
-    """Space in /dev/shm for the batches of one worker, in MiB; 0 means unknown."""
-    default: bool = False
-    """Give a `DataLoader(...)` without num_workers that number."""
-    measured: bool = False
-    """`num_workers` was measured, as by `launch tune dataloader`, and nothing reduces it. The plan warns if
-    memory or the like is short."""
-
-
-@dataclass
-class GcConfig:
-    """Garbage collection in the ranks. Steps are steps of the optimizer."""
-
-    policy: str = one_of("synchronized", "disabled", "frozen", "default")
-    warmup: int = setting(30, minimum=0)
-    """Steps after which objects are frozen (`synchronized`, `frozen`)."""
-    every: int = setting(50, minimum=0)
-    """Steps from one full collection to the next, the same on all ranks (`synchronized`, `disabled`); 0 means
-    never."""
-    log: bool = False
-    """Each rank reports its collections on stderr."""
 
 
 @dataclass

@@ -16,7 +16,8 @@ from launcher.doctor.node import (
     check_versions,
 )
 from launcher.plan.model import Gpu, Machine, Plan
-from launcher.plan.rules import OFF_VALUES, count_node_cores
+from launcher.plan.resources import count_node_cores
+from launcher.plan.variables import OFF_VALUES
 from launcher.runs.run_records import HostRecords, RunRecords, compare_rank
 
 CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24
@@ -110,13 +111,11 @@ def judge_machine(case: Case) -> tuple[Finding, ...]:
 
 def judge_plan(case: Case) -> Iterator[Finding]:
     """The warnings of the probe and of the planner, and files that nobody understands."""
-    probed = case.machine.warnings
-    for warning in probed:
-        yield found("placement.probe", "warning", warning=warning)
     for warning in case.plan.warnings:
-        if warning not in probed:
-            what, _, fix = warning.rpartition(": ")
-            yield found("placement.plan", "warning", warning=what or fix, fix=fix)
+        if warning.subject == "machine":
+            yield found("placement.probe", "warning", warning=warning.what)
+        else:
+            yield found("placement.plan", "warning", warning=warning.what, fix=warning.fix)
     for oddity in case.health.oddities:
         yield found("placement.odd_file", "note", oddity=oddity)
     if not case.plan.warnings:

@@ -17,7 +17,7 @@ from launcher.fit.counts import count_active_parameters, count_model_parameters,
 from launcher.fit.gpus import GpuType, find_gpu
 from launcher.fit.memory import count_kept
 from launcher.fit.training import ModelDimensions, Training
-from launcher.plan.rules import count_node_cores
+from launcher.plan.resources import count_node_cores
 
 GIB = 1 << 30
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a name to show

@@ -4,15 +4,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from launcher.plan.numa_assignment import Assignment
-from launcher.plan.usable_cores import Core, Topology, gather_pus, split_classes
+from launcher.plan.topology import Assignment, Core, Topology, gather_pus, group_cores, split_classes
 
 Shares = dict[int, list[Core]]
 """Cores of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlacement:
+class CpuSets:
     """The CPU sets of a rank and of its DataLoader workers."""
 
     node: int | None
@@ -20,72 +19,53 @@ class RankPlacement:
     cpus: frozenset[int]
     worker_cpus: frozenset[int]
     why: str = ""
-    """What the CPUs are, for people; empty for `exclusive`, which launcher.plan.explanations describes."""
+    """What the CPUs are, for people; empty for `exclusive`, which launcher.plan.explain describes."""
 
 
-def place_numa(topology: Topology, assignment: Assignment) -> dict[int, RankPlacement]:
+def place_numa(topology: Topology, assignment: Assignment) -> dict[int, CpuSets]:
     """All usable CPUs of each rank's NUMA node."""
-    groups = group_pus(topology, lambda core: core.node)
-    return {
-        rank: RankPlacement(node, groups[node], groups[node], f"all of NUMA node {node}")
-        for rank, node in enumerate(assignment.nodes)
-    }
-
-
-def place_socket(topology: Topology, assignment: Assignment) -> dict[int, RankPlacement]:
-    """All usable CPUs of the package that each rank's NUMA node is in."""
-    groups = group_pus(topology, lambda core: core.package)
     placements = {}
     for rank, node in enumerate(assignment.nodes):
-        package = topology.cores[node][0].package
-        placements[rank] = RankPlacement(node, groups[package], groups[package], f"all of package {package}")
+        mask = gather_pus(topology.cores[node])
+        placements[rank] = CpuSets(node, mask, mask, f"all of NUMA node {node}")
     return placements
 
 
-def place_l3(topology: Topology, assignment: Assignment) -> dict[int, RankPlacement]:
+def place_socket(topology: Topology, assignment: Assignment) -> dict[int, CpuSets]:
+    """All usable CPUs of the package that each rank's NUMA node is in."""
+    every = (core for cores in topology.cores.values() for core in cores)
+    packages = group_cores(every, lambda core: core.package)
+    placements = {}
+    for rank, node in enumerate(assignment.nodes):
+        package = topology.cores[node][0].package
+        mask = gather_pus(packages[package])
+        placements[rank] = CpuSets(node, mask, mask, f"all of package {package}")
+    return placements
+
+
+def place_l3(topology: Topology, assignment: Assignment) -> dict[int, CpuSets]:
     """One last-level cache for each rank; a node's ranks take its caches in turn, the largest first.
 
     A cache that spans NUMA nodes counts as one for each of them.
     """
-    caches = {node: list_caches(cores) for node, cores in topology.cores.items()}
-    turns = dict.fromkeys(caches, 0)
+    turns = dict.fromkeys(topology.cores, 0)
     placements = {}
     for rank in assignment.order:
         node = assignment.nodes[rank]
-        mask = caches[node][turns[node] % len(caches[node])]
+        groups = group_cores(topology.cores[node], lambda core: core.l3).values()
+        caches = sorted(groups, key=len, reverse=True)
+        mask = gather_pus(caches[turns[node] % len(caches)])
         turns[node] += 1
-        what = (
-            f"one of the {len(caches[node])} last-level caches"
-            if caches[node][1:]
-            else "the last-level cache"
-        )
-        why = f"{what} of NUMA node {node}"
-        placements[rank] = RankPlacement(node, mask, mask, why)
+        what = f"one of the {len(caches)} last-level caches" if caches[1:] else "the last-level cache"
+        placements[rank] = CpuSets(node, mask, mask, f"{what} of NUMA node {node}")
     return placements
 
 
-def list_caches(cores: Sequence[Core]) -> list[frozenset[int]]:
-    """Usable PUs under each last-level cache, the largest group first."""
-    groups: dict[int, list[Core]] = {}
-    for core in cores:
-        groups.setdefault(core.l3, []).append(core)
-    return [gather_pus(group) for group in sorted(groups.values(), key=len, reverse=True)]
-
-
-def place_none(topology: Topology, assignment: Assignment) -> dict[int, RankPlacement]:
+def place_none(topology: Topology, assignment: Assignment) -> dict[int, CpuSets]:
     """Every usable CPU, and no memory policy."""
     every = frozenset(topology.core_of)
     why = "all CPUs for this job, since no binding was asked for"
-    return {rank: RankPlacement(None, every, every, why) for rank in assignment.order}
-
-
-def group_pus(topology: Topology, key_of: Callable[[Core], int]) -> Mapping[int, frozenset[int]]:
-    """Usable PUs by a property of their cores."""
-    groups: dict[int, list[Core]] = {}
-    for cores in topology.cores.values():
-        for core in cores:
-            groups.setdefault(key_of(core), []).append(core)
-    return {key: gather_pus(cores) for key, cores in groups.items()}
+    return {rank: CpuSets(None, every, every, why) for rank in assignment.order}
 
 
 def cut_evenly(blocks: Sequence[Hashable], totals: Sequence[int]) -> list[slice]:
@@ -95,31 +75,23 @@ def cut_evenly(blocks: Sequence[Hashable], totals: Sequence[int]) -> list[slice]
     each share's owner has already: if that differs, those with least get the odd items. Else the odd
     items go where the cuts split the fewest blocks.
     """
+    count = len(totals)
     if len(set(totals)) == 1:
-        sizes = order_sizes(len(blocks), len(totals), find_edges(blocks))
+        inner = [at for at in range(1, len(blocks)) if blocks[at] != blocks[at - 1]]
+        sizes = order_sizes(len(blocks), count, frozenset((*inner, len(blocks))))
     else:
-        sizes = level_sizes(len(blocks), totals)
+        each, odd = divmod(len(blocks), count)
+        poor = sorted(range(count), key=lambda at: (totals[at], at))[:odd]
+        sizes = [each + (at in poor) for at in range(count)]
     ends = list(accumulate(sizes))
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-
-
-def find_edges(blocks: Sequence[Hashable]) -> frozenset[int]:
-    """Positions where a block ends, the end of the list included."""
-    inner = (at for at in range(1, len(blocks)) if blocks[at] != blocks[at - 1])
-    return frozenset((*inner, len(blocks)))
-
-
-def level_sizes(total: int, totals: Sequence[int]) -> list[int]:
-    """Even shares of `total`, the odd ones to those that have least."""
-    each, odd = divmod(total, len(totals))
-    poor = sorted(range(len(totals)), key=lambda at: (totals[at], at))[:odd]
-    return [each + (at in poor) for at in range(len(totals))]
 
 
 def order_sizes(total: int, count: int, edges: frozenset[int]) -> list[int]:
     """Order the `count` even shares of `total` so that the fewest cuts miss an edge.
 
-    Dynamic programming over (large, small) shares still to come: exact, in at most count²/4 steps.
+    `edges` are the positions where a block ends, the end of the list included. Dynamic programming over
+    (large, small) shares still to come: exact, in at most count²/4 steps.
     """
     each, odd = divmod(total, count)
     if not odd:
@@ -133,12 +105,9 @@ def order_sizes(total: int, count: int, edges: frozenset[int]) -> list[int]:
                 # What is still to come begins here, so the cut lies this far from the end.
                 cut = total - large * (each + 1) - small * each
                 cost[large, small] = min(here) + (cut not in edges and cut != 0)
-    return read_order(cost, odd, count - odd, each)
-
-
-def read_order(cost: dict[tuple[int, int], int], large: int, small: int, each: int) -> list[int]:
-    """Read the cheapest order off the table, the larger share first if both are as cheap."""
+    # The cheapest order is read off the table, the larger share first if both are as cheap.
     sizes = []
+    large, small = odd, count - odd
     while large or small:
         if large and (not small or cost[large - 1, small] <= cost[large, small - 1]):
             large -= 1
@@ -149,40 +118,39 @@ def read_order(cost: dict[tuple[int, int], int], large: int, small: int, each: i
     return sizes
 
 
-def place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, RankPlacement]:
+def place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, CpuSets]:
     """Whole cores for each rank; workers also get cores of nodes without ranks, and spare cores of others."""
     nodes, order = assignment.nodes, assignment.order
     own_cores: Shares = {}
     lent_cores: Shares = {}
     for node in dict.fromkeys(nodes[rank] for rank in order):
         ranks = [rank for rank in order if nodes[rank] == node]
-        shares, small = divide_node(topology.cores[node], len(ranks))
+        shares, small = _divide_node(topology.cores[node], len(ranks))
         own_cores.update(zip(ranks, shares, strict=True))
         lent_cores.update(zip(ranks, small, strict=True))
-    lend_idle(topology, nodes, own_cores, lent_cores)
-    level_up(topology, assignment, own_cores, lent_cores)
+    _lend_idle(topology, nodes, own_cores, lent_cores)
+    _level_up(topology, assignment, own_cores, lent_cores)
     cpus = {rank: gather_pus(own_cores[rank]) for rank in order}
     return {
-        rank: RankPlacement(nodes[rank], cpus[rank], cpus[rank] | gather_pus(lent_cores[rank]))
-        for rank in order
+        rank: CpuSets(nodes[rank], cpus[rank], cpus[rank] | gather_pus(lent_cores[rank])) for rank in order
     }
 
 
-def divide_node(cores: Sequence[Core], count: int) -> tuple[list[list[Core]], list[list[Core]]]:
+def _divide_node(cores: Sequence[Core], count: int) -> tuple[list[list[Core]], list[list[Core]]]:
     """Cores of each of `count` ranks on a node, and the cores that each rank's workers get besides.
 
     On hybrid nodes each class is dealt by itself; ranks run on the most capable if there are enough.
     """
     none: list[list[Core]] = [[] for _ in range(count)]
     if len(cores) < count:
-        return divide_threads(cores, count), none
+        return _divide_threads(cores, count), none
     classes = split_classes(cores)
     if len(classes[0]) >= count:
-        return deal_cores(classes[:1], none), deal_cores(classes[1:], none)
-    return deal_cores(classes, none), none
+        return _deal_cores(classes[:1], none), _deal_cores(classes[1:], none)
+    return _deal_cores(classes, none), none
 
 
-def deal_cores(classes: Sequence[Sequence[Core]], dealt: Sequence[Sequence[Core]]) -> list[list[Core]]:
+def _deal_cores(classes: Sequence[Sequence[Core]], dealt: Sequence[Sequence[Core]]) -> list[list[Core]]:
     """Deal each class of cores evenly on top of what is `dealt`; returns the new totals."""
     shares = [list(cores) for cores in dealt]
     for cores in classes:
@@ -192,7 +160,7 @@ def deal_cores(classes: Sequence[Sequence[Core]], dealt: Sequence[Sequence[Core]
     return shares
 
 
-def divide_threads(cores: Sequence[Core], count: int) -> list[list[Core]]:
+def _divide_threads(cores: Sequence[Core], count: int) -> list[list[Core]]:
     """Parts of cores for more ranks than cores: siblings part first, then ranks share a PU."""
     pus = [(core, pu) for core in cores for pu in core.pus]
     if len(pus) < count:
@@ -202,7 +170,7 @@ def divide_threads(cores: Sequence[Core], count: int) -> list[list[Core]]:
     return [[replace(core, pus=(pu,)) for core, pu in pus[cut]] for cut in cuts]
 
 
-def lend_idle(topology: Topology, nodes: Sequence[int], own_cores: Shares, lent_cores: Shares) -> None:
+def _lend_idle(topology: Topology, nodes: Sequence[int], own_cores: Shares, lent_cores: Shares) -> None:
     """Deal the cores of nodes without ranks to the ranks nearest by distance, adding to `lent_cores`."""
     idle: dict[frozenset[int], list[Core]] = {}
     for node in topology.cores.keys() - set(nodes):
@@ -215,7 +183,7 @@ def lend_idle(topology: Topology, nodes: Sequence[int], own_cores: Shares, lent_
             lent_cores[rank].extend(cores[cut])
 
 
-def level_up(topology: Topology, assignment: Assignment, own_cores: Shares, lent_cores: Shares) -> None:
+def _level_up(topology: Topology, assignment: Assignment, own_cores: Shares, lent_cores: Shares) -> None:
     """Give ranks with less than the goal, for their workers, cores of ranks that have more.
 
     Cores that are for workers already come first, then near ones, then those of the rank that has most.
@@ -235,7 +203,7 @@ def level_up(topology: Topology, assignment: Assignment, own_cores: Shares, lent
             have[poor], have[giver] = have[poor] + 1, have[giver] - 1
 
 
-BINDINGS: Mapping[str, Callable[[Topology, Assignment], Mapping[int, RankPlacement]]] = {
+BINDINGS: Mapping[str, Callable[[Topology, Assignment], Mapping[int, CpuSets]]] = {
     "exclusive": place_exclusive,
     "numa": place_numa,
     "socket": place_socket,
@@ -245,7 +213,7 @@ BINDINGS: Mapping[str, Callable[[Topology, Assignment], Mapping[int, RankPlaceme
 """The function of each value of `binding`."""
 
 
-def place_ranks(binding: str, topology: Topology, assignment: Assignment) -> list[RankPlacement]:
+def place_ranks(binding: str, topology: Topology, assignment: Assignment) -> list[CpuSets]:
     """The CPU sets of all ranks, in the order of their local ranks; `binding` is a key of BINDINGS."""
     by_rank = BINDINGS[binding](topology, assignment)
     return [by_rank[rank] for rank in range(len(assignment.nodes))]

@@ -1,14 +1,19 @@
-"""The values that the planner takes and gives: a machine, a request, a plan.
+"""The values that the planner takes and gives (a machine, a request, a plan), and their JSON.
 
 CPU numbers are the kernel's, NUMA node numbers too. All values are immutable and hold no open resource.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from launcher.plan.gc_policy import GcPolicy
+from launcher.codec import KEY, OBJECT, ONLY, OPTIONAL, DecodeError, convert, parse_json, to_plain
+from launcher.errors import UsageError
 
 SCHEMA = 1
 """Version of the JSON form of plans and machine snapshots."""
+KIND = "machine"
+"""What a snapshot says that it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,7 @@ class Machine:
     limits: Limits = Limits()
     name: str = ""
     """The product's name (DMI), or a shipped machine's; empty if unknown."""
-    kernel: str = ""
+    kernel: str = field(default="", metadata={OPTIONAL: True})
     """Release of its kernel, which on WSL2 has `microsoft` in it; empty if unknown."""
     source: str = ""
     """Where a shipped machine's facts come from; empty for a machine that was probed."""
@@ -149,49 +154,88 @@ class Machine:
     """What the probe could not read or found contradictory."""
 
 
+MAX_RANKS = 4096
+"""Ranks of a node: several times the threads of the largest; a slip of the finger must not fill memory."""
+BINDINGS = ("exclusive", "numa", "socket", "l3", "none")
+"""The policies of `binding`."""
+GC_POLICIES: Mapping[str, tuple[str, ...]] = {
+    "synchronized": ("warmup", "every"),
+    "disabled": ("every",),
+    "frozen": ("warmup",),
+    "default": (),
+}
+"""The policies for garbage collection, and the steps that each one uses."""
+
+
+@dataclass
+class BindingConfig:
+    """How ranks are placed on cores."""
+
+    policy: str = field(default="exclusive", metadata={"choices": BINDINGS})
+    strict: bool = False
+    """If the placement falls short of the policy: true ends the job, false warns."""
+    reserve_cores: int = field(default=0, metadata={"minimum": 0})
+    """Physical cores that are left to the system, spread over the NUMA nodes."""
+    nic: bool = False
+    """Set `NCCL_IB_HCA` to each rank's nearest NIC."""
+
+
+@dataclass
+class DataloaderConfig:
+    """How many DataLoader workers a rank gets."""
+
+    workload: str = "text"
+    """The workload that the number belongs to; empty if the command line sets the number."""
+    num_workers: int = field(default=2, metadata={"minimum": 0, "maximum": 1024})
+    """Workers of each rank. A workload's number is reduced if cores or memory are too few. A number that you
+    set stays as it is, with a warning."""
+    worker_gib: float = field(default=0.0, metadata={"minimum": 0})
+    """Memory of one worker in GiB; 0 means unknown, and memory sets no limit."""
+    worker_shm_mib: float = field(default=0.0, metadata={"minimum": 0})
+    """Space in /dev/shm for the batches of one worker, in MiB; 0 means unknown."""
+    default: bool = False
+    """Give a `DataLoader(...)` without num_workers that number."""
+    measured: bool = False
+    """`num_workers` was measured, as by `launch tune dataloader`, and nothing reduces it. The plan warns if
+    memory or the like is short."""
+
+
+@dataclass
+class GcConfig:
+    """Garbage collection in the ranks. Steps are steps of the optimizer."""
+
+    policy: str = field(default="synchronized", metadata={"choices": tuple(GC_POLICIES)})
+    warmup: int = field(default=30, metadata={"minimum": 0})
+    """Steps after which objects are frozen (`synchronized`, `frozen`)."""
+    every: int = field(default=50, metadata={"minimum": 0})
+    """Steps from one full collection to the next, the same on all ranks (`synchronized`, `disabled`); 0 means
+    never."""
+    log: bool = False
+    """Each rank reports its collections on stderr."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the job asks of one node."""
+    """What a job asks of one node: sections of the configuration, and what is known of the node."""
 
     nproc_per_node: int | None = None
     """Ranks on the node; None for the visible GPUs, else one for each NUMA node with usable CPUs."""
-    binding: str = "exclusive"
-    """A policy's name: `exclusive`, `numa`, `socket`, `l3` or `none`."""
-    strict: bool = False
-    """A placement that falls short of the policy is an error rather than a warning."""
-    reserve_cores: int = 0
-    """Physical cores left for the system, spread over the NUMA nodes."""
     devices: str = "all"
     """`all`: every rank sees the job's GPUs; `own`: each rank sees its own alone; `spread`: as `all`, but of
     more GPUs than ranks the job has those that are spread over packages and NICs."""
-    workload: str = "text"
-    """Name of what `num_workers` was chosen for, for people."""
-    num_workers: int = 2
-    """DataLoader workers that each rank asks for; the plan gives fewer if cores are short."""
-    worker_gib: float = 0.0
-    """Memory of a worker in GiB; 0 if it is not known."""
-    worker_shm_mib: float = 0.0
-    """Shared memory for the batches of a worker in MiB; 0 if it is not known."""
-    loader_default: bool = False
-    """A `DataLoader(...)` without num_workers gets the plan's."""
-    measured: bool = False
-    """`num_workers` has been measured, and is not bounded."""
-    gc: GcPolicy = field(default_factory=GcPolicy)
-    """Garbage collection in the ranks."""
-    allocator: str = "expandable_segments:True"
-    """Settings of PyTorch's allocator, as PYTORCH_CUDA_ALLOC_CONF has them."""
-    host_allocator: str = "system"
-    """What serves malloc: `system`, `tcmalloc` or `jemalloc`."""
+    binding: BindingConfig = field(default_factory=BindingConfig)
+    dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
+    gc: GcConfig = field(default_factory=GcConfig)
+    allocator: Mapping[str, Any] = field(default_factory=lambda: {"expandable_segments": True})
+    """Settings of PyTorch's allocator, and `host`: what serves malloc."""
     host_library: str | None = None
-    """Path of its library on the node; empty if there is none, None if nobody has looked."""
-    nic: bool = False
-    """Offer each rank its NIC as `NCCL_IB_HCA` too."""
+    """Path on the node of the library for malloc; empty if there is none, None if nobody has looked."""
     caches: str = ""
     """Folder on the node for the compilers' caches; empty for their own."""
-    environ: tuple[tuple[str, str], ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
     """The environment, the configuration's variables in it, as far as the plan depends on it (`HONOURED`)."""
-    configured: tuple[tuple[str, str], ...] = field(default=(), metadata={"json_object": True})
-    """Variables that the configuration sets (`env.X`), by their names, secrets masked: for people."""
+    configured: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the configuration sets (`env.X`), secrets masked: for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +254,9 @@ class Variable:
     name: str
     value: str
     """As the rank has it; secrets masked."""
-    source: str = field(metadata={"json_key": "from"})
+    source: str = field(metadata={KEY: "from"})
     """`plan`, `configuration` (`env.NAME`, `env.from_file`) or `user` (the environment of the command)."""
-    why: str = ""
+    why: str = field(default="", metadata={OPTIONAL: True})
     """In a few words; empty if there is nothing to say."""
 
 
@@ -221,7 +265,8 @@ class RankPlan:
     """What one rank of the node is started with."""
 
     local_rank: int
-    gpu: Gpu | None
+    gpu: Gpu | None = field(metadata={ONLY: ("index", "uuid", "pci")})
+    """In JSON what names it; the rest is in the machine."""
     cpus: frozenset[int]
     """CPU set of the rank's own process."""
     worker_cpus: frozenset[int]
@@ -233,7 +278,7 @@ class RankPlan:
     """Threads for OpenMP: the rank's physical cores less its workers, at least 1."""
     nic: str | None = None
     """RDMA device next to the GPU."""
-    env: tuple[tuple[str, str], ...] = field(default=(), metadata={"json_object": True})
+    env: tuple[tuple[str, str], ...] = field(default=(), metadata={OBJECT: True})
     """Variables that the shim sets, in the order of their names."""
     notes: tuple[str, ...] = ()
     """What a person should know of this rank's placement."""
@@ -242,9 +287,131 @@ class RankPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanWarning:
+    """Something that the plan could not give, or a setting that is seldom meant."""
+
+    subject: str
+    """`machine` (told by the probe), `devices`, `placement`, `memory`, `workers`, `variables` or `nic`."""
+    what: str
+    """What happened, with values."""
+    fix: str = ""
+    """What to do about it; empty if the probe says no more."""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.fix}" if self.fix else self.what
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The placement of all ranks on one node."""
 
     machine: Machine
     ranks: tuple[RankPlan, ...]
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[PlanWarning, ...] = ()
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """Return a plan as `launch plan format=json` prints it."""
+    return {
+        "schema": SCHEMA,
+        "machine": machine_to_json(plan.machine),
+        "ranks": to_plain(plan.ranks),
+        "warnings": list(map(str, plan.warnings)),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _CoreGroup:
+    """The cores that are in one place, as a snapshot has them."""
+
+    package: int
+    node: int
+    l3: int
+    capacity: int
+    cores: tuple[frozenset[int], ...]
+    """The PUs of each core."""
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeEntry:
+    """A NUMA node, as a snapshot has it."""
+
+    id: int
+    memory_kib: int
+    normal: bool
+    distances: tuple[int, ...]
+    """To each node of the machine, in their order."""
+
+
+def machine_to_json(machine: Machine) -> dict[str, Any]:
+    """Return a machine as a snapshot holds it; `machine_from_json` reads it back.
+
+    Cores that are in one place stand together, and distances are a row without the nodes' numbers: files of
+    machines with hundreds of CPUs stay short.
+    """
+    groups: dict[tuple[int, int, int, int], dict[int, set[int]]] = {}
+    for cpu in machine.cpus:
+        place = (cpu.package, cpu.node, cpu.l3, cpu.capacity)
+        groups.setdefault(place, {}).setdefault(cpu.core, set()).add(cpu.id)
+    ids = [node.id for node in machine.nodes]
+    data = to_plain(replace(machine, cpus=(), nodes=()))
+    data["cores"] = to_plain(
+        [_CoreGroup(*place, tuple(map(frozenset, cores.values()))) for place, cores in groups.items()]
+    )
+    data["nodes"] = to_plain(
+        [_NodeEntry(n.id, n.memory_kib, n.normal, tuple(map(n.distance, ids))) for n in machine.nodes]
+    )
+    del data["cpus"]
+    # What people look for comes first.
+    first = ("name", "kernel", "source", "cores", "caches", "nodes", "gpus", "nics")
+    ordered = {name: data[name] for name in first if name in data} | data
+    return {"schema": SCHEMA, "kind": KIND, **ordered}
+
+
+def parse_machine(text: str) -> Machine:
+    """Read a snapshot's text, or that of a plan, which holds one.
+
+    Raises UsageError for what is not a whole snapshot of a known schema.
+    """
+    try:
+        data = parse_json(text)
+    except DecodeError as error:
+        raise UsageError(f"not a machine snapshot, or cut short ({error}): save it again") from error
+    return machine_from_json(data.get("machine") if isinstance(data, dict) and "ranks" in data else data)
+
+
+def machine_from_json(data: object) -> Machine:
+    """Read a snapshot's JSON value. Raises UsageError as `parse_machine` does."""
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        shown = f"a {type(data).__name__}"
+        if isinstance(data, dict):
+            shown = f"an object with {', '.join(sorted(map(str, data))[:5]) or 'nothing in it'}"
+        raise UsageError(f"not a machine snapshot ({shown}): make one with `launch topo save=FILE`")
+    schema = data.get("schema")
+    if isinstance(schema, bool) or schema != SCHEMA:
+        raise UsageError(
+            f"the machine snapshot has schema {schema!r}, and this version reads {SCHEMA}: "
+            "update launch, or save it again"
+        )
+    try:
+        groups = convert(tuple[_CoreGroup, ...], data.get("cores"), 0)
+        entries = convert(tuple[_NodeEntry, ...], data.get("nodes"), 0)
+        cpus = [
+            Cpu(pu, min(core), group.package, group.node, group.l3, group.capacity)
+            for group in groups
+            for core in group.cores
+            for pu in core
+        ]
+        ids = [entry.id for entry in entries]
+        if not cpus or len({cpu.id for cpu in cpus}) < len(cpus):
+            raise ValueError("no CPUs, or one twice")
+        if len(set(ids)) < len(ids):
+            raise ValueError("a node twice")
+        nodes = [
+            NumaNode(entry.id, entry.memory_kib, entry.normal, tuple(zip(ids, entry.distances, strict=True)))
+            for entry in entries
+        ]
+        machine = convert(Machine, {**data, "cpus": [], "nodes": []}, 0)
+    except ValueError as error:
+        raise UsageError(f"the machine snapshot is incomplete or damaged ({error}): save it again") from error
+    return replace(machine, cpus=tuple(sorted(cpus, key=lambda cpu: cpu.id)), nodes=tuple(nodes))

@@ -6,15 +6,14 @@ Every rank's start pays for this, so imports count.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from launcher.codec import to_plain
 from launcher.cpulist import format_cpulist
 from launcher.errors import LaunchError, UsageError
-from launcher.plan.allocator import EXPANDABLE, find_conflicts, merge_settings
-from launcher.plan.environment import HONOURED, VISIBLE_DEVICES
-from launcher.plan.json_form import rank_to_json
-from launcher.plan.model import Gpu, Machine, Plan, RankPlan, Request
+from launcher.plan.allocator import EXPANDABLE, find_conflicts, merge_settings, read_host, read_settings
+from launcher.plan.model import MAX_RANKS, BindingConfig, Gpu, Machine, Plan, PlanWarning, RankPlan, Request
 from launcher.plan.planner import plan
-from launcher.plan.rules import MAX_RANKS
-from launcher.plan.usable_cores import build_topology
+from launcher.plan.topology import build_topology
+from launcher.plan.variables import HONOURED, VISIBLE_DEVICES
 from launcher.probe.machine import probe
 from launcher.probe.malloc_library import locate_malloc
 from launcher.protocol import LAUNCH_BINDING, find_user_set
@@ -22,7 +21,7 @@ from launcher.rank.affinity import find_node_cpus
 from launcher.rank.entry import PlacementError, PlanEntry, select_entry
 from launcher.rank.identity import Identity, read_number
 
-ALLOCATOR: Mapping[str, str] = dict([Request().allocator.split(":")])
+ALLOCATOR = read_settings(Request().allocator)
 """The allocator's settings if nobody has said which."""
 
 
@@ -30,7 +29,7 @@ def make_entry(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
     """Plan this node, as every other rank on it does, and return this rank's entry; raises PlacementError."""
     own_cpus, cpus, problem = find_node_cpus(identity, environ)
     is_alone = bool(problem)
-    binding = environ.get(LAUNCH_BINDING) or Request().binding
+    binding = environ.get(LAUNCH_BINDING) or BindingConfig().policy
     if binding == "none":  # whoever bound this rank meant it
         is_alone = is_alone or cpus != own_cpus
         cpus, problem = own_cpus, ""
@@ -69,20 +68,20 @@ def plan_for_rank(
             f"this node is said to have {local_world_size} ranks, and the most is {MAX_RANKS}: "
             "correct LOCAL_WORLD_SIZE, or the like of the launcher that started them"
         )
-    request, warnings = Request(), []
+    request, warnings = Request(), list[PlanWarning]()
     # The allocator's settings that do not go with the program are left out, as `launch` does.
     conflicts = [*find_conflicts(merge_settings(ALLOCATOR, environ), argv, environ, contained=False)]
     if conflicts and EXPANDABLE not in merge_settings({}, environ):
-        way = "PYTORCH_CUDA_ALLOC_CONF has it all the same"
-        warnings = [f"{conflict.what}: expandable_segments is left out ({way})" for conflict in conflicts]
-        request = replace(request, allocator="")
+        way = "expandable_segments is left out (PYTORCH_CUDA_ALLOC_CONF has it all the same)"
+        warnings = [PlanWarning("allocator", conflict.what, way) for conflict in conflicts]
+        request = replace(request, allocator={})
     request = replace(
         request,
-        binding=environ.get(LAUNCH_BINDING) or request.binding,
+        binding=BindingConfig(environ.get(LAUNCH_BINDING) or BindingConfig().policy),
         # A rank that keeps its CPUs need not know how many it has beside it.
         nproc_per_node=local_world_size or (local_rank + 1 if alone else None),
-        environ=tuple(find_user_set(environ, HONOURED).items()),
-        host_library=locate_malloc(request.host_allocator, environ, "/"),
+        environ=find_user_set(environ, HONOURED),
+        host_library=locate_malloc(read_host(request.allocator), environ, "/"),
     )
     # Only NVML knows MIG instances: if one is named, NVML is asked from the start.
     machine = probe("/", quick="MIG-" not in environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -90,8 +89,7 @@ def plan_for_rank(
     allowed = cpus & {cpu.id for cpu in machine.cpus}
     machine = replace(machine, allowed_cpus=allowed or machine.allowed_cpus)
     made = plan_rank(machine, request, local_rank, environ, alone=alone)
-    ranks = [rank_to_json(rank) for rank in made.ranks]
-    return {"ranks": ranks, "warnings": [*made.warnings, *warnings]}
+    return {"ranks": to_plain(made.ranks), "warnings": list(map(str, (*made.warnings, *warnings)))}
 
 
 def plan_rank(
@@ -101,7 +99,7 @@ def plan_rank(
     made = plan(machine, request)
     if local_rank >= len(made.ranks):
         return made
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[PlanWarning, ...] = ()
     gpu = made.ranks[local_rank].gpu
     # What --gpus-per-task and --gpu-bind of SLURM hide from one another's tasks. What SLURM has hidden from
     # an agent that has started the ranks is not the job's.
@@ -112,12 +110,13 @@ def plan_rank(
         # files) even if a device cgroup makes CUDA_VISIBLE_DEVICES count from 0 again. Tried with 22.05.
         position = read_number(environ, "SLURM_STEP_GPUS", total)
         made = plan_own_gpu(machine, request, local_rank, gpu, position if position < total else None)
-        warnings = (
+        what = (
             f"SLURM shows each of the {count} ranks here a part of the job's {total} GPUs on this node "
             "(--gpus-per-task or --gpu-bind): NCCL loses the direct paths between GPUs, and ranks may get "
-            f"less than their share of cores: ask for --gpus-per-node={total}, and let programs take "
-            "cuda:LOCAL_RANK",
+            "less than their share of cores"
         )
+        fix = f"ask for --gpus-per-node={total}, and let programs take cuda:LOCAL_RANK"
+        warnings = (PlanWarning("devices", what, fix),)
     if alone:
         made = plan_own_cpus(machine, request, made.ranks[local_rank])
     return replace(made, warnings=(*made.warnings, *warnings))
@@ -138,8 +137,8 @@ def plan_own_gpu(machine: Machine, request: Request, local_rank: int, own: Gpu, 
     else:
         topology = build_topology(machine)
         cores = sum(len(topology.cores[node]) for node in topology.find_local_nodes(own))
-        if alike.binding == "exclusive" and cores < count:
-            alike = replace(alike, binding="numa")
+        if alike.binding.policy == "exclusive" and cores < count:
+            alike = replace(alike, binding=BindingConfig("numa"))
         made = plan(replace(machine, gpus=tuple(replace(own, index=at) for at in range(count))), alike)
         mine = replace(made.ranks[local_rank], gpu=own)
     ranks = (*made.ranks[:local_rank], replace(mine, local_rank=local_rank), *made.ranks[local_rank + 1 :])
@@ -149,21 +148,23 @@ def plan_own_gpu(machine: Machine, request: Request, local_rank: int, own: Gpu, 
 def plan_own_cpus(machine: Machine, request: Request, rank: RankPlan) -> Plan:
     """Plan a rank on all of its own CPUs: its memory, threads and workers; GPU and NIC stay."""
     nodes = {cpu.node for cpu in machine.cpus if cpu.id in machine.allowed_cpus}
-    binding = "none" if len(nodes) > 1 or request.binding == "none" else "exclusive"
+    binding = "none" if len(nodes) > 1 or request.binding.policy == "none" else "exclusive"
     island = replace(
         machine,
         gpus=(rank.gpu,) if rank.gpu else (),
         nics=tuple(nic for nic in machine.nics if nic.name == rank.nic),
     )
-    own = plan(island, replace(forget_devices(request), nproc_per_node=1, binding=binding)).ranks[0]
+    own = plan(
+        island, replace(forget_devices(request), nproc_per_node=1, binding=BindingConfig(binding))
+    ).ranks[0]
     cpus = machine.allowed_cpus
     shown = {name: value for name, value in rank.env if name in VISIBLE_DEVICES}
     env = tuple(sorted({**dict(own.env), **shown}.items()))
     mine = replace(own, local_rank=rank.local_rank, gpu=rank.gpu, cpus=cpus, worker_cpus=cpus, env=env)
-    return Plan(machine, (mine,), machine.warnings)
+    return Plan(machine, (mine,), tuple(PlanWarning("machine", text) for text in machine.warnings))
 
 
 def forget_devices(request: Request) -> Request:
     """Return the request without the variables that choose devices: these have done their work."""
-    kept = tuple((name, value) for name, value in request.environ if name not in VISIBLE_DEVICES)
+    kept = {name: value for name, value in request.environ.items() if name not in VISIBLE_DEVICES}
     return replace(request, environ=kept)

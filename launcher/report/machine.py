@@ -21,7 +21,7 @@ from rich.tree import Tree
 from launcher.cpulist import format_cpulist
 from launcher.errors import MachineError
 from launcher.plan.model import Cpu, Gpu, Machine, Nic, NumaNode, Plan, RankPlan
-from launcher.plan.usable_cores import gather_cores, split_classes
+from launcher.plan.topology import gather_cores, split_classes
 from launcher.text import clean_text, count_things, format_size, shorten_cpulist
 
 Device = Gpu | Nic

@@ -142,13 +142,14 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
 def plan_here(config: Settings, environ: Mapping[str, str], caches: str = "") -> Plan:
     """Plan this node; raises UsageError or MachineError. `caches` is a folder for the compilers' caches."""
     from launcher.config.request import make_request
+    from launcher.plan.allocator import read_host
     from launcher.plan.planner import plan
     from launcher.probe.machine import probe
     from launcher.probe.malloc_library import locate_malloc
 
     machine = probe(config.machine.root)
     request = make_request(config, environ, machine, caches)
-    library = locate_malloc(request.host_allocator, environ, config.machine.root)
+    library = locate_malloc(read_host(config.allocator), environ, config.machine.root)
     return plan(machine, replace(request, host_library=library))
 
 
@@ -219,7 +220,7 @@ def choose_address(task: TaskIdentity, *, keeps_order: bool) -> str | None:
 
 def write_node_plan(run: RunDir, job: Job) -> None:
     """Write this node's plan into the run directory; raises MachineError."""
-    from launcher.plan.json_form import plan_to_json
+    from launcher.plan.model import plan_to_json
 
     path = run.plan_path(job.host)
     try:

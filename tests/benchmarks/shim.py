@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from launcher.plan.json_form import plan_to_json
-from launcher.plan.model import Request
+from launcher.plan.model import Request, plan_to_json
 from launcher.plan.planner import plan
 from launcher.probe.machine import probe
 from tests.benchmarks.jobs import HERE

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from launcher.config.overrides import quote_value
-from launcher.plan.json_form import machine_to_json, parse_machine
+from launcher.plan.model import machine_to_json, parse_machine
 from launcher.report import machine
 from tests.plan.lab_machines import fsroot, load
 from tests.probe.machine_trees import short_lived

@@ -16,6 +16,7 @@ from typing import Any
 
 from launcher import protocol
 from launcher.config import settings
+from launcher.plan import model
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -40,7 +41,8 @@ GROUPS = {
 def list_docstrings() -> dict[tuple[str, str], str]:
     """The docstrings below the fields of the settings' classes, on one line, by class and field."""
     found = {}
-    for node in ast.parse(Path(settings.__file__).read_text(encoding="utf-8")).body:
+    files = [Path(module.__file__ or "") for module in (settings, model)]
+    for node in (node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body):
         body = node.body if isinstance(node, ast.ClassDef) else []
         for before, after in itertools.pairwise(body):
             if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher.plan.environment import HONOURED, REASONS
+from launcher.plan.variables import HONOURED, REASONS
 from tests.docs.generate import DOCS, PAGES, fill
 
 

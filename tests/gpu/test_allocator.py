@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from launcher.config.allocator_options import parse_version
-from launcher.plan.allocator_keys import KNOWN, find_fault, list_known_keys
-from launcher.plan.environment import ALLOCATOR_VARIABLES
+from launcher.plan.allocator import ALLOCATOR_VARIABLES, KNOWN, find_fault, list_known_keys
 from tests.gpu.proof import PROGRAMS, Proof, together
 from tests.plan.allocator_values import CORE, LAX, RIGHT, WRONG
 

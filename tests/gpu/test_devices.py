@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from launcher.plan.devices import resolve_visible
 from launcher.plan.model import Gpu
-from launcher.plan.visible_devices import resolve_visible
 from launcher.probe.machine import probe
 from tests.gpu.proof import PROGRAMS, Proof, together
 

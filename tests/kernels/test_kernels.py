@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from launcher.cpulist import format_cpulist, parse_cpulist
-from launcher.plan.json_form import machine_from_json
-from launcher.plan.model import Machine
+from launcher.plan.model import Machine, machine_from_json
 from tests.plan.lab_machines import convert, score
 
 from .conftest import Report

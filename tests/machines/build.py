@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from textwrap import wrap
 
-from launcher.plan.json_form import machine_to_json
-from launcher.plan.model import Gpu, Limits, Machine, Nic
+from launcher.plan.model import Gpu, Limits, Machine, Nic, machine_to_json
 from launcher.probe.machine import probe
 from tests.probe.machine_trees import short_lived
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from launcher.plan.json_form import parse_machine, plan_to_json
-from launcher.plan.model import Limits, Machine, Plan, Request
+from launcher.plan.model import Limits, Machine, Plan, Request, parse_machine, plan_to_json
 from launcher.plan.planner import plan
 from tests.plan.lab_machines import score
 
@@ -87,7 +86,7 @@ WARNED = {
 def test_only_real_trouble_is_warned_of(name: str) -> None:
     warnings = plan_shipped(name).warnings
     assert bool(warnings) == (name in WARNED), warnings
-    assert WARNED.get(name, "") in " ".join(warnings)
+    assert WARNED.get(name, "") in " ".join(map(str, warnings))
 
 
 PAIRS = {

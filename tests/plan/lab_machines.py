@@ -1,15 +1,29 @@
-"""The lab's machines as the planner takes them, without the file system between."""
+"""Machines as the planner takes them: the lab's, shipped ones, and others in few words."""
 
 import importlib
 import json
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.cpulist import format_cpulist
-from launcher.plan.model import Cpu, Gpu, Machine, NumaNode, Plan
+from launcher.cpulist import format_cpulist, parse_cpulist
+from launcher.plan.model import (
+    BindingConfig,
+    Cpu,
+    DataloaderConfig,
+    Gpu,
+    Limits,
+    Machine,
+    Nic,
+    NumaNode,
+    Plan,
+    Request,
+    parse_machine,
+)
 
 LAB = Path(__file__).parent.parent / "lab"
+SHIPPED = Path(__file__).parents[2] / "conf" / "machine"
 sys.path.insert(0, str(LAB))
 fsroot = importlib.import_module("fsroot")
 score = importlib.import_module("score")
@@ -61,16 +75,98 @@ def convert_gpu(lab: Any, index: int, gpu: Data) -> Gpu:
 def describe(cpus: list[str], gpus: list[int], **more: Any) -> Data:
     """A description from the cpulist and the GPUs' nodes; each node is a package unless `packages` tells."""
     packages = more.pop("packages", range(len(cpus)))
+    kinds = more.pop("kinds", ["normal"] * len(cpus))
     return {
         "name": "made up",
         "numa": [
-            {"id": at, "package": packages[at], "cpus": text, "gib": 64} for at, text in enumerate(cpus)
+            {"id": at, "package": packages[at], "cpus": text, "gib": 64, "kind": kinds[at]}
+            for at, text in enumerate(cpus)
         ],
         "gpus": [
             {"bdf": f"0000:{at:02x}:00.0", "numa": node, "model": "GPU"} for at, node in enumerate(gpus)
         ],
         **more,
     }
+
+
+def make_machine(words: str | Data) -> Machine:
+    """The machine of a case: `dgx-a100` of the lab, `shipped/dgx_h100`, or what its table describes.
+
+    Beside the keys of `describe`: `base` is the name of a machine that is changed; `gpu` are fields of all
+    GPUs, `each_gpu` fields by GPU; `nics` are `NAME NODE PATH RATE LINK` in a line; `limits`, `kernel` and
+    `memory_kib` are the machine's; `gib` and `distances` are of each node; `l3` is the cache of all CPUs;
+    `capacities` are the CPUs'.
+    """
+    if isinstance(words, str):
+        kind, _, name = words.rpartition("/")
+        if kind == "shipped":
+            return parse_machine((SHIPPED / f"{name}.json").read_text())
+        return convert(load(name))
+    words = dict(words)
+    own = ("gpu", "each_gpu", "nics", "limits", "kernel", "memory_kib", "gib", "distances", "l3")
+    changes = {key: words.pop(key) for key in (*own, "capacities") if key in words}
+    machine = make_machine(words["base"]) if "base" in words else convert(describe(**words))
+    gpus = [replace(gpu, **read_fields(changes.get("gpu", {}))) for gpu in machine.gpus]
+    for at, more in enumerate(changes.get("each_gpu", [])):
+        gpus[at] = replace(gpus[at], **read_fields(more))
+    cpus, nodes = machine.cpus, machine.nodes
+    if "l3" in changes:
+        cpus = tuple(replace(cpu, l3=changes["l3"]) for cpu in cpus)
+    if "capacities" in changes:
+        sizes = changes["capacities"]
+        cpus = tuple(replace(cpu, capacity=size) for cpu, size in zip(cpus, sizes, strict=True))
+    for at, gib in enumerate(changes.get("gib", [])):
+        nodes = (*nodes[:at], replace(nodes[at], memory_kib=gib << 20), *nodes[at + 1 :])
+    for at, row in enumerate(changes.get("distances", [])):
+        nodes = (*nodes[:at], replace(nodes[at], distances=tuple(enumerate(row))), *nodes[at + 1 :])
+    return replace(
+        machine,
+        cpus=cpus,
+        nodes=nodes,
+        gpus=tuple(gpus),
+        nics=tuple(map(read_nic, changes["nics"])) if "nics" in changes else machine.nics,
+        limits=Limits(**changes.get("limits", {})),
+        kernel=changes.get("kernel", machine.kernel),
+        memory_kib=changes.get("memory_kib", machine.memory_kib),
+    )
+
+
+def read_fields(words: Data) -> Data:
+    """A GPU's fields: -1 is a node that is not known, and paths are written with `/`."""
+    found = dict(words)
+    if "local_cpus" in found:
+        found["local_cpus"] = parse_cpulist(found["local_cpus"])
+    if found.get("node") == -1:
+        found["node"] = None
+    if "path" in found:
+        found["path"] = tuple(found["path"].split("/"))
+    if "mig" in found:
+        found["mig"] = tuple(found["mig"])
+    return found
+
+
+def read_nic(line: str) -> Nic:
+    """A NIC, `mlx5_0 0 10/11/12 200 Ethernet`, of which `-` is not known; `down` is a link that is not up."""
+    name, node, path, rate, link = (*line.split(), *"----")[:5]
+    return Nic(
+        name=name,
+        pci="",
+        node=None if node == "-" else int(node),
+        path=() if path == "-" else tuple(path.split("/")),
+        link_layer="" if link in ("-", "down") else link,
+        rate_gbps=0 if rate == "-" else float(rate),
+        active=link != "down",
+    )
+
+
+def ask(nproc_per_node: int | None = None, binding: str = "exclusive", **more: Any) -> Request:
+    """A request, its settings without the names of their sections."""
+    sections: Data = {"binding": BindingConfig(policy=binding), "dataloader": DataloaderConfig()}
+    for section in sections.values():
+        for field in fields(section):
+            if field.name in more:
+                setattr(section, field.name, more.pop(field.name))
+    return Request(nproc_per_node, **sections, **more)
 
 
 def masks(made: Plan) -> list[str]:

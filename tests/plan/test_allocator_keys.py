@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.allocator_options import parse_version, read_torch_version, render_allocator
-from launcher.plan.allocator import parse_settings
-from launcher.plan.allocator_keys import (
-    KEYS,
+from launcher.config.allocator_options import parse_version, read_torch_version
+from launcher.plan.allocator import (
     KNOWN,
     NEWEST,
     OLDEST,
     SPLIT,
     Version,
     find_fault,
+    format_settings,
     list_known_keys,
+    parse_settings,
+    read_settings,
 )
 from tests.plan.allocator_values import CORE, LAX, RIGHT, WRONG
 from tests.seam import clean_environ
@@ -85,7 +86,7 @@ def test_the_installed_torch_takes_what_the_table_takes_and_what_the_launcher_wr
     ]
     values += [(name, value) for name in SPLIT for value in ("19", "20")]
     values += [("large_segment_size_mb", value) for value in ("10", "11")]
-    written = [render_allocator(given) for given in CONFIGURED]
+    written = [format_settings(read_settings(given)) for given in CONFIGURED]
     answers = ask_torch([f"{name}:{value}" for name, value in values] + written)
     differ = [
         (name, value)
@@ -106,9 +107,8 @@ def test_the_installed_torch_has_the_settings_that_the_table_says() -> None:
     assert known == set(re.findall(r'"(\w+)"', joined))
 
 
-@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
-def test_right_and_wrong_values(key: object) -> None:
-    name = getattr(key, "name", "")
+@pytest.mark.parametrize("name", KNOWN)
+def test_right_and_wrong_values(name: str) -> None:
     kind = KNOWN[name].kind
     assert [value for value in RIGHT[kind] if find_fault(name, {name: value}, NEWEST)] == []
     assert [value for value in WRONG[kind] if not find_fault(name, {name: value}, NEWEST)] == []
@@ -168,3 +168,23 @@ def test_a_block_that_may_be_split_is_no_smaller_than_a_segment(
 )
 def test_versions_are_read(text: str, version: Version | None) -> None:
     assert parse_version(text) == version
+
+
+def test_the_notation_is_read_back() -> None:
+    settings = {"a": "1", "roundup_power2_divisions": "[256:1,>:8]", "by_class": "[x:8G]"}
+    assert parse_settings(format_settings(settings)) == settings
+    assert parse_settings("") == {}
+    for broken in [
+        ",",
+        "a",
+        "a:",
+        ":1",
+        "a:1,,b:2",
+        "a:[1",
+        "a:1]",
+        "a:[1][2]",
+        "a:b:c",
+        "[a:1",
+        "a:1;b:2:3",
+    ]:
+        assert parse_settings(broken) is None

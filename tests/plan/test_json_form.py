@@ -1,17 +1,29 @@
 """The JSON form of plans and snapshots, and what is not one."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.codec import DecodeError
 from launcher.errors import UsageError
-from launcher.plan.json_form import machine_from_json, machine_to_json, parse_machine, plan_to_json
-from launcher.plan.model import Cache, Gpu, Limits, Machine, Nic, Request
+from launcher.plan.model import (
+    Cache,
+    Gpu,
+    Limits,
+    Machine,
+    Nic,
+    machine_from_json,
+    machine_to_json,
+    parse_machine,
+    plan_to_json,
+)
 from launcher.plan.planner import plan
+from launcher.runs.run_records import read_ranks
 
-from .lab_machines import NAMES, convert, load
+from .lab_machines import NAMES, ask, convert, load
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,52 +59,38 @@ def test_everything_that_a_machine_can_hold_reads_back() -> None:
         caches=(Cache(0, 3, 117760),),
         limits=Limits(2.5, 1024, 64, 4096),
         name="a machine",
+        kernel="6.8",
         source="a page",
         warnings=("odd",),
     )
     assert machine_from_json(machine_to_json(full)) == full
 
 
-def test_a_snapshot_without_a_limit_on_files_is_an_older_one() -> None:
-    machine = convert(load("gh200"))
-    data = json.loads(json.dumps(machine_to_json(machine)))
-    del data["limits"]["files"]
-    assert machine_from_json(data) == machine
-
-
 def test_a_plan_has_the_form_that_the_design_fixes() -> None:
-    made = plan(convert(load("dgx-a100")), Request())
+    machine = convert(load("dgx-a100"))
+    made = plan(machine, ask(environ={"NCCL_DEBUG": "INFO"}))
     data = plan_to_json(made)
     assert list(data) == ["schema", "machine", "ranks", "warnings"]
-    ranks = json.loads(json.dumps(data["ranks"]))
-    assert ranks[0] == {
-        "local_rank": 0,
-        "gpu": {"index": 0, "uuid": "GPU-00000000-aaaa", "pci": "0000:07:00.0"},
-        "cpus": "48-55,176-183",
-        "worker_cpus": "32-39,48-55,160-167,176-183",
-        "memory": {"policy": "preferred", "nodes": "3"},
-        "num_workers": 2,
-        "omp_num_threads": 8,
-        "nic": None,
-        "env": {
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "LAUNCH_GC": "synchronized,warmup=30,every=50",
-            "LAUNCH_NUM_WORKERS": "2",
-            "OMP_NUM_THREADS": "8",
-            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-            "TORCHINDUCTOR_COMPILE_THREADS": "16",
-        },
-        "variables": ranks[0]["variables"],
-        "notes": list(made.ranks[0].notes),
-    }
-    assert {item["name"]: item["value"] for item in ranks[0]["variables"]} == ranks[0]["env"]
     assert (data["schema"], data["warnings"]) == (1, [])
-
-
-def test_a_rank_without_gpu_has_null() -> None:
-    ranks = json.loads(json.dumps(plan_to_json(plan(convert(load("cpu-only-2s")), Request(1)))))["ranks"]
-    assert ranks[0]["gpu"] is None
+    text = json.dumps(data)
+    first = json.loads(text)["ranks"][0]
+    assert list(first) == [
+        *("local_rank", "gpu", "cpus", "worker_cpus", "memory", "num_workers", "omp_num_threads"),
+        *("nic", "env", "notes", "variables"),
+    ]
+    assert first["gpu"] == {"index": 0, "uuid": "GPU-00000000-aaaa", "pci": "0000:07:00.0"}
+    assert (first["cpus"], first["worker_cpus"]) == ("48-55,176-183", "32-39,48-55,160-167,176-183")
+    assert first["memory"] == {"policy": "preferred", "nodes": "3"}
+    assert {"name": "NCCL_DEBUG", "value": "INFO", "from": "user"} in first["variables"]
+    assert first["env"] == {item["name"]: item["value"] for item in first["variables"] if "why" in item}
+    assert list(first["env"]) == sorted(first["env"])
+    ranks = read_ranks(text.encode())
+    assert [replace(rank, gpu=None) for rank in ranks] == [replace(rank, gpu=None) for rank in made.ranks]
+    assert parse_machine(text) == machine
+    without = plan_to_json(plan(convert(load("cpu-only-2s")), ask(1)))["ranks"][0]
+    assert without["gpu"] is None
+    with pytest.raises(DecodeError, match="variables"):
+        read_ranks(json.dumps({**data, "ranks": [{**first, "variables": {"A": "1"}}]}).encode())
 
 
 WHOLE = json.dumps(machine_to_json(convert(load("gh200"))))
@@ -159,8 +157,3 @@ def test_any_value_in_any_place_reads_or_is_a_usage_error(name: str, value: obje
         "source",
         "warnings",
     } or name.startswith(("allowed", "isolated", "schema", "kind"))
-
-
-def test_a_plan_holds_the_snapshot_of_its_machine() -> None:
-    machine = convert(load("gh200"))
-    assert parse_machine(json.dumps(plan_to_json(plan(machine, Request())))) == machine

@@ -5,11 +5,10 @@ from random import Random
 
 import pytest
 
-from launcher.plan.json_form import plan_to_json
-from launcher.plan.model import Plan, Request
+from launcher.plan.model import Plan, plan_to_json
 from launcher.plan.planner import plan
 
-from .lab_machines import NAMES, Data, convert, load, score
+from .lab_machines import NAMES, Data, ask, convert, load, score
 from .random_machines import describe_machine, describe_overlap
 
 
@@ -22,13 +21,13 @@ def find_shorts(data: Data, made: Plan) -> set[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_measure_of_the_lab_holds(name: str) -> None:
     data = load(name)
-    made = plan(convert(data), Request(len(data.get("gpus", [])) or 4))
+    made = plan(convert(data), ask(len(data.get("gpus", [])) or 4))
     assert find_shorts(data, made) == set()
 
 
 def test_the_score_sees_a_bad_plan() -> None:
     data = load("dgx-a100")
-    made = plan(convert(data), Request(8, binding="numa"))
+    made = plan(convert(data), ask(8, binding="numa"))
     assert {"EXC", "SMT", "BAL", "L3", "IDLE"} >= find_shorts(data, made) >= {"EXC", "IDLE"}
 
 
@@ -41,4 +40,4 @@ def test_random_machines_reach_every_bound(seed: int, describe: Callable[[Random
     ranks = (
         random.randint(1, 20) if random.random() < 0.3 else len(machine.gpus) or random.choice([1, 2, 4, 8])
     )
-    assert find_shorts(data, plan(machine, Request(ranks))) == set()
+    assert find_shorts(data, plan(machine, ask(ranks))) == set()

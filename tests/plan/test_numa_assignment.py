@@ -1,4 +1,4 @@
-"""Ranks on NUMA nodes against every other way to assign them; what ranks with few cores get from others."""
+"""Ranks on NUMA nodes against every other way to assign them."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -7,13 +7,8 @@ from random import Random
 
 import pytest
 
-from launcher.errors import MachineError
-from launcher.plan.model import Gpu, Plan, Request
-from launcher.plan.numa_assignment import assign_ranks
-from launcher.plan.planner import plan
-from launcher.plan.usable_cores import Core, Topology
-
-from .lab_machines import convert, describe, load
+from launcher.plan.model import Gpu
+from launcher.plan.topology import Core, Topology, assign_ranks
 
 
 def make_topology(sizes: Sequence[int], homes: Sequence[Sequence[int]]) -> tuple[Topology, list[Gpu]]:
@@ -22,7 +17,7 @@ def make_topology(sizes: Sequence[int], homes: Sequence[Sequence[int]]) -> tuple
         node: tuple(Core(100 * node + at, node, node, node, 1024, (100 * node + at,)) for at in range(size))
         for node, size in enumerate(sizes)
     }
-    topology = Topology(cores, {core.id: core.id for found in cores.values() for core in found}, {})
+    topology = Topology(cores, {core.id: core for found in cores.values() for core in found}, {})
     gpus = [Gpu(at, "", "", None, frozenset(100 * node for node in home)) for at, home in enumerate(homes)]
     return topology, gpus
 
@@ -73,24 +68,3 @@ def test_a_rank_moves_on_to_make_room_for_one_that_has_no_choice() -> None:
     nodes = assign_ranks(topology, gpus, each=1).nodes
     assert sorted(nodes[at] for at in (0, 3)) == [0, 1]
     assert [nodes[1], nodes[2]] == [2, 2]
-
-
-def count_cores(made: Plan) -> list[int]:
-    """Cores of each rank and its workers."""
-    core_of = {cpu.id: cpu.core for cpu in made.machine.cpus}
-    return [len({core_of[cpu] for cpu in rank.worker_cpus}) for rank in made.ranks]
-
-
-def test_what_workers_ask_for_is_what_ranks_are_levelled_to() -> None:
-    machine = convert(describe(["0-15", "16-31"], [0, 1, 1]))
-    assert count_cores(plan(machine, Request(num_workers=2))) == [16, 8, 8]
-    assert count_cores(plan(machine, Request(num_workers=8))) == [12, 10, 10]
-    environ = (("LAUNCH_NUM_WORKERS", "7"),)
-    assert count_cores(plan(machine, Request(environ=environ))) == [14, 9, 9]
-    made = plan(machine, Request(num_workers=8))
-    assert [rank.num_workers for rank in made.ranks] == [8, 8, 8]
-
-
-def test_strict_refuses_uneven_cores() -> None:
-    with pytest.raises(MachineError, match="has 2 usable cores next to its GPUs"):
-        plan(convert(load("slurm-30plus2")), Request(strict=True))

@@ -12,14 +12,25 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from launcher.errors import LaunchError
-from launcher.plan.cpu_sets import BINDINGS, cut_evenly, find_edges, order_sizes
-from launcher.plan.environment import COUNTS
-from launcher.plan.json_form import machine_to_json, parse_machine
-from launcher.plan.model import Cpu, Gpu, Limits, Machine, Nic, NumaNode, Request
+from launcher.plan.cpu_sets import cut_evenly, order_sizes
+from launcher.plan.devices import resolve_visible
+from launcher.plan.model import (
+    BINDINGS,
+    Cpu,
+    Gpu,
+    Limits,
+    Machine,
+    Nic,
+    NumaNode,
+    Request,
+    machine_to_json,
+    parse_machine,
+)
 from launcher.plan.planner import plan
-from launcher.plan.usable_cores import build_topology, find_usable
+from launcher.plan.topology import build_topology, find_usable
+from launcher.plan.variables import COUNTS
 
-from .lab_machines import convert, score
+from .lab_machines import ask, convert, score
 from .random_machines import describe_machine, describe_overlap
 
 
@@ -113,7 +124,7 @@ TEXTS = (
     | st.sampled_from(["GPU-1,GPU-0", "-1", "^=mlx5_0", "=mlx5_0:1,mlx5_1"])
 )
 REQUESTS = st.builds(
-    Request,
+    ask,
     nproc_per_node=st.none() | st.integers(1, 40),
     binding=st.sampled_from(sorted(BINDINGS)),
     strict=st.booleans(),
@@ -123,7 +134,7 @@ REQUESTS = st.builds(
     worker_gib=st.sampled_from([0.0, 0.5, 1e300]),
     worker_shm_mib=st.sampled_from([0.0, 4.0, 5e-324]),
     nic=st.booleans(),
-    environ=st.dictionaries(NAMES, TEXTS, max_size=3).map(lambda names: tuple(names.items())),
+    environ=st.dictionaries(NAMES, TEXTS, max_size=3),
 )
 
 
@@ -132,7 +143,7 @@ def test_masks_are_never_empty_nor_outside_what_the_job_may_use(machine: Machine
     try:
         made = plan(machine, request)
     except LaunchError as error:
-        assert request.strict or not find_usable(machine)
+        assert request.binding.strict or not find_usable(machine)
         assert ": " in str(error)
         return
     usable = find_usable(machine)
@@ -145,37 +156,41 @@ def test_masks_are_never_empty_nor_outside_what_the_job_may_use(machine: Machine
         assert rank.omp_num_threads >= 1
         assert rank.num_workers >= 0
         assert rank.notes
-        assert (rank.nic in {nic.name for nic in machine.nics} | {None}) or ("LAUNCH_NIC", rank.nic) in (
-            request.environ
-        )
+        known = {*(nic.name for nic in machine.nics), None, request.environ.get("LAUNCH_NIC")}
+        assert rank.nic in known
         assert not {name for name, _ in rank.env} & set(keep_set(request))
 
 
 def keep_set(request: Request) -> Sequence[str]:
     """The user's variables that nothing may replace, as far as they hold something sensible."""
     own = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if request.devices != "all" else ()
-    return [name for name, value in request.environ if value and name not in (*own, *COUNTS)]
+    return [name for name, value in request.environ.items() if value and name not in (*own, *COUNTS)]
+
+
+def forgive(request: Request) -> Request:
+    return replace(request, binding=replace(request.binding, strict=False))
 
 
 @given(MACHINES, st.integers(1, 30))
-def test_a_warning_ends_with_its_fix_after_the_last_colon(machine: Machine, ranks: int) -> None:
+def test_a_warning_has_its_fix(machine: Machine, ranks: int) -> None:
     assume(find_usable(machine))
-    bound = (("OMP_PLACES", "cores"), ("KMP_AFFINITY", "compact"), ("MKL_NUM_THREADS", "x"))
-    request = Request(ranks, num_workers=8, worker_gib=1, worker_shm_mib=100, environ=bound)
-    for warning in set(plan(machine, request).warnings) - set(machine.warnings):
-        what, colon, fix = warning.rpartition(": ")
-        assert what and colon
-        assert what.count("(") == what.count(")") and fix.count("(") == fix.count(")"), warning
+    environ = {"OMP_PLACES": "cores", "KMP_AFFINITY": "compact", "MKL_NUM_THREADS": "x"}
+    request = ask(ranks, num_workers=8, worker_gib=1, worker_shm_mib=100, environ=environ)
+    for warning in plan(machine, request).warnings:
+        assert warning.what and warning.subject
+        assert warning.fix or warning.subject == "machine"
+        for text in (warning.what, warning.fix):
+            assert text.count("(") == text.count(")"), warning
 
 
 @given(MACHINES, st.integers(1, 30))
 def test_nothing_is_shared_or_idle_where_cores_suffice(machine: Machine, ranks: int) -> None:
     assume(find_usable(machine))
-    made = plan(machine, Request(ranks))
+    made = plan(machine, ask(ranks))
     used = Counter(cpu for rank in made.ranks for cpu in rank.cpus)
     workers = Counter(cpu for rank in made.ranks for cpu in rank.worker_cpus)
     assert workers.keys() == find_usable(machine)
-    if not any("must share" in warning for warning in made.warnings):
+    if not any("must share" in warning.what for warning in made.warnings):
         core_of = {cpu.id: cpu.core for cpu in machine.cpus}
         owners = {(core_of[cpu], rank.local_rank) for rank in made.ranks for cpu in rank.cpus}
         assert set(used.values()) == {1}
@@ -186,7 +201,7 @@ def test_nothing_is_shared_or_idle_where_cores_suffice(machine: Machine, ranks: 
 @given(MACHINES, REQUESTS, st.randoms(use_true_random=False))
 def test_the_order_of_the_lists_does_not_count(machine: Machine, request: Request, random: Random) -> None:
     assume(find_usable(machine))
-    request = replace(request, strict=False)
+    request = forgive(request)
 
     def shuffle(items: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(random.sample(items, len(items)))
@@ -200,7 +215,7 @@ def test_the_order_of_the_lists_does_not_count(machine: Machine, request: Reques
 @given(st.integers(0, 2**32), REQUESTS)
 def test_a_snapshot_is_planned_as_the_machine_itself_is(seed: int, request: Request) -> None:
     machine = convert(describe_machine(Random(seed)))
-    request = replace(request, strict=False)
+    request = forgive(request)
     snapshot = parse_machine(json.dumps(machine_to_json(machine)))
     assert plan(snapshot, request) == plan(machine, request)
 
@@ -210,13 +225,13 @@ def test_ranks_share_no_core_where_cores_suffice_and_leave_home_only_where_they_
     seed: int, ranks: int, describe: Callable[[Random], dict[str, Any]]
 ) -> None:
     machine = convert(describe(Random(seed)))
-    made = plan(machine, Request(ranks))
+    made = plan(machine, ask(ranks))
     topology = build_topology(machine)
     homes = [
         {core.id for node in topology.find_local_nodes(rank.gpu) for core in topology.cores[node]}
         for rank in made.ranks
     ]
-    used = [{topology.core_of[cpu] for cpu in rank.cpus} for rank in made.ranks]
+    used = [{topology.core_of[cpu].id for cpu in rank.cpus} for rank in made.ranks]
     owners = Counter(core for cores in used for core in cores)
     enough = sum(map(len, topology.cores.values())) >= ranks
     assert (max(owners.values()) > 1) == (not enough)
@@ -232,10 +247,10 @@ def test_no_rank_has_less_with_its_workers_than_all_could_have(
     random = Random(seed)
     machine = convert(describe(random))
     ranks = random.randint(1, 20)
-    made = plan(machine, Request(ranks, num_workers=workers))
+    made = plan(machine, ask(ranks, num_workers=workers))
     topology = build_topology(machine)
     total = sum(map(len, topology.cores.values()))
-    least = min(len({topology.core_of[cpu] for cpu in rank.worker_cpus}) for rank in made.ranks)
+    least = min(len({topology.core_of[cpu].id for cpu in rank.worker_cpus}) for rank in made.ranks)
     assert least >= min(max(4, workers + 2), total // ranks)
 
 
@@ -258,7 +273,7 @@ def match_cores(homes: Sequence[Sequence[int]]) -> int:
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 7))
 def test_sizes_are_ordered_as_well_as_any_order_could(blocks: list[int], count: int) -> None:
     names = [at for at, size in enumerate(blocks) for _ in range(size)]
-    edges = find_edges(names)
+    edges = frozenset(sum(blocks[: at + 1]) for at in range(len(blocks)))
     sizes = order_sizes(len(names), count, edges)
     assert sum(sizes) == len(names)
     assert max(sizes) - min(sizes) <= 1
@@ -282,3 +297,66 @@ def test_those_with_least_get_the_odd_items(totals: list[int], items: int) -> No
         more = [total for total, size in zip(totals, sizes, strict=True) if size > min(sizes)]
         less = [total for total, size in zip(totals, sizes, strict=True) if size == min(sizes)]
         assert not more or max(more) <= min(less)
+
+
+AMOUNTS = st.sampled_from([0.0, 0.1, 3.0, 1e9])
+
+
+@given(MACHINES, REQUESTS, AMOUNTS, AMOUNTS, st.sampled_from([None, 0, 700, 4096]))
+def test_more_than_one_worker_is_never_more_than_there_is_room_for(
+    machine: Machine, asked: Request, gib: float, shm: float, files: int | None
+) -> None:
+    assume(find_usable(machine) and "LAUNCH_NUM_WORKERS" not in asked.environ)
+    limits = replace(machine.limits, memory_kib=8 << 20, shm_kib=64 << 10, files=files)
+    loader = replace(asked.dataloader, workload="ours", worker_gib=gib, worker_shm_mib=shm)
+    request = replace(forgive(asked), dataloader=loader)
+    made = plan(replace(machine, limits=limits), request)
+    ranks, usable = len(made.ranks), find_usable(machine)
+    cores = len({cpu.core for cpu in machine.cpus if cpu.id in usable})
+    time = min(cores, limits.cpus or cores)
+    for rank in made.ranks:
+        assert min(1, loader.num_workers) <= rank.num_workers <= loader.num_workers
+        assert rank.notes[1].startswith(f"num_workers={rank.num_workers}: dataloader")
+        own = {cpu.core for cpu in machine.cpus if cpu.id in rank.worker_cpus}
+        assert rank.num_workers <= max(1, len(own) - 1)
+    least = min(rank.num_workers for rank in made.ranks)
+    if least > 1:
+        assert ranks * (least + 1) + min(4, ranks / 2) <= time
+        assert ranks * least * gib <= 4 or not gib
+        assert ranks * least * shm <= 32
+        assert files is None or files >= 512 + 64 * least
+    busy = [rank for rank in made.ranks if rank.num_workers > 1]
+    if len(busy) == ranks:
+        assert sum(rank.num_workers + 1 for rank in busy) + min(4, ranks / 2) <= time
+
+
+def name_as_real_ones(machine: Machine) -> Machine:
+    """The machine without MIG instances, its GPUs' UUIDs of one length each, so that none begins another."""
+    uuids = [f"GPU-{at:04}" if gpu.uuid else "" for at, gpu in enumerate(machine.gpus)]
+    uuids = uuids if all(uuids) else [""] * len(uuids)
+    return replace(
+        machine,
+        gpus=tuple(replace(gpu, uuid=uuid, mig=()) for gpu, uuid in zip(machine.gpus, uuids, strict=True)),
+    )
+
+
+@given(MACHINES.map(name_as_real_ones).filter(find_usable), st.integers(1, 6))
+def test_what_ranks_are_shown_is_what_the_plan_says_they_have(machine: Machine, ranks: int) -> None:
+    for rank in plan(machine, ask(ranks, devices="spread")).ranks:
+        if rank.gpu:
+            shown = resolve_visible(machine.gpus, dict(rank.env))
+            assert not shown.warnings
+            assert shown.devices[rank.local_rank % len(shown.devices)] == rank.gpu
+            assert len(shown.devices) == min(ranks, len(machine.gpus)) or rank.gpu.vendor == "amd"
+
+
+@given(MACHINES, st.integers(1, 24))
+def test_gpus_that_are_alike_share_nics_evenly(machine: Machine, ranks: int) -> None:
+    assume(find_usable(machine) and machine.gpus)
+    gpus = tuple(replace(gpu, node=None, path=(), local_cpus=frozenset(), mig=()) for gpu in machine.gpus)
+    nics = tuple(replace(nic, rate_gbps=100, active=True) for nic in machine.nics)
+    made = plan(replace(machine, gpus=gpus, nics=nics), ask(ranks))
+    assert {rank.nic for rank in made.ranks} <= {nic.name if nic else None for nic in nics or (None,)}
+    if nics and ranks == len(gpus):
+        load = Counter(rank.nic for rank in made.ranks)
+        assert max(load.values()) - min(load[nic.name] for nic in nics) <= 1

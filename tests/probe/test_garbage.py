@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import LaunchError
-from launcher.plan.json_form import machine_to_json, parse_machine
-from launcher.plan.model import Machine
+from launcher.plan.model import Machine, machine_to_json, parse_machine
 from launcher.probe.machine import probe
 
 from .machine_trees import spoilt, write_rich

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from launcher.errors import UsageError
-from launcher.plan.model import Machine, Plan, RankPlan, Request
+from launcher.plan.model import Machine, Plan, RankPlan
 from launcher.plan.planner import plan
 from launcher.rank import standalone
 from launcher.rank.standalone import plan_for_rank, plan_rank
-from tests.plan.lab_machines import NAMES, convert, load
+from tests.plan.lab_machines import NAMES, ask, convert, load
 
 MACHINES = {name: convert(load(name)) for name in NAMES}
 WITH_GPUS = [name for name in NAMES if len(MACHINES[name].gpus) > 1]
@@ -20,8 +20,8 @@ def plan_all(machine: Machine, environs: list[dict[str, str]]) -> list[Plan]:
     """Plan as every rank does, each with its own environment."""
     made = []
     for rank, environ in enumerate(environs):
-        honoured = tuple((k, v) for k, v in environ.items() if k == "CUDA_VISIBLE_DEVICES")
-        request = Request(nproc_per_node=len(environs), environ=honoured)
+        honoured = {k: v for k, v in environ.items() if k == "CUDA_VISIBLE_DEVICES"}
+        request = ask(nproc_per_node=len(environs), environ=honoured)
         made.append(plan_rank(machine, request, rank, environ, alone=False))
     return made
 
@@ -55,7 +55,7 @@ def test_every_rank_comes_to_one_plan(name: str) -> None:
     machine = MACHINES[name]
     count = len(machine.gpus) or 4
     plans = plan_all(machine, [{} for _ in range(count)])
-    assert set(map(repr, plans)) == {repr(plan(machine, Request(nproc_per_node=count)))}
+    assert set(map(repr, plans)) == {repr(plan(machine, ask(nproc_per_node=count)))}
 
 
 @pytest.mark.parametrize("name", WITH_GPUS)
@@ -64,12 +64,12 @@ def test_a_rank_that_sees_its_own_gpu_alone_takes_that_gpus_place(name: str, rev
     machine = MACHINES[name]
     order = list(range(len(machine.gpus)))[:: -1 if reverse else 1]
     plans = plan_all(machine, see_one(machine, order, relative=False))
-    whole = plan(machine, Request(nproc_per_node=len(order)))
+    whole = plan(machine, ask(nproc_per_node=len(order)))
     for rank, (mine, gpu) in enumerate(zip(take_own(plans), order, strict=True)):
         assert mine == replace(whole.ranks[gpu], local_rank=rank)
-    (warning,) = (text for text in plans[0].warnings if "--gpus-per-node" in text)
-    assert f"--gpus-per-node={len(order)}" in warning
-    assert not [text for text in plans[0].warnings if "NCCL refuses" in text]
+    (warning,) = (text for text in plans[0].warnings if "--gpus-per-node" in text.fix)
+    assert f"--gpus-per-node={len(order)}" in warning.fix
+    assert not [text for text in plans[0].warnings if "NCCL refuses" in text.what]
 
 
 @pytest.mark.parametrize("name", WITH_GPUS)
@@ -81,9 +81,9 @@ def test_where_a_cgroup_hides_the_other_gpus_ranks_stay_near_and_apart(name: str
     ranks = []
     for rank, (environ, gpu) in enumerate(zip(environs, order, strict=True)):
         seen = replace(machine, gpus=(replace(machine.gpus[gpu], index=0),))
-        request = Request(len(order), environ=(("CUDA_VISIBLE_DEVICES", "0"),))
+        request = ask(len(order), environ={"CUDA_VISIBLE_DEVICES": "0"})
         made = plan_rank(seen, request, rank, environ, alone=False)
-        assert not [text for text in made.warnings if "NCCL refuses" in text]
+        assert not [text for text in made.warnings if "NCCL refuses" in text.what]
         mine = made.ranks[rank]
         assert mine.gpu == seen.gpus[0]
         assert near(machine, mine)
@@ -101,10 +101,10 @@ def test_one_gpu_that_all_ranks_share_is_no_case_of_this() -> None:
         "CUDA_VISIBLE_DEVICES": "5",
     }
     plans = plan_all(machine, [environ] * 4)
-    assert not [text for made in plans for text in made.warnings if "--gpus-per-node" in text]
+    assert not [text for made in plans for text in made.warnings if "--gpus-per-node" in text.fix]
     agents = [{**environ, "SLURM_GPUS_ON_NODE": "8", "TORCHELASTIC_RUN_ID": "x"}] * 4
     assert not [
-        text for made in plan_all(machine, agents) for text in made.warnings if "--gpus-per-node" in text
+        text for made in plan_all(machine, agents) for text in made.warnings if "--gpus-per-node" in text.fix
     ]
 
 
@@ -113,9 +113,9 @@ def test_one_gpu_that_all_ranks_share_is_no_case_of_this() -> None:
 def test_a_rank_that_keeps_its_cpus_has_memory_and_threads_to_match(name: str, binding: str) -> None:
     machine = MACHINES[name]
     count = len(machine.gpus) or 2
-    for rank in plan(machine, Request(nproc_per_node=count)).ranks:
+    for rank in plan(machine, ask(nproc_per_node=count)).ranks:
         bound = replace(machine, allowed_cpus=rank.cpus)
-        (kept,) = plan_rank(bound, Request(count, binding), rank.local_rank, {}, alone=True).ranks
+        (kept,) = plan_rank(bound, ask(count, binding), rank.local_rank, {}, alone=True).ranks
         cores = {cpu.core for cpu in machine.cpus if cpu.id in rank.cpus}
         assert (kept.local_rank, kept.cpus, kept.gpu) == (rank.local_rank, rank.cpus, rank.gpu)
         assert 1 <= kept.omp_num_threads <= len(cores)
@@ -129,7 +129,7 @@ def test_a_rank_that_keeps_its_cpus_sees_the_gpus_that_are_spread() -> None:
     machine = MACHINES["dgx-h100"]
     uuids = [machine.gpus[0].uuid, machine.gpus[4].uuid]
     for rank in (0, 1):
-        made = plan_rank(machine, Request(2, devices="spread"), rank, {}, alone=True)
+        made = plan_rank(machine, ask(2, devices="spread"), rank, {}, alone=True)
         (kept,) = made.ranks
         assert kept.gpu == machine.gpus[4 * rank]
         assert dict(kept.env)["CUDA_VISIBLE_DEVICES"] == ",".join(uuids)

@@ -18,7 +18,7 @@ from launcher.plan.model import Cpu, Gpu, Machine, Nic, NumaNode, Plan, Request
 from launcher.plan.planner import plan
 from launcher.report.machine import PALETTE, find_colour, lighten, print_topology, render_machine
 from launcher.text import clean_text, format_size, shorten_cpulist
-from tests.plan.lab_machines import NAMES, fsroot, load
+from tests.plan.lab_machines import NAMES, ask, fsroot, load
 from tests.probe.machine_trees import short_lived
 from tests.report import full_machines
 from tests.seam import Result
@@ -205,11 +205,11 @@ def read_picture(placed: Plan) -> tuple[dict[str, list[str]], list[str]]:
 @pytest.mark.parametrize(
     ("name", "request_", "marks"),
     [
-        ("hybrid", Request(nproc_per_node=40), []),
-        ("odd", Request(), ["not allowed: outside this job's cpuset", "isolated at boot, left alone"]),
-        ("dgx-a100", Request(), ["DataLoader workers of rank 0 alone"]),
-        ("cpu-only-2s", Request(reserve_cores=1), ["no rank's"]),
-        ("huge", Request(binding="numa"), []),
+        ("hybrid", ask(nproc_per_node=40), []),
+        ("odd", ask(), ["not allowed: outside this job's cpuset", "isolated at boot, left alone"]),
+        ("dgx-a100", ask(), ["DataLoader workers of rank 0 alone"]),
+        ("cpu-only-2s", ask(reserve_cores=1), ["no rank's"]),
+        ("huge", ask(binding="numa"), []),
     ],
 )
 def test_every_pu_is_drawn_once_in_the_colours_of_its_ranks(
@@ -246,7 +246,7 @@ def test_any_name_can_be_drawn(name: str) -> None:
     path = ("pci0000:00", f"{name[:40]}.")
     gpus = tuple(replace(gpu, name=name, pci=f"{name[:40]}{gpu.index}", path=path) for gpu in machine.gpus)
     nics = tuple(replace(nic, name=name) for nic in machine.nics)
-    placed = plan(replace(machine, name=name, gpus=gpus, nics=nics), Request())
+    placed = plan(replace(machine, name=name, gpus=gpus, nics=nics), ask())
     texts = read_picture(placed)[1]
     assert any(text.startswith("PCI switch") for text in texts)
     assert name in texts or not name.isprintable() or not 0 < len(name) < 60
@@ -255,7 +255,7 @@ def test_any_name_can_be_drawn(name: str) -> None:
 
 
 def test_a_legend_of_many_ranks_ends_and_nothing_is_outside() -> None:
-    document = render_machine(plan(full_machines.hybrid(), Request(nproc_per_node=1000)), "", "svg")
+    document = render_machine(plan(full_machines.hybrid(), ask(nproc_per_node=1000)), "", "svg")
     picture = ElementTree.fromstring(document)
     texts = [text.text or "" for text in picture.iter(f"{SVG}text")]
     ranks = [text.split()[1] for text in texts if re.match(r"rank \d+ +(no )?GPU", text)]

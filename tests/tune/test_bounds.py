@@ -8,9 +8,9 @@ from launcher.cli.tune_batch import expect_batch
 from launcher.cli.tune_dataloader import find_max_workers
 from launcher.config.fit_request import find_fit_model, make_fit_request
 from launcher.config.program import BUNDLED
-from launcher.config.settings import DataloaderConfig, FitConfig, Settings, TuneConfig
+from launcher.config.settings import FitConfig, Settings, TuneConfig
 from launcher.fit.memory import estimate_memory
-from launcher.plan.model import Limits, Plan, Request
+from launcher.plan.model import DataloaderConfig, Limits, Plan, Request
 from launcher.plan.planner import plan
 from tests.plan.lab_machines import convert, load
 

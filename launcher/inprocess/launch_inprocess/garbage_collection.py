@@ -197,7 +197,7 @@ def start_collector(environ: Mapping[str, str]) -> None:
 def parse_policy(text: str) -> tuple[str, int, int, bool]:
     """Read name, warm-up, period and log of `synchronized,warmup=30,every=50,log`; raises ValueError.
 
-    `launcher.plan.gc_policy` has the same grammar, and a test compares the two.
+    `launcher.plan.variables` has the same grammar, and a test compares the two.
     """
     name, *options = text.split(",")
     if name not in POLICIES:

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launcher.plan.environment import HONOURED
-from launcher.plan.json_form import plan_to_json
-from launcher.plan.model import Request
+from launcher.plan.model import BindingConfig, Request, plan_to_json
 from launcher.plan.planner import plan
+from launcher.plan.variables import HONOURED
 from launcher.probe.machine import probe
 from launcher.protocol import find_user_set
 
@@ -27,8 +26,8 @@ def run_job(scenario: Scenario, version: int) -> dict[str, Any]:
         refuse_mempolicy()
     request = Request(
         nproc_per_node=scenario.nproc_per_node,
-        binding=scenario.binding,
-        environ=tuple(find_user_set(scenario.environ, HONOURED).items()),
+        binding=BindingConfig(scenario.binding),
+        environ=find_user_set(scenario.environ, HONOURED),
     )
     made = plan(probe("/"), request)
     PLAN.write_text(json.dumps(plan_to_json(made)))
