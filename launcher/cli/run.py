@@ -168,6 +168,7 @@ def specify_job(
         config_text=render_config(composed, unused),
         choices={key: option for key, option in composed.choices.items() if key not in unused},
         given=given,
+        overrides=composed.overrides,
         program=program,
         cluster=cluster,
         agent=agent,

@@ -192,6 +192,8 @@ class Composed:
     """Where it comes from."""
     given: frozenset[str] = frozenset()
     """Keys that the command line sets."""
+    overrides: tuple[str, ...] = ()
+    """The command line's settings as they were given; of a job of a sweep, its own."""
     own_files: tuple[str, ...] = ()
     """Files that are not the shipped ones, relative to the working directory."""
     interpolated: DictConfig | None = None
@@ -345,6 +347,7 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
         warnings=tuple(doubts),
         sources=sources,
         given=frozenset(map(read_key, overrides)),
+        overrides=tuple(overrides),
         own_files=own_files,
         interpolated=interpolated,
     )

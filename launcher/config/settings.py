@@ -179,6 +179,9 @@ class RequeueConfig:
     checkpoint; 0 means never."""
     limit: int = setting(200, minimum=1)
     """Attempts in all."""
+    allocation: bool = False
+    """Inside an allocation: the job is requeued like a submitted one. For a job script that ends with
+    `exec launch`, as that of `dry_run=true` does."""
 
 
 @dataclass

@@ -50,6 +50,8 @@ class JobSpec:
     """Option chosen for each group of the configuration."""
     given: frozenset[str]
     """Keys that the command line sets."""
+    overrides: tuple[str, ...]
+    """Its settings, as they were given."""
     program: tuple[str, ...] | None
     """The program as given after `--`; None for the configured one."""
     cluster: "Cluster"

@@ -1,11 +1,9 @@
 """`python -m launcher.slurm RUN_DIR [SIGNAL]`: the end of the batch script, on a SLURM job's first node.
 
-With `--standalone` in place of RUN_DIR it reads the job from the script itself, on stdin. SIGNAL, as `USR2`,
-is what the shell got before.
+SIGNAL, as `USR2`, is what the shell got before.
 """
 
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
@@ -25,8 +23,6 @@ def main() -> int:
 
     set_up_logging()
     try:
-        if sys.argv[1] == "--standalone":
-            return run_own_script()
         return run_batch_script(Path(sys.argv[1]))
     except LaunchError as error:
         if error.exit_code:
@@ -37,15 +33,6 @@ def main() -> int:
     except Exception as error:
         log_defect(error, f"internal error, {type(error).__name__}: {error}: report it")
         return EXIT_DEFECT
-
-
-def run_own_script() -> int:
-    """Run the job that the script describes, and read nothing more of it; raises LaunchError."""
-    from launcher.slurm.standalone_script import run_standalone
-
-    text = sys.stdin.read()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    return run_standalone(text, os.environ)
 
 
 if __name__ == "__main__":

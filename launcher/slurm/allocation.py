@@ -4,19 +4,30 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from launcher.launch.job import JobSpec
 from launcher.launch.local_run import prepare_run
 from launcher.protocol import LAUNCH_SECRETS, name_host
+from launcher.runs.manifest import read_job, read_manifest
+from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir
 from launcher.slurm.attempt import Attempt
-from launcher.slurm.first_node import choose_nodes, order_job_nodes, report_node_order, run_attempt
+from launcher.slurm.commands import name_job
+from launcher.slurm.first_node import (
+    choose_nodes,
+    order_job_nodes,
+    report_node_order,
+    run_attempt,
+    run_batch_script,
+)
 from launcher.slurm.job_request import JobRequest, make_job_request, write_job_request
 from launcher.slurm.node_job import plan_here
 from launcher.slurm.node_step import describe_node_step
 from launcher.slurm.srun import render_step
+from launcher.slurm.submission import stage_run
 from launcher.text import join_words, print_text
 
 logger = logging.getLogger(__name__)
@@ -27,12 +38,32 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
     hosts = choose_nodes(os.environ, spec.cluster.max_nodes)
     if spec.config.dry_run:
         return preview_allocation(spec, argv, hosts)
+    if spec.config.cluster.requeue.allocation:
+        return run_own_job(spec, argv)
     spec = judge_allocation(spec, hosts)
     run, _ = prepare_run(spec, argv, hosts)
     request = describe_request(spec, argv)
     secrets = write_job_request(request, run.path)
     carried = {LAUNCH_SECRETS: json.dumps({str(run.path): secrets})} if secrets else {}
     return run_attempt(request, run, {**os.environ, **carried}, requeues=False)
+
+
+def run_own_job(spec: JobSpec, argv: Sequence[str]) -> int:
+    """Run one attempt of the job whose batch script this process is, as one of a submitted job.
+
+    The first attempt does what a submission would have done before.
+    """
+    cluster = replace(spec.config.cluster, kind="slurm")
+    spec, job_id = replace(spec, config=replace(spec.config, cluster=cluster)), name_job(os.environ)
+    if read_job(read_manifest(spec.run_path)) == job_id:
+        secrets: Mapping[str, object] = write_job_request(make_job_request(spec, argv), spec.run_path)
+    else:
+        staged = stage_run(spec, argv, describe_sources(Path.cwd()))
+        staged.write_job_id(job_id)
+        secrets = staged.secrets
+    if secrets:
+        os.environ[LAUNCH_SECRETS] = json.dumps({str(spec.run_path): secrets})
+    return run_batch_script(spec.run_path)
 
 
 def judge_allocation(spec: JobSpec, hosts: Sequence[str]) -> JobSpec:

@@ -1,35 +1,27 @@
 """The batch script as text, with comments that say what its job does."""
 
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.config.program import find_program
+from launcher.config.overrides import read_key
 from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
 from launcher.runs.run_directory import RunDir
-from launcher.runs.secrets import mask_variables, mask_words
+from launcher.runs.secrets import MASK, mask_words
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.job_options import Option
 from launcher.slurm.job_request import make_job_request
 from launcher.slurm.node_step import describe_node_step
 from launcher.slurm.srun import render_step
 
-STARTERS = {
-    "direct": "launch on each node",
-    "torchrun": "torchrun on each node",
-}
-"""What starts the ranks, by the agent's kind."""
-
 SCRIPT = "submission.sh"
 """Its file in the run directory."""
-MODULE = "launcher.slurm"
 SHEBANG = "#!/bin/bash"
-END_MARK = "END_OF_JOB"
-"""Ends the document in a script; a line of JSON is never that."""
 SETUP = """\
 # cluster.setup: a line that fails ends the job
 trap 'launch_code=$?; printf "launch: error: cluster.setup ended with %s at: %s\\n" \\
@@ -42,6 +34,9 @@ unset -v launch_line launch_code
 unset -f launch_check"""
 EXAMPLE_HOSTS, EXAMPLE_RUN_DIR = "NODES", Path("RUN_DIR")
 """Stand for what is known once the job runs."""
+DECIDED = ("dry_run", "follow", "run_dir", "new_run_dir", "cluster.kind", "cluster.requeue.allocation")
+"""Settings that the command line in the script of a dry run does not take over."""
+CONFIG_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +58,22 @@ class Script:
         return str(value).removeprefix("B:").partition("@")[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One job in the script of a dry run."""
+
+    run: str
+    """Its run directory, or a path beside it."""
+    is_resumed: bool
+    """The user has chosen the run directory; else the job's number names it."""
+    words: tuple[str, ...]
+    """Settings, and flags of the configuration, as bash reads them."""
+    program: tuple[str, ...]
+    """The same for the program and its arguments; empty for the configured one."""
+    secrets: tuple[str, ...]
+    """Variables that the job needs, in place of what must not be written down."""
+
+
 def render_script(script: Script, runs: Sequence[str]) -> str:
     """Return the script of a job whose run directory is there, or of an array with one for each member.
 
@@ -71,29 +82,92 @@ def render_script(script: Script, runs: Sequence[str]) -> str:
     for run in runs:
         check_path(run)
     path = f"{runs[0].replace('%', '%%')}/logs/slurm-%j.out" if len(runs) == 1 else "/dev/null"
-    lines = [*render_header(script, path), "", *choose_run(runs), *render_setup(script.setup)]
-    lines += ["", *render_exec(script, '"$launch_run"')]
+    lines = [*render_header(script, path), ""]
+    lines += ["# the checkpoint signal, if it comes before the ranks", "launch_signal="]
+    lines += [f"trap 'launch_signal={script.signal}' {script.signal}"]
+    if len(runs) == 1:
+        lines += [f"launch_run={shlex.quote(runs[0])}"]
+    else:  # a member picks its own, and its log: SLURM has one path for all
+        lines += ["launch_runs=(", *(f"    {shlex.quote(run)}" for run in runs), ")"]
+        lines += ["launch_run=${launch_runs[$SLURM_ARRAY_TASK_ID]}"]
+        lines += ['exec >>"$launch_run/logs/slurm-$SLURM_JOB_ID.out" 2>&1']
+    lines += [*render_setup(script.setup), "", *check_interpreter(script), f"trap '' {script.signal}"]
+    lines += [f'exec {shlex.join(script.python)} -m launcher.slurm "$launch_run" $launch_signal'.rstrip()]
     return "\n".join(lines) + "\n"
 
 
-def render_standalone(script: Script, document: str) -> str:
-    """Return the script of a job whose run directory is made once it starts, from `document`, JSON.
+def render_dry_run(script: Script, members: Sequence[Member], directory: str) -> str:
+    """Return the script of a dry run: options, and the command line that runs the job in its allocation.
 
-    SLURM's own output file is where `sbatch` is called, and has what comes before there is a run directory.
+    The job's number names the run directory. SLURM's output file is where the command was given.
     """
-    is_array = any(option.name == "array" for option in script.options)
-    path = "%x-%A_%a.out" if is_array else "%x-%j.out"
-    lines = [*render_header(script, path), *render_setup(script.setup), ""]
-    lines += render_exec(script, "--standalone", f"<<'{END_MARK}'")
-    return "\n".join([*lines, document, END_MARK]) + "\n"
+    output = "%x-%j.out" if len(members) == 1 else "%x-%A_%a.out"
+    script = replace(script, options=(*script.options, Option("chdir", directory, "directory")))
+    lines = [*render_header(script, output), f"trap : {script.signal}", *render_setup(script.setup), ""]
+    lines += check_interpreter(script)
+    for number, member in enumerate(members):
+        lines += [f"if [ $SLURM_ARRAY_TASK_ID = {number} ]; then"] if len(members) > 1 else []
+        lines += [
+            f': "${{{name}:?the script leaves it out: export it before sbatch}}"' for name in member.secrets
+        ]
+        lines += [f"launch_run={shlex.quote(member.run)}"]
+        if not member.is_resumed:
+            job = "$SLURM_JOB_ID" if len(members) == 1 else "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+            lines[-1] = f"launch_run={shlex.quote(str(Path(member.run).parent))}/job-{job}"
+        lines += ["launch_key=run_dir", '[ -e "$launch_run/manifest.json" ] || launch_key=new_run_dir']
+        command = " \\\n    ".join(
+            [f"exec {shlex.join(script.python)} -m launcher {' '.join(member.words)}"]
+            + ['cluster.kind=allocation cluster.requeue.allocation=true "$launch_key=$launch_run"']
+            + ([f"-- {' '.join(member.program)}"] if member.program else [])
+        )
+        lines += [command, *(["fi"] if len(members) > 1 else [])]
+    return "\n".join(lines) + "\n"
+
+
+def describe_member(spec: JobSpec, argv: Sequence[str]) -> Member:
+    """Return what the script of a dry run has of one job, with variables in place of secrets."""
+    secrets: list[str] = []
+    words = list(list_flags(argv))
+    for word in spec.overrides:
+        key = read_key(word)
+        if key in DECIDED:
+            continue
+        if mask_words([word]) == [word]:
+            words.append(shlex.quote(word))
+        elif key.startswith("env."):
+            secrets.append(key.removeprefix("env."))  # the environment goes along
+        else:
+            name = re.sub(r"\W", "_", key).upper()
+            secrets.append(name)
+            words.append(f'{shlex.quote(key)}="${name}"')
+    program: list[str] = []
+    for word, shown in zip(spec.program or (), mask_words(spec.program or ()), strict=True):
+        if word == shown:
+            program.append(shlex.quote(word))
+            continue
+        secrets.append(f"SECRET_{len(secrets) + 1}")
+        begin = shown.removesuffix(MASK)
+        if begin and word.startswith(begin) and begin.endswith("="):
+            program.append(f'{shlex.quote(begin)}"${secrets[-1]}"')
+        else:
+            program.append(f'"${secrets[-1]}"')
+    run = str(spec.run_path)
+    return Member(run, spec.run_key != "runs_dir", tuple(words), tuple(program), tuple(secrets))
+
+
+def list_flags(argv: Sequence[str]) -> Iterator[str]:
+    """Give the words of a command line that say where the configuration is, for a shell."""
+    for before, word in zip(["", *argv], argv, strict=False):
+        if before in CONFIG_FLAGS:
+            yield f"{before} {shlex.quote(word)}"
+        elif "=" in word and word.partition("=")[0] in CONFIG_FLAGS:
+            yield shlex.quote(word)
 
 
 def render_header(script: Script, output: str) -> list[str]:
-    """Write the remarks and the options, the log's among them, and let the shell survive the job's signal."""
+    """Write the remarks and the options, the log's among them."""
     log = (Option("open-mode", "append", "run_dir"), Option("output", output, "run_dir"))
-    lines = [SHEBANG, *map(render_remark, script.remarks), *map(render_option, (*script.options, *log))]
-    lines += ["", "# the checkpoint signal, if it comes before the ranks", "launch_signal="]
-    return [*lines, f"trap 'launch_signal={script.signal}' {script.signal}"]
+    return [SHEBANG, *map(render_remark, script.remarks), *map(render_option, (*script.options, *log))]
 
 
 def render_remark(text: str) -> str:
@@ -125,19 +199,6 @@ def render_option(option: Option) -> str:
     return f'#SBATCH {name}{equals}"{quoted}"'
 
 
-def choose_run(runs: Sequence[str]) -> list[str]:
-    """Set the run directory; a member of an array picks its own, and its log: SLURM has one path for all."""
-    if len(runs) == 1:
-        return [f"launch_run={shlex.quote(runs[0])}"]
-    return [
-        "launch_runs=(",
-        *(f"    {shlex.quote(run)}" for run in runs),
-        ")",
-        "launch_run=${launch_runs[$SLURM_ARRAY_TASK_ID]}",
-        'exec >>"$launch_run/logs/slurm-$SLURM_JOB_ID.out" 2>&1',
-    ]
-
-
 def render_setup(setup: Sequence[str]) -> list[str]:
     """Write the user's lines as they are, each followed by a look at how it ended."""
     if not setup:
@@ -158,11 +219,8 @@ def join_continued_lines(setup: Sequence[str]) -> list[str]:
     return joined
 
 
-def render_exec(script: Script, words: str, document: str = "") -> list[str]:
-    """Replace the shell by `python -m launcher.slurm`, with the submission's interpreter in any environment.
-
-    `words` are what follows in the line, as bash reads them, before the signal that the shell got.
-    """
+def check_interpreter(script: Script) -> list[str]:
+    """Say if the submission's interpreter, which works in any environment, is not on this node."""
     path, program = script.python[0], shlex.quote(script.python[0])
     missing = f"launch: error: no {path} on this node: is it on a filesystem that all nodes share?"
     return [
@@ -170,8 +228,6 @@ def render_exec(script: Script, words: str, document: str = "") -> list[str]:
         f"    printf '%s\\n' {shlex.quote(missing)} >&2",
         "    exit 3",
         "fi",
-        f"trap '' {script.signal}",
-        f"exec {shlex.join(script.python)} -m {MODULE} {words} $launch_signal {document}".rstrip(),
     ]
 
 
@@ -197,22 +253,14 @@ def describe_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> tuple[str, .
     """Return the lines for a job, or for the members of an array; secrets are masked."""
     lines = [f"Made by: {shlex.join(mask_words(['launch', *argv]))}"]
     for number, spec in enumerate(specs):
-        lines += [f"Member {number} of the array:"] if len(specs) > 1 else []
-        lines += describe_member(spec)
+        member = f"Member {number}" if len(specs) > 1 else "Step"
+        lines.append(f"{member}: {shlex.join(mask_words(render_step_example(spec)))}")
+    if spares := specs[0].config.cluster.spares:
+        nodes = specs[0].cluster.max_nodes
+        lines.append(
+            f"Spare nodes: {spares} of {nodes + spares} (they wait, and replace nodes that are lost)"
+        )
     return tuple(lines)
-
-
-def describe_member(spec: JobSpec) -> Iterator[str]:
-    """Give what one job runs, by which command on its nodes, and with which variables."""
-    words = find_program(spec.program, spec.config, spec.environ)
-    agent = STARTERS[spec.agent.kind]
-    yield f"Program: {shlex.join(mask_words(words))} (ranks are started by {agent}, in {Path.cwd()})"
-    yield f"Step: {shlex.join(mask_words(render_step_example(spec)))}"
-    if spares := spec.config.cluster.spares:
-        nodes = spec.cluster.max_nodes
-        yield f"Spare nodes: {spares} of {nodes + spares} (they wait, and replace nodes that are lost)"
-    variables = (f"{name}={shlex.quote(value)}" for name, value in mask_variables(spec.config.env).items())
-    yield f"Variables: those of the shell that submits, and {' '.join(variables) or 'no others'}"
 
 
 def render_step_example(spec: JobSpec) -> tuple[str, ...]:

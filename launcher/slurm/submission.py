@@ -26,7 +26,15 @@ from launcher.protocol import LAUNCH_SECRETS
 from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, write_private
-from launcher.slurm.batch_script import SCRIPT, Script, check_syntax, describe_jobs, render_script
+from launcher.slurm.batch_script import (
+    SCRIPT,
+    Script,
+    check_syntax,
+    describe_jobs,
+    describe_member,
+    render_dry_run,
+    render_script,
+)
 from launcher.slurm.first_node import run_batch_script
 from launcher.slurm.job_options import JobOptions, choose_job_options, explain_refusal
 from launcher.slurm.job_request import REQUEST_FILE, hold_manifest, make_job_request, write_job_request
@@ -167,8 +175,6 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
         chosen = choose_job_options(specs, os.environ, dry_run=dry_run)
         specs = judge_all(specs, chosen)
         if sources is None:
-            from launcher.slurm.standalone_script import preview_submission
-
             log_warnings(chosen.warnings)
             return preview_submission(
                 specs, argv, chosen, describe_script(specs, argv, chosen, python.result())
@@ -188,6 +194,32 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
 
     sys.stdout.flush()
     return follow_jobs([(each.run.path, number) for number, each in jobs.items()])
+
+
+def preview_submission(
+    specs: Sequence[JobSpec], argv: Sequence[str], chosen: JobOptions, script: Script
+) -> int:
+    """Show the plan on stderr and the script on stdout; returns the exit code."""
+    from launcher.slurm.submission_fit import plan_snapshot
+
+    members = [describe_member(spec, argv) for spec in specs]
+    text = render_dry_run(script, members, str(Path.cwd()))
+    check_syntax(text, script.setup)
+    if plan := plan_snapshot(specs[0], chosen):
+        from launcher.report.console import make_console
+        from launcher.report.placement import print_placement
+
+        print_placement(make_console(), plan, explain=specs[0].config.explain)
+    else:
+        logger.info(
+            "each node makes its own plan: cluster.machine=NAME shows it for a shipped machine or for a"
+            " snapshot that `launch topo save=FILE` wrote on such a node"
+        )
+    if secrets := sorted({name for member in members for name in member.secrets}):
+        logger.info(f"the script leaves out {', '.join(secrets)}: export them before sbatch")
+    sys.stderr.flush()
+    print_text(text)
+    return 0
 
 
 def judge_all(specs: Sequence[JobSpec], chosen: JobOptions) -> list[JobSpec]:

@@ -1,4 +1,4 @@
-"""The submission script, run by a real bash, and what a job from the script of a dry run writes first."""
+"""The submission script, run by a real bash."""
 
 import os
 import subprocess
@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import UsageError
-from launcher.runs.run_directory import RunDir
-from launcher.slurm.batch_script import END_MARK, Script, render_script, render_standalone
+from launcher.slurm.batch_script import Script, render_script
 from launcher.slurm.job_options import Option
-from launcher.slurm.standalone_script import redirect_to_log
-from tests.strangers import give_away
 
 OPTIONS = (
     Option("job-name", """a "b" c\\d 'e' #f $(id) hetjob ü""", "name"),
@@ -42,8 +39,6 @@ def test_what_sbatch_reads() -> None:
         "",
     ]
     assert "#SBATCH --output=/dev/null\n" in render_script(make(), ["/r/1", "/r/a b"])
-    array = render_standalone(make(options=(Option("array", "0-1", ""), *OPTIONS)), "[]")
-    assert "#SBATCH --output=%x-%A_%a.out\n" in array
     for path in ("/a\nb", "/a\\b", "/a\x07"):
         with pytest.raises(UsageError, match=r"run directory .* set runs_dir"):
             render_script(make(), [path])
@@ -123,24 +118,11 @@ def test_a_missing_interpreter_is_told(tmp_path: Path) -> None:
     assert code == 3 and err.startswith("launch: error: no /no/such/python on this node")
 
 
-def test_a_job_that_its_script_describes(fake: Path, tmp_path: Path) -> None:
-    fake.write_text("#!/bin/sh\necho $*; exec cat\n")
-    document = '{"words": ["$(id) `id` \\\\ \'", "é"]}'
-    text = render_standalone(make("echo setup", python=str(fake)), document)
-    assert run(text, tmp_path)[1] == f"setup\n-I -m launcher.slurm --standalone\n{document}\n"
-    assert text.endswith(f"\n{document}\n{END_MARK}\n") and "#SBATCH --output=%x-%j.out\n" in text
-
-
-@pytest.mark.parametrize("standalone", [False, True])
-def test_the_checkpoint_signal_during_setup_reaches_the_first_node(
-    standalone: bool, fake: Path, tmp_path: Path
-) -> None:
+def test_the_checkpoint_signal_during_setup_reaches_the_first_node(fake: Path, tmp_path: Path) -> None:
     """bash handles it once the command ends that runs meanwhile, and goes on."""
     fake.write_text("#!/bin/sh\nkill -USR2 $$\necho $*\n")
-    script = make("kill -USR2 $$; true", "set -u", python=str(fake))
-    text = render_standalone(script, "{}") if standalone else render_script(script, ["/run"])
-    words = "--standalone" if standalone else "/run"
-    assert run(text, tmp_path) == (0, f"-I -m launcher.slurm {words} USR2\n", "")
+    text = render_script(make("kill -USR2 $$; true", "set -u", python=str(fake)), ["/run"])
+    assert run(text, tmp_path) == (0, "-I -m launcher.slurm /run USR2\n", "")
 
 
 def test_a_member_of_an_array_has_its_own_directory(fake: Path, tmp_path: Path) -> None:
@@ -161,28 +143,3 @@ def test_files_in_the_working_directory_do_not_shadow_ours(path: str | None, tmp
     text = render_script(make(python=sys.executable), ["/no/such/run"])
     code, out, err = run(text, tmp_path, {} if path is None else {"PYTHONPATH": path})
     assert code != 0 and "shadowed" not in err + out and "/no/such/run" in err
-
-
-@pytest.mark.parametrize("planted", ["link", "pipe", "foreign", "folder"])
-def test_the_output_of_a_standalone_job_goes_into_its_run_directory_alone(
-    tmp_path: Path, planted: str
-) -> None:
-    run_dir, canary = RunDir(tmp_path / "run"), tmp_path / "canary"
-    log = run_dir.path / "logs/slurm-7.out"
-    log.parent.mkdir(parents=True)
-    canary.mkdir()
-    if planted == "link":
-        log.symlink_to(canary / "file")
-    elif planted == "pipe":
-        os.mkfifo(log)
-    elif planted == "foreign":
-        log.touch()
-        give_away(log)
-    else:
-        log.parent.rmdir()
-        log.parent.symlink_to(canary)
-    before = [os.fstat(stream).st_ino for stream in (1, 2)]
-    with pytest.raises(OSError):
-        redirect_to_log(run_dir, {"SLURM_JOB_ID": "7"})
-    assert [os.fstat(stream).st_ino for stream in (1, 2)] == before
-    assert not list(canary.iterdir())

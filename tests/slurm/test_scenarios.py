@@ -222,6 +222,76 @@ def test_inside_an_allocation_nothing_is_requeued_and_the_run_can_be_submitted_a
     assert entry["node_order"]["hosts"] == entry["hosts"] == ["n0", "n1"]
 
 
+def test_the_script_of_a_dry_run_requeues_its_job_in_the_same_directory(tmp_path: Path) -> None:
+    environ = prepare(tmp_path)
+    write_step(tmp_path, {"nodes": {"n1": {"fails": 7}}})
+    step = (tmp_path / "facts/step.sh").read_text()
+    settings = (
+        "dry_run=true nodes=2 cluster=slurm nproc_per_node=1 cluster.requeue.crash=1"
+        " cluster.node_order=slurm env.HF_TOKEN=sesame"
+    )
+    words = [*settings.split(), "name=a b", "cluster.setup=['export SET=it']", "env.A=1 '2"]
+    program = ["--", "train.py", "$(id)", "it's", "", "--api-key", "sesame", "--token=sesame"]
+    (tmp_path / "train.py").touch()
+    dry = run_outside([*words, *program], tmp_path, environ)
+    assert dry.code == 0 and "sesame" not in dry.out, dry
+    assert "the script leaves out HF_TOKEN, SECRET_2, SECRET_3: export them before sbatch\n" in dry.err
+    assert f"#SBATCH --chdir={tmp_path}\n" in dry.out and "#SBATCH --output=%x-%j.out\n" in dry.out
+    assert "#SBATCH --requeue\n" in dry.out and "# Step: srun --nodes=2 " in dry.out
+    assert not (tmp_path / "runs").exists()
+    script, run = tmp_path / "job.sh", tmp_path / "runs/a b/job-7"
+    script.write_text(dry.out)
+    environ |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_NUM_NODES": "2"}
+    environ |= {"SLURMD_NODENAME": "n0", "HF_TOKEN": "sesame", "SECRET_2": "sesame"}
+
+    def start(**more: str) -> "subprocess.CompletedProcess[str]":
+        (tmp_path / "facts/step.sh").write_text(step.replace("$folder/run/", f"{run}/"))
+        both = {**environ, **more}
+        return subprocess.run(
+            ["bash", script], cwd=tmp_path, env=both, capture_output=True, text=True, check=False
+        )
+
+    assert "SECRET_3: the script leaves it out" in start().stderr and not run.exists()
+    environ["SECRET_3"] = "sesame"
+    first = start()
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert (first.returncode, manifest["outcome"]["state"]) == (7, "requeued"), first
+    assert "scontrol requeue 7" in (tmp_path / "calls").read_text()
+    request = json.loads((run / "job.json").read_text())
+    assert request["words"] == ["train.py", "$(id)", "it's", "", "--api-key", "***", "--token=***"]
+    assert request["config"]["env"] == {"A": "1 '2"} and manifest["slurm"]["job_id"] == "7"
+    (tmp_path / "calls").unlink()
+    second = start(SLURM_RESTART_COUNT="1")
+    manifest = json.loads((run / "manifest.json").read_text())
+    causes = [entry["outcome"]["cause"] for entry in (*manifest["earlier"], manifest)]
+    assert (second.returncode, manifest["outcome"]["state"]) == (7, "failed"), second
+    assert causes == ["crash", "crash"]
+    assert "scontrol requeue" not in (tmp_path / "calls").read_text()
+    assert [path.name for path in run.parent.iterdir()] == ["job-7"]
+    assert "sesame" not in "".join(path.read_text() for path in run.glob("*.*"))
+
+
+def test_each_job_of_a_sweep_has_its_words_in_the_script_of_a_dry_run(tmp_path: Path) -> None:
+    environ = prepare(tmp_path)
+    words = ("-m", "cluster=slurm", "dry_run=true", "env.A=1,2", "--", "true")
+    dry = run_outside(words, tmp_path, environ)
+    assert dry.code == 0 and "#SBATCH --output=%x-%A_%a.out\n" in dry.out, dry
+    assert "#SBATCH --array=0-1%256\n" in dry.out
+    (tmp_path / "job.sh").write_text(dry.out)
+    environ |= {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8", "SLURMD_NODENAME": "n0"}
+    environ |= {"SLURM_JOB_NODELIST": "n0", "SLURM_JOB_NUM_NODES": "1"}
+    for member in ("0", "1"):
+        environ["SLURM_ARRAY_TASK_ID"] = member
+        run = tmp_path / f"runs/true/job-8_{member}"
+        write_step(tmp_path, {"nodes": {"n1": "missing"}, "code": 0})
+        step = tmp_path / "facts/step.sh"
+        step.write_text(step.read_text().replace("$folder/run/", f"{run}/"))
+        subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, check=True)
+        request = json.loads((run / "job.json").read_text())
+        assert request["config"]["env"] == {"A": str(int(member) + 1)}
+        assert json.loads((run / "manifest.json").read_text())["slurm"]["job_id"] == f"8_{member}"
+
+
 def play(
     first_nodes: "subprocess.Popen[str]",
     folder: Path,
