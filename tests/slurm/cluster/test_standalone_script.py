@@ -1,4 +1,4 @@
-"""`launch … dry_run=true > job.sh; sbatch job.sh`: the script runs its job, and puts it back into the queue."""
+"""`launch … dry_run=true > job.sh; sbatch job.sh`: the script runs its job, and requeues it."""
 
 import json
 from pathlib import Path
