@@ -30,8 +30,8 @@ GROUPS = {
     "cluster": "see [SLURM](slurm.md), and `cluster.kind` above",
     "dataloader": "see [DataLoader](dataloader.md)",
     "gc": "see [Garbage collection](garbage-collection.md)",
-    "machine": "`launch topo machine=NAME` describes one",
-    "model": "`launch plan +model=NAME` shows its parameters",
+    "machine": "`launch topo machine=dgx_h100` describes one, for instance",
+    "model": "`launch plan +model=gpt2` shows its parameters, for instance",
     "preflight": "see [Preflight](doctor.md#before-a-job)",
     "program": "see [The bundled program](quickstart.md#the-bundled-program)",
 }
