@@ -18,9 +18,8 @@ from launcher.report.viewer import open_stream
 from launcher.runs.run_status import RunStatus
 from launcher.slurm.run_states import find_run_states
 from launcher.text import redirect_log
-from launcher.watch.rank_details import read_details
-from launcher.watch.run_reader import RunReader, RunSnapshot
-from launcher.watch.stack_requests import write_stack_request
+from launcher.watch.run_files import write_stack_request
+from launcher.watch.run_reader import RunReader, RunSnapshot, read_details
 
 if TYPE_CHECKING:
     from launcher.report.watch import View

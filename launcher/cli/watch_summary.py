@@ -4,10 +4,9 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from launcher.runs.progress import read_change
 from launcher.runs.run_status import RunStatus
-from launcher.watch.node_reports import JOB_STATE, read_job_state, watch_path
-from launcher.watch.watch_model import Hang, JobState
+from launcher.watch.model import Hang, JobState
+from launcher.watch.run_files import ReportCache
 
 SILENT = 30.0
 """Seconds since the last word of the node that judges, after which there will hardly be another."""
@@ -15,15 +14,16 @@ SILENT = 30.0
 
 def add_watch(status: RunStatus) -> RunStatus:
     """Add what the node that judges has written last; a hang that goes on is the reason that is shown."""
-    state = read_job_state(Path(status.path))
-    if state is None:
+    stored = ReportCache(Path(status.path)).read_job()
+    if stored is None:
         return status
+    state = stored.value
     running = status.state == "running" and state.state != "ended"
     hang = state.hangs[-1] if state.hangs else None
     reason = status.reason
     if running and hang and hang.recovered is None and not reason:
         reason = name_hang(hang)
-    silence = time.time() - read_change(watch_path(Path(status.path)) / JOB_STATE)
+    silence = time.monotonic() - stored.seen
     return replace(status, reason=reason, watch=summarize_watch(state, silence, running=running))
 
 

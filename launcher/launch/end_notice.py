@@ -31,13 +31,13 @@ def post_outcome(
     config: NotifyConfig, run: RunDir, host: str, outcome: Mapping[str, object], job_id: str | None
 ) -> None:
     """Post the manifest's outcome, and wait for it for as long as PATIENCE."""
-    from launcher.watch.notify import JobIdentity, Notifier
-    from launcher.watch.watcher_settings import NotifySettings
+    from launcher.watch.model import NotifySettings
+    from launcher.watch.notify import Notifier
 
     code = outcome.get("exit_code")
-    job = JobIdentity(f"{run.path.parent.name}/{run.path.name}", str(run.path), host, job_id)
     settings = NotifySettings(url=config.url, format=config.format, events=tuple(config.events))
-    notifier = Notifier(settings, job, logger.warning)
+    name = f"{run.path.parent.name}/{run.path.name}"
+    notifier = Notifier(settings, logger.warning, run=name, run_dir=str(run.path), host=host, job_id=job_id)
     notifier.tell(
         choose_event(outcome),
         describe_end(outcome),

@@ -224,13 +224,12 @@ class Supervisor:
         """
         now = time.monotonic()
         # Few jobs need it, and importing it takes long.
-        from launcher.watch.kernel_state import list_descendants, look_at_process
+        from launcher.watch.procfs import list_descendants, look_at_process
 
-        trees = list_descendants([process.pid for process in late])
         for process in late:
-            looks = [look_at_process(pid) for pid in (process.pid, *trees[process.pid])]
+            looks = [look_at_process(pid) for pid in (process.pid, *list_descendants(process.pid))]
             ticks = sum(look.ticks for look in looks)
-            moved = sum(look.io_bytes + look.tcp_bytes for look in looks)
+            moved = sum(look.bytes_moved for look in looks)
             since, ticks_before, moved_before = self.idle.get(process.pid, (now, ticks, moved))
             used = abs(ticks - ticks_before) > IDLE_TICKS or abs(moved - moved_before) > IDLE_BYTES
             if used and since < math.inf:
@@ -384,8 +383,7 @@ class Supervisor:
 
 def describe_waits(pid: int) -> str:
     """Say in which system calls the threads of a process wait: the main one, then the others by name."""
-    from launcher.watch.kernel_state import read_system_call
-    from launcher.watch.stacks import list_threads
+    from launcher.watch.procfs import list_threads, read_system_call
 
     try:
         threads = list_threads(pid)

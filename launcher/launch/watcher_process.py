@@ -40,7 +40,7 @@ class WatcherProcess:
 
     folder: WatchFolder
     settings: Mapping[str, object]
-    """Its first line: `watch.watcher_settings.WatcherSettings`."""
+    """Its first line: `watch.model.WatcherSettings`."""
     process: "subprocess.Popen[bytes] | None" = None
     begin: float = float("inf")
     """Monotonic time of its start."""

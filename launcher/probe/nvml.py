@@ -16,7 +16,7 @@ from launcher.probe.pci import normalise_pci
 from launcher.probe.sysfs import Tree
 
 if TYPE_CHECKING:
-    from launcher.watch.watch_model import GpuSample
+    from launcher.watch.model import GpuSample
 
 REASONS = {
     0x2: "applications_clocks_setting",
@@ -216,7 +216,7 @@ class GpuSampler:
         return {local_rank: self._sample_gpu(local_rank, gpu) for local_rank, gpu in self.gpus.items()}
 
     def _sample_gpu(self, local_rank: int, gpu: NvmlGpu) -> "GpuSample":
-        from launcher.watch.watch_model import GpuSample  # the probe does without the watcher
+        from launcher.watch.model import GpuSample  # the probe does without the watcher
 
         rates, memory = gpu.tell("nvmlDeviceGetUtilizationRates"), gpu.tell("nvmlDeviceGetMemoryInfo")
         return GpuSample(

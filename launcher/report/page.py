@@ -46,7 +46,8 @@ from launcher.text import (
     shorten_cpulist,
     tame_text,
 )
-from launcher.watch.watch_model import RankEvidence, Stack
+from launcher.watch.metrics import METRICS
+from launcher.watch.model import RankEvidence, Stack
 
 _MISSING = {
     "warnings": "Warnings: there were none.",
@@ -63,22 +64,8 @@ _UNDRAWN = (
     "Charts: matplotlib is not installed (pip install 'launch-ranks[report]'); their figures are in tables."
 )
 _GIB = 1 << 30
-_QUANTITIES = {
-    "gpu": (  # label with its unit, field of a rank's state, factor
-        ("GPU utilization (%)", "gpu.utilization", 100),
-        ("SM activity (%)", "gpu.sm_activity", 100),
-        ("GPU memory in use (GiB)", "gpu.memory_used", 1 / _GIB),
-        ("GPU power (W)", "gpu.power", 1),
-        ("GPU temperature (°C)", "gpu.temperature", 1),
-        ("SM clock (MHz)", "gpu.sm_clock", 1),
-    ),
-    "cpu": (
-        ("CPU in use (cores)", "cpu", 1),
-        ("Threads waiting for a core (seconds a second)", "run_delay", 1),
-        ("Memory in use, RSS (GiB)", "rss", 1 / _GIB),
-        ("Major page faults (per second)", "major_faults", 1),
-    ),
-}
+_CHART_FACTORS = {"share": 100, "bytes": 1 / _GIB}
+"""What a value is multiplied by in a chart, by its unit."""
 _LEVELS = ("error", "warning", "note")
 _STRAGGLER_FIXES = {
     "data": "give it more DataLoader workers (`launch tune dataloader` finds the number), or faster storage",
@@ -404,8 +391,8 @@ def _list_chart_events(account: RunAccount) -> list[Event]:
 
 def _draw_steps(account: RunAccount, bins: Bins) -> _Figure | None:
     """Return the step time over time, with what happened."""
-    low, middle, high = find_spread(bin_values(account, bins, "p50"), bins.count)
-    worst = find_spread(bin_values(account, bins, "p99"), bins.count)[2]
+    low, middle, high = find_spread(bin_values(account, bins, lambda rank: rank.p50), bins.count)
+    worst = find_spread(bin_values(account, bins, lambda rank: rank.p99), bins.count)[2]
     if np.isnan(middle).all():
         return None
     table = _tabulate_series("Time of a step", bins, {"p50 (s)": middle, "p99 (s)": worst})
@@ -437,10 +424,11 @@ def _tabulate_events(account: RunAccount) -> _Table | None:
 def _draw_quantities(account: RunAccount, bins: Bins, name: str) -> _Figure | None:
     """Return curves of quantities of each rank, those that nodes reported; of many ranks their spread."""
     found = {}
-    for label, field, factor in _QUANTITIES[name]:
-        values = bin_values(account, bins, field, factor)
-        if any(np.nansum(line) for line in values.values()):
-            found[label] = values
+    for metric in METRICS:
+        if metric.chart and metric.is_gpu is (name == "gpu"):
+            values = bin_values(account, bins, metric.read, _CHART_FACTORS.get(metric.unit, 1.0))
+            if any(np.nansum(line) for line in values.values()):
+                found[metric.chart] = values
     if not found:
         return None
     ranks = sorted({rank for values in found.values() for rank in values})

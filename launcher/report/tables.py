@@ -1,7 +1,6 @@
 """What tables on a terminal have in common: columns that give way to its width, and short figures."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -62,14 +61,6 @@ def measure_columns(rows: Sequence[Mapping[str, str]]) -> dict[str, int]:
         for title in rows[0]
         if any(row[title] for row in rows)
     }
-
-
-def read_field(state: object, path: str) -> float | None:
-    """Return a figure of a rank, or of its GPU (`gpu.power`); None if it is not known, or there is no GPU."""
-    found: Any = state
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found if isinstance(found, int | float) else None
 
 
 def print_line(console: Console, text: str, style: str = "") -> None:

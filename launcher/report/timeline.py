@@ -6,7 +6,7 @@ the epoch, unless they say that they count from the start.
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
@@ -19,15 +19,14 @@ from numpy.typing import NDArray
 
 from launcher import codec
 from launcher.files import LARGEST, read_file
-from launcher.report.tables import read_field
 from launcher.runs.manifest import read_manifest, read_time
 from launcher.runs.progress import list_attempts, read_mtime
 from launcher.runs.run_records import RunRecords, read_run
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.text import count_things, describe_time
 from launcher.watch.metrics_log import MetricsEvent, read_metrics
-from launcher.watch.node_reports import EVIDENCE, hang_path, read_evidence, read_job_state, read_reports
-from launcher.watch.watch_model import Hang, JobState, NodeEvidence, NodeReport, RankState
+from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport, Rank
+from launcher.watch.run_files import hang_path, read_evidence, read_job_state, read_reports, watch_path
 
 Series = NDArray[np.float64]
 
@@ -103,7 +102,7 @@ def read_account(path: Path) -> RunAccount:
     """Read a run's directory; nothing raises."""
     now = time.time()
     status = add_progress(read_status(path))
-    reports = tuple(stored.report for stored in read_reports(path))
+    reports = read_reports(path)
     ranks = sum(len(report.ranks) for report in reports) or 8
     metrics = read_metrics(path, max(_FEWEST_ROWS, min(_MOST_ROWS, _MOST_STATES // ranks)))
     rows = {(row.host, row.time): row for node in metrics for row in node.rows}
@@ -162,8 +161,7 @@ def _list_hangs(path: Path, job: JobState | None) -> list[Hang]:
 
 def _read_hang_evidence(path: Path, number: int) -> tuple[NodeEvidence, ...]:
     """Return what the nodes gathered for a hang."""
-    kept = tuple(_read_all(NodeEvidence, hang_path(path, number).glob(f"{EVIDENCE}*.json")))
-    return kept or read_evidence(path, number)
+    return read_evidence(hang_path(path, number), number) or read_evidence(watch_path(path), number)
 
 
 def _list_events(
@@ -293,16 +291,18 @@ def _find_interval(samples: Sequence[NodeReport]) -> float:
     return max(median(gaps), 0.1) if gaps else 5.0
 
 
-def bin_values(account: RunAccount, bins: Bins, field: str, factor: float = 1.0) -> dict[int, Series]:
+def bin_values(
+    account: RunAccount, bins: Bins, read: Callable[[Rank], float | None], factor: float = 1.0
+) -> dict[int, Series]:
     """Return for each rank the mean of a quantity in each bin, by rank; NaN where it was not reported.
 
-    `field` is one of RankState, or of its GPU: `gpu.power`. Values that cannot be are left out.
+    Values that cannot be are left out.
     """
     totals: dict[int, Series] = {}
     counts: dict[int, Series] = {}
     for sample, at in zip(account.samples, bins.find(account.samples), strict=True):
         for state in sample.ranks if at >= 0 else ():
-            value = read_field(state, field)
+            value = read(state)
             if value is not None and isfinite(value) and 0 <= value * factor < _LARGEST_VALUE:
                 totals.setdefault(state.rank, np.zeros(bins.count))[at] += value * factor
                 counts.setdefault(state.rank, np.zeros(bins.count))[at] += 1
@@ -371,7 +371,7 @@ def share_time(account: RunAccount) -> list[RankTime]:
     ]
 
 
-def _share_activities(state: RankState, hanging: bool) -> Series:
+def _share_activities(state: Rank, hanging: bool) -> Series:
     """Return the share of each of ACTIVITIES in what a rank does; all 0 for one that is gone."""
     shares = dict.fromkeys(ACTIVITIES, 0.0)
     whole = "hanging" if hanging else _WHOLE_PHASES.get(state.phase)

@@ -4,10 +4,8 @@ Everything here is text of rich's; `live.py` shows it on a terminal, and `print_
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from math import inf
 from statistics import median
 
 from rich.console import Console
@@ -17,17 +15,16 @@ from launcher.report.runs import STATE_COLOURS
 from launcher.report.tables import (
     fit_columns,
     make_table,
-    read_field,
     shorten_age,
     shorten_bytes,
     shorten_seconds,
 )
 from launcher.runs.run_status import RunStatus
 from launcher.text import clean_text, count_things, describe_time, name_some, strip_sequences
-from launcher.watch.rank_details import RankDetails
-from launcher.watch.run_reader import NodeView, RunSnapshot
+from launcher.watch.metrics import METRICS, Metric
+from launcher.watch.model import Frame, GpuSample, ProcessState, Rank
+from launcher.watch.run_reader import NodeView, RankDetails, RunSnapshot
 from launcher.watch.stragglers import explain_straggler
-from launcher.watch.watch_model import Frame, GpuSample, ProcessState, RankState
 
 WARN, ALARM = "yellow", "bold red"
 _MOST_RANKS = 32
@@ -92,7 +89,7 @@ class Row:
     """A line of the table: a rank, or a node with its ranks."""
 
     view: NodeView
-    ranks: tuple[RankState, ...]
+    ranks: tuple[Rank, ...]
     """The slowest first; one in a rank's row."""
     is_node: bool = False
     _cells: dict[str, "Cell | None"] = field(default_factory=dict, compare=False)
@@ -137,32 +134,20 @@ class Column:
 # Columns
 
 
-def _figure(
-    title: str,
-    letter: str,
-    meaning: str,
-    width: int,
-    field: str | Callable[[RankState], float | None],
-    show: Callable[[float], str],
-    warn: float = inf,
-    alarm: float = inf,
-    *,
-    least: bool = False,
-) -> Column:
-    """Return the column of a figure of the worst of a row's ranks; from `warn` and `alarm` on it is marked.
-
-    `field` is one of RankState, or of its GPU (`gpu.power`), or what computes the figure.
-    """
-    get = partial(read_field, path=field) if isinstance(field, str) else field
+def _figure(metric: Metric, get: Callable[[Rank], float | None] | None = None) -> Column:
+    """Return the column of a metric of the worst of a row's ranks; `get` computes what is no rank's field."""
+    read_rank, show = get or metric.read, _SHOW[metric.unit]
 
     def read(row: Row) -> Cell | None:
-        values = [value for rank in row.ranks if (value := get(rank)) is not None]
+        values = [value for rank in row.ranks if (value := read_rank(rank)) is not None]
         if not values:
             return None
-        value = min(values) if least else max(values)
-        return Cell(show(value), value, ALARM if value >= alarm else WARN if value >= warn else "")
+        value = min(values) if metric.is_least else max(values)
+        style = ALARM if value >= metric.alarm else WARN if value >= metric.warn else ""
+        return Cell(show(value), value, style)
 
-    return Column(title, letter, meaning, width, read, ascending=least)
+    meaning = metric.meaning + (f" in {metric.unit}" if metric.unit in ("W", "MHz") else "")
+    return Column(metric.title, metric.letter, meaning, metric.width, read, ascending=metric.is_least)
 
 
 def _share(share: float) -> str:
@@ -173,12 +158,12 @@ def _cores(number: float) -> str:
     return f"{number:.2f}" if number < 0.1 else f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
 
 
-def _measure_own(rank: RankState) -> float | None:
+def _measure_own(rank: Rank) -> float | None:
     """Return the seconds of a step that a rank does not wait for others; all of them if that is unknown."""
     return None if rank.p50 is None else rank.p50 * (1 - min(1.0, rank.wait_share or 0.0))
 
 
-def _measure_gpu_memory(rank: RankState) -> float | None:
+def _measure_gpu_memory(rank: Rank) -> float | None:
     """Return the share of its GPU's memory that is used."""
     if rank.gpu is None or rank.gpu.memory_used is None or not rank.gpu.memory_total:
         return None
@@ -233,34 +218,35 @@ def _read_network(row: Row) -> Cell | None:
     return Cell(f"{shorten_bytes(rate)}/s", rate) if row.view.report.nic_rates else None
 
 
+_SHOW: Mapping[str, Callable[[float], str]] = {
+    "": str,
+    "share": _share,
+    "s/s": _share,
+    "s": shorten_seconds,
+    "cores": _cores,
+    "bytes": shorten_bytes,
+    "W": "{:.0f}W".format,
+    "C": "{:.0f}C".format,
+    "MHz": str,
+}
+"""How a value of a unit is shown."""
+_OWN = Metric("", "time of a step without waiting for other ranks", "s", title="own", letter="O", width=5)
+_MEMORY = Metric(
+    "", "share of its GPU's memory in use", "share", title="mem", letter="E", warn=0.95, alarm=0.99
+)
+_FIGURES = {metric.title: _figure(metric) for metric in METRICS if metric.title}
+_STEP = next(metric for metric in METRICS if metric.field == "step")
+_FIGURES["step"] = _figure(_STEP, lambda rank: rank.step or None)
+_FIGURES |= {"own": _figure(_OWN, _measure_own), "mem": _figure(_MEMORY, _measure_gpu_memory)}
+_ORDER = ("p50", "p99", "own", "data", "others", "cpu", "delay", "rss")
+_GPU_ORDER = ("gpu", "sm", "mem", "power", "temp", "clock")
 COLUMNS = (
     Column("rank", "R", "the rank; of a node the slowest one", 4, _read_rank, True),
     Column("node", "N", "its node", 6, _read_node, True, True),
     Column("phase", "H", "what it does, or since when its node is silent", 8, _read_phase, True, True),
-    _figure("step", "S", "steps so far", 6, lambda rank: rank.step or None, str, least=True),
+    _FIGURES["step"],
     Column("last", "L", "how long ago its last step was", 4, _read_age),
-    _figure("p50", "P", "time of a step, median", 5, "p50", shorten_seconds),
-    _figure("p99", "Q", "time of a step, 99th percentile", 5, "p99", shorten_seconds),
-    _figure("own", "O", "time of a step without waiting for other ranks", 5, _measure_own, shorten_seconds),
-    _figure("data", "D", "share of the time that it waits for data", 4, "data_share", _share, 0.1, 0.3),
-    _figure(
-        "others", "W", "share of the time that it waits for other ranks", 4, "wait_share", _share, least=True
-    ),
-    _figure("cpu", "C", "cores that it uses", 4, "cpu", _cores),
-    _figure(
-        "delay", "Y", "share of the time that its threads wait for a core", 4, "run_delay", _share, 0.1, 0.5
-    ),
-    _figure("rss", "M", "memory of the processes", 4, "rss", shorten_bytes),
-    _figure(
-        "gpu", "G", "share of the time with a kernel on its GPU", 4, "gpu.utilization", _share, least=True
-    ),
-    _figure(
-        "sm", "A", "share of its multiprocessors that are active", 4, "gpu.sm_activity", _share, least=True
-    ),
-    _figure("mem", "E", "share of its GPU's memory in use", 4, _measure_gpu_memory, _share, 0.95, 0.99),
-    _figure("power", "J", "watts", 4, "gpu.power", "{:.0f}W".format),
-    _figure("temp", "T", "of its GPU", 4, "gpu.temperature", "{:.0f}C".format),
-    _figure("clock", "K", "of its multiprocessors in MHz", 4, "gpu.sm_clock", str, least=True),
+    *(_FIGURES[title] for title in (*_ORDER, *_GPU_ORDER)),
     Column("held by", "B", "why its clocks are low", 8, _read_reasons, True, True),
     Column("xid", "X", "errors of its GPU", 3, _read_xids, True),
     Column("net", "I", "what the node's NICs receive and send", 6, _read_network),
@@ -344,7 +330,7 @@ def arrange(snapshot: RunSnapshot, order: Order, host: str | None = None) -> Tab
     nodes = [view for view in snapshot.nodes if host in (None, view.report.host)]
     by_node = host is None and len(nodes) > 1 and sum(len(view.report.ranks) for view in nodes) > _MOST_RANKS
 
-    def order_rank(rank: RankState) -> tuple[bool, bool, bool, float, int]:
+    def order_rank(rank: Rank) -> tuple[bool, bool, bool, float, int]:
         own = -(_measure_own(rank) or 0.0)
         return rank.rank not in culprits, not rank.exit_code, rank.rank not in stragglers, own, rank.rank
 

@@ -378,7 +378,7 @@ def write_outcome(attempt: Attempt, end: AttemptEnd, decision: Decision) -> None
 
 def read_watch_account(run: RunDir) -> dict[str, list[dict[str, object]]]:
     """Return the hangs and stragglers of an attempt, as the node that judged them has written them."""
-    from launcher.watch.node_reports import read_job_state  # not at the start of the job
+    from launcher.watch.run_files import read_job_state  # not at the start of the job
 
     state = read_job_state(run.path, own=True)
     if state is None or state.attempt != run.first_attempt:

@@ -2,188 +2,398 @@
 
 Nothing of it needs a hung rank's help. All ranks are looked at at once, each in a thread of its own that is
 left behind if it does not end in time; what it has found by then counts. What a rank does is measured first.
+Each further step has its own timeout, within the deadline of all, and leaves a note if it fails.
 """
 
+import ctypes
+import linecache
+import os
+import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from launcher.watch.kernel_state import KernelLook, compare_looks, list_descendants, look_at_process
-from launcher.watch.rank_answers import (
-    CANNOT_ANSWER,
-    Deadline,
-    Findings,
-    compare_stacks,
-    mark_locks,
-    may_take_gil,
-    read_child_stacks,
-    read_server,
-    read_server_stacks,
-    read_stacks,
+from launcher.codec import DecodeError
+from launcher.files import read_stat
+from launcher.watch.flight_recorder import (
+    ServerError,
+    parse_trace,
+    parse_wait_counters,
+    post_handler,
+    read_trace,
 )
-from launcher.watch.watch_model import GpuSample, Heartbeat, NodeEvidence, ProcessState, RankEvidence
+from launcher.watch.model import (
+    Frame,
+    GpuSample,
+    Heartbeat,
+    NodeEvidence,
+    ProcessState,
+    RankEntry,
+    RankEvidence,
+    Stack,
+)
+from launcher.watch.procfs import (
+    catches_signal,
+    compare_looks,
+    has_open,
+    list_descendants,
+    list_threads,
+    look_at_process,
+    read_status_field,
+    read_system_call,
+)
 
 DEADLINE = 4.0
 """Seconds after which gathering ends with what there is."""
 BETWEEN = 1.0
 """Seconds between two looks at a process, to see whether it stands."""
-
-
-@dataclass(frozen=True, slots=True)
-class WatchedRank:
-    """What the watcher knows of a rank before it looks."""
-
-    rank: int
-    local_rank: int
-    attempt: int
-    pid: int
-    host: str
-    exit_code: int | None = None
-    """If it has ended."""
-
-
-def gather_ranks(
-    folder: Path,
-    ranks: Sequence[WatchedRank],
-    heartbeats: Mapping[int, Heartbeat],
-    *,
-    sample_gpu: Callable[[int], GpuSample | None] | None = None,
-    deadline: float = DEADLINE,
-) -> tuple[RankEvidence, ...]:
-    """Return the evidence of a node's ranks, at the latest about `deadline` seconds after the call.
-
-    `folder` has the ranks' heartbeats, stacks and sockets; `heartbeats` are by rank; `sample_gpu` is called
-    with a local rank. torch's raw flight recorder of each rank is kept in the folder, as
-    `rank-RANK.trace.json`, unless it is large.
-    """
-    ends = Deadline(time.monotonic() + deadline)
-    descendants = list_descendants([rank.pid for rank in ranks if rank.exit_code is None])
-    found = {rank.rank: Findings() for rank in ranks}
-    threads = [
-        threading.Thread(
-            target=gather_rank,
-            args=(found[rank.rank], folder, rank, heartbeats.get(rank.rank)),
-            kwargs={"children": descendants.get(rank.pid, ()), "sample_gpu": sample_gpu, "ends": ends},
-            name=f"evidence-{rank.rank}",
-            daemon=True,
-        )
-        for rank in ranks
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(ends.limit(deadline))
-    return tuple(make_evidence(found[rank.rank], rank, heartbeats.get(rank.rank)) for rank in ranks)
+_STACK_PATIENCE = 0.8
+_CHILD_PATIENCE = 0.2
+_SERVER_PATIENCE = 0.7
+_ALL_CHILDREN = 0.8
+"""Seconds for the stacks of all children of a rank."""
+LARGEST_KEPT = 1 << 20
+"""Bytes of a rank's raw flight recorder that are kept: the file may be in memory that the ranks need."""
+_CANNOT_ANSWER = {
+    "T": "it is stopped and cannot answer",
+    "t": "a debugger has stopped it",
+    "Z": "it has ended",
+    "X": "it has ended",
+}
+"""States in which a process gets no signal and runs no server. In state D, its other threads do."""
+_TAKES_LOCK = re.compile(r"\s*(with\s+[\w.\[\]]+\s*:|.*\.acquire\(\)$)")
+"""A line that waits for nothing but a lock, if it waits: `with open(path):` could wait for a file."""
 
 
 def gather_node(
     folder: Path,
-    ranks: Sequence[WatchedRank],
+    ranks: Sequence[RankEntry],
     heartbeats: Mapping[int, Heartbeat],
     *,
     host: str,
     node_rank: int,
     number: int,
     sample_gpu: Callable[[int], GpuSample | None] | None = None,
+    deadline: float = DEADLINE,
 ) -> NodeEvidence:
-    """Return what `gather_ranks` finds, as one node's evidence for hang `number`."""
+    """Return the evidence of a node's ranks for hang `number`, at the latest about `deadline` seconds later.
+
+    `folder` has the ranks' heartbeats, stacks and sockets; `heartbeats` are by rank; `sample_gpu` is called
+    with a local rank. torch's raw flight recorder of each rank is kept in the folder, as
+    `rank-RANK.trace.json`, unless it is large.
+    """
     start = time.monotonic()
-    found = gather_ranks(folder, ranks, heartbeats, sample_gpu=sample_gpu)
-    return NodeEvidence(host, node_rank, number, time.time(), round(time.monotonic() - start, 3), found)
+    looks = [_RankLook(folder, rank, host, heartbeats.get(rank.rank), start + deadline) for rank in ranks]
+    threads = [
+        threading.Thread(target=look.run, args=(sample_gpu,), name=f"evidence-{look.rank.rank}", daemon=True)
+        for look in looks
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, start + deadline - time.monotonic()))
+    found = [
+        look.evidence
+        if look.is_done
+        else replace(look.evidence, notes=(*look.evidence.notes, "its evidence was not complete in time"))
+        for look in looks
+    ]
+    seconds = round(time.monotonic() - start, 3)
+    return NodeEvidence(host, node_rank, number, time.time(), seconds, tuple(found))
 
 
-def gather_rank(
-    found: Findings,
-    folder: Path,
-    rank: WatchedRank,
-    heartbeat: Heartbeat | None,
-    *,
-    children: Sequence[int],
-    sample_gpu: Callable[[int], GpuSample | None] | None,
-    ends: Deadline,
-) -> None:
-    """Look at one rank, step by step; a step that fails leaves a note."""
-    if rank.exit_code is None:
-        if sample_gpu is not None:
-            with suppress(Exception):
-                found.gpu = sample_gpu(rank.local_rank)
-        measure_activity(found, rank.pid, children)
-        ask_rank(found, folder, rank, heartbeat, ends)
-    found.is_done = True
+class _RankLook:
+    """A look at one rank, step by step, by a thread; `evidence` has at any time what was found so far."""
 
-
-def measure_activity(found: Findings, pid: int, children: Sequence[int]) -> None:
-    """See what a rank and its children do within BETWEEN, before they are asked for anything."""
-    begin = time.monotonic()
-    first = found.first = look_at_process(pid)
-    looks = [look_at_process(child) for child in children]
-    time.sleep(BETWEEN)
-
-    def look_again(look: KernelLook) -> ProcessState:
-        return compare_looks(look, look_at_process(look.process.pid), time.monotonic() - begin)
-
-    found.children = tuple(map(look_again, looks))
-    found.process = look_again(first)
-
-
-def ask_rank(
-    found: Findings, folder: Path, rank: WatchedRank, heartbeat: Heartbeat | None, ends: Deadline
-) -> None:
-    """Get what a rank that can answer answers, and its children's stacks."""
-    state = found.process.state if found.process else "X"
-    can_dump = heartbeat is not None and heartbeat.can_dump
-    path, socket_path = folder / f"rank-{rank.rank}.stack", folder / f"rank-{rank.rank}.sock"
-    if state in CANNOT_ANSWER:
-        found.notes.append(CANNOT_ANSWER[state])
-    else:
-        read_stacks(found, rank.pid, path if can_dump else None, ends)
-        read_server(found, socket_path, folder / f"rank-{rank.rank}.trace.json", ends)
-        if not found.stacks and may_take_gil(rank.pid, heartbeat):
-            read_server_stacks(found, socket_path, ends)
-    if can_dump:
-        stacks = read_child_stacks(
-            [child for child in found.children if child.state not in "TtZX"], path, ends
+    def __init__(
+        self, folder: Path, rank: RankEntry, host: str, beat: Heartbeat | None, deadline: float
+    ) -> None:
+        self.rank = rank
+        self.beat = beat
+        self.deadline = deadline
+        self.is_done = False
+        name = folder / f"rank-{rank.rank}"
+        self.dump, self.socket, self.trace = (
+            name.with_suffix(ending) for ending in (".stack", ".sock", ".trace.json")
         )
-        found.children = tuple(replace(one, stacks=stacks.get(one.pid, ())) for one in found.children)
-    if found.stack_source == "faulthandler":
-        compare_stacks(found, rank.pid, path, ends)
-    found.stacks = mark_locks(found.stacks)
+        now = time.time()
+        has_ended = rank.exit_code is not None
+        self.evidence = RankEvidence(
+            rank=rank.rank,
+            local_rank=rank.local_rank,
+            host=host,
+            pid=rank.pid,
+            phase="exited" if has_ended else beat.phase if beat else "unwatched",
+            step=beat.step if beat else 0,
+            step_age=now - beat.step_time if beat and beat.step_time else None,
+            idle=max(now - max(beat.activity_time, beat.phase_since), 0.0) if beat else 0.0,
+            process=ProcessState(rank.pid, "X"),
+            exit_code=rank.exit_code,
+            is_measured=has_ended,
+            notes=beat.notes if beat else (),
+        )
+
+    def run(self, sample_gpu: Callable[[int], GpuSample | None] | None) -> None:
+        """Look at the rank: the thread's body."""
+        if self.rank.exit_code is None:
+            if sample_gpu is not None:
+                with suppress(Exception):
+                    self._add(gpu=sample_gpu(self.rank.local_rank))
+            self._measure()
+            self._ask()
+        self.is_done = True
+
+    def _add(self, **found: Any) -> None:  # noqa: ANN401 - fields of RankEvidence
+        self.evidence = replace(self.evidence, **found)
+
+    def _add_note(self, text: str) -> None:
+        self._add(notes=(*self.evidence.notes, text))
+
+    def _limit(self, seconds: float) -> float:
+        """Return so many seconds, or those that are left."""
+        return min(seconds, max(self.deadline - time.monotonic(), 0.0))
+
+    def _measure(self) -> None:
+        """See what the rank and its children do within BETWEEN, before they are asked for anything."""
+        first, begin = look_at_process(self.rank.pid), time.monotonic()
+        self._add(process=first.process)
+        looks = [first, *map(look_at_process, list_descendants(self.rank.pid))]
+        time.sleep(BETWEEN)
+        process, *children = (
+            compare_looks(look, look_at_process(look.process.pid), time.monotonic() - begin) for look in looks
+        )
+        self._add(process=process, children=tuple(children), is_measured=True)
+
+    def _ask(self) -> None:
+        """Get what the rank answers if it can, and its children's stacks."""
+        state = self.evidence.process.state
+        can_dump = self.beat is not None and self.beat.can_dump
+        if state in _CANNOT_ANSWER:
+            self._add_note(_CANNOT_ANSWER[state])
+        else:
+            self._read_stacks(can_dump)
+            self._read_server()
+            if not self.evidence.process.stacks and self._may_take_gil():
+                self._read_server_stacks()
+        if can_dump:
+            self._read_child_stacks()
+        before = self.evidence.process
+        patience = self._limit(_STACK_PATIENCE)
+        if (
+            before.stack_source == "faulthandler"
+            and patience > 0
+            and not check_signal(self.rank.pid, self.dump)
+        ):
+            again = replace(before, stacks=request_stacks(self.rank.pid, self.dump, patience))
+            main, later = before.main_stack, again.main_stack
+            changes = main is not None and later is not None and main.frames != later.frames
+            self._add(process=replace(before, stack_changes=changes))
+        marked = tuple(replace(one, awaits_lock=_takes_lock(one)) for one in self.evidence.process.stacks)
+        self._add(process=replace(self.evidence.process, stacks=marked))
+
+    def _add_stacks(self, stacks: tuple[Stack, ...], source: str) -> None:
+        self._add(process=replace(self.evidence.process, stacks=stacks, stack_source=source))
+
+    def _read_stacks(self, can_dump: bool) -> None:
+        """Get the rank's stacks by the signal."""
+        pid, reason = self.rank.pid, "its hook has no handler for stacks"
+        if can_dump and not (reason := check_signal(pid, self.dump)):
+            if stacks := request_stacks(pid, self.dump, self._limit(_STACK_PATIENCE)):
+                self._add_stacks(stacks, "faulthandler")
+                return
+            reason = check_signal(pid, self.dump) or "it did not react to the stack signal"
+        self._add_note(f"no stacks from faulthandler: {reason}")
+
+    def _read_server(self) -> None:
+        """Get the flight recorder and the waits in the store, and keep the raw recorder as a file."""
+        try:
+            trace = read_trace(self.socket, self._limit(_SERVER_PATIENCE))
+            self._add(groups=parse_trace(trace), answered=True)
+            keep_trace(self.trace, trace)
+        except (ServerError, DecodeError) as error:
+            self._add_note(f"no flight recorder from torch's server: {error}")
+        except OSError as error:
+            self._add_note(f"its flight recorder is not kept: {error.strerror}")
+        if not (self.evidence.answered or self.socket.exists()):
+            return
+        try:
+            counters = post_handler(self.socket, "wait_counter_values", self._limit(_SERVER_PATIENCE))
+            waits, operation = parse_wait_counters(counters)
+            self._add(store_wait=waits, store_operation=operation)
+        except ServerError as error:
+            self._add_note(f"no waits in the store from torch's server: {error}")
+
+    def _may_take_gil(self) -> bool:
+        """Tell whether torch's server may be asked for stacks.
+
+        Its thread takes the GIL for that. In an interpreter that has begun to end, a thread that does is
+        ended, and torch's C++ code aborts the process then. The handler for stacks is gone by that time.
+        """
+        if self.beat is None or self.beat.phase == "ended":
+            return False
+        return not self.beat.can_dump or catches_signal(self.rank.pid, STACK_SIGNAL)
+
+    def _read_server_stacks(self) -> None:
+        """Get the rank's stacks from torch's server, whose own thread, called current, waits for the GIL."""
+        try:
+            dump = post_handler(self.socket, "dump_traceback", self._limit(_SERVER_PATIENCE))
+            found = parse_stacks(dump.decode("utf-8", "replace"))
+            if not found:
+                raise ServerError("its stacks are not as expected")
+        except ServerError as error:
+            self._add_note(f"no stacks from torch's server: {error}")
+            return
+        self._add_stacks(tuple(stack for stack in found if stack.frames or stack.is_current), "torch")
+
+    def _read_child_stacks(self) -> None:
+        """Get the stacks of children that have the rank's handler and file, one after the other."""
+        children, end = [], time.monotonic() + self._limit(_ALL_CHILDREN)
+        for child in self.evidence.children:
+            can_answer = child.state not in _CANNOT_ANSWER and time.monotonic() <= end
+            if can_answer and not check_signal(child.pid, self.dump):
+                stacks = request_stacks(child.pid, self.dump, self._limit(_CHILD_PATIENCE))
+                child = replace(child, stacks=stacks)  # noqa: PLW2901
+            children.append(child)
+        self._add(children=tuple(children))
 
 
-def make_evidence(found: Findings, rank: WatchedRank, heartbeat: Heartbeat | None) -> RankEvidence:
-    """Return a rank's evidence from what its thread has found by now."""
-    now = time.time()
-    process = found.process or (found.first.process if found.first else ProcessState(rank.pid, "X"))
-    notes = list(found.notes)
-    if not found.is_done:
-        notes.append("its evidence was not complete in time")
-    phase, step, step_age, idle = "unwatched", 0, None, 0.0
-    if heartbeat is not None:
-        phase, step, notes = heartbeat.phase, heartbeat.step, [*notes, *heartbeat.notes]
-        step_age = now - heartbeat.step_time if heartbeat.step_time else None
-        idle = max(now - max(heartbeat.activity_time, heartbeat.phase_since), 0.0)
-    return RankEvidence(
-        rank=rank.rank,
-        local_rank=rank.local_rank,
-        host=rank.host,
-        pid=rank.pid,
-        phase="exited" if rank.exit_code is not None else phase,
-        step=step,
-        step_age=step_age,
-        idle=idle,
-        process=replace(
-            process, stacks=found.stacks, stack_source=found.stack_source, stack_changes=found.stack_changes
-        ),
-        children=found.children,
-        groups=found.groups,
-        answered=found.answered,
-        store_wait=found.store_wait,
-        store_operation=found.store_operation,
-        gpu=found.gpu,
-        exit_code=rank.exit_code,
-        is_measured=found.process is not None or rank.exit_code is not None,
-        notes=tuple(notes),
+def keep_trace(path: Path, trace: bytes) -> None:
+    """Write a raw flight recorder, or none if it is large; raises OSError."""
+    if len(trace) > LARGEST_KEPT:
+        path.unlink(missing_ok=True)
+    else:
+        path.write_bytes(trace)
+
+
+def _takes_lock(stack: Stack) -> bool:
+    """Tell whether a thread's line takes a lock, by the program's text."""
+    frame = stack.frames[0] if stack.frames else None
+    line = linecache.getline(frame.file, frame.line) if frame and frame.file.startswith("/") else ""
+    return bool(_TAKES_LOCK.match(line.rstrip("\n")))
+
+
+# Python stacks, first by `faulthandler`, which the hook in the rank has registered on a real-time signal with
+# a file: it works within the signal's handler, so also while C code holds the GIL. Else by torch's server,
+# which needs the GIL. A process without a handler would die of the signal, and one that has closed the file
+# may have another behind its descriptor: then no signal is sent.
+
+_SERVER_THREAD = "pt_workerserver"
+_CUT_SHORT = (
+    *("nanosleep", "clock_nanosleep", "pause", "rt_sigtimedwait"),
+    *("poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait"),
+)
+"""System calls that a signal ends, whatever SA_RESTART says (signal(7)). Python's own calls go on."""
+STACK_SIGNAL = signal.SIGRTMIN + 8
+"""The signal on which the hook registers faulthandler."""
+_POLL = 0.02
+"""Seconds between two looks at the file."""
+_TRIES = 5
+"""Looks for a thread that can handle the signal."""
+_SETTLED = 0.06
+"""Seconds without a further byte after which a dump is complete; faulthandler writes it at one go."""
+LARGEST_DUMP = 1 << 20
+"""Bytes of a dump that are read; 100 threads of 100 frames have less."""
+_LONGEST_NAME = 300
+_MOST_THREADS = 64
+_HEADER = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):$")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
+
+def check_signal(pid: int, path: Path) -> str:
+    """Return why a process must not be sent the signal for stacks, or an empty text."""
+    if not catches_signal(pid, STACK_SIGNAL):
+        return "it has no handler for the stack signal"
+    if not has_open(pid, path):
+        return "it has closed the file for stacks"
+    return ""
+
+
+def request_stacks(pid: int, path: Path, patience: float) -> tuple[Stack, ...]:
+    """Have a process append its stacks to its file, and return them; empty if none came in time.
+
+    It gets no signal if `check_signal` has something against it at the last moment: it may have begun to end,
+    or become another program, while its thread was awaited. Processes that share a file are to be asked one
+    after the other.
+    """
+    try:
+        if path.stat().st_size > LARGEST_DUMP:  # its writers append to it; it may be in memory
+            os.truncate(path, 0)
+        start = path.stat().st_size
+        thread = await_thread(pid)
+        if check_signal(pid, path):
+            return ()
+        libc = ctypes.CDLL(None, use_errno=True)
+        if thread == pid or not hasattr(libc, "tgkill"):  # glibc before 2.30
+            os.kill(pid, STACK_SIGNAL)
+        elif libc.tgkill(pid, thread, int(STACK_SIGNAL)):
+            return ()
+    except OSError:
+        return ()
+    size, changed, deadline = start, time.monotonic(), time.monotonic() + patience
+    while time.monotonic() < deadline:
+        time.sleep(_POLL)
+        now = path.stat().st_size
+        if now != size:
+            size, changed = now, time.monotonic()
+        elif size > start and time.monotonic() - changed >= _SETTLED:
+            break
+    with path.open("rb") as file:
+        file.seek(start)
+        return parse_stacks(file.read(LARGEST_DUMP).decode("utf-8", "replace"))
+
+
+def await_thread(pid: int) -> int:
+    """Return the thread that is to handle the signal: the main one, or one that is idle. Raises OSError.
+
+    The handler writes the stacks of all threads, whichever it runs in. A signal cuts short what sleeps or
+    polls in C code (signal(7)): `sleep()` would return early. So if the main thread does, an idle thread is
+    taken, if possible one of torch's server, which the hook has started. So it is if the main thread waits
+    for a dead disk (state D), where no signal reaches it; most waits in state D are short.
+    """
+    for _ in range(_TRIES):
+        is_stuck = read_stat(pid)[1][0] == "D"
+        if not is_stuck and read_system_call(pid) not in _CUT_SHORT:
+            return pid
+        idle = {name: tid for tid, name in list_threads(pid) if tid != pid and _is_idle_thread(pid, tid)}
+        if idle:
+            return idle.get(_SERVER_THREAD) or next(iter(idle.values()))
+        if not is_stuck:
+            return pid
+        time.sleep(_POLL)
+    raise BlockingIOError("its only thread is in state D")
+
+
+def _is_idle_thread(pid: int, tid: int) -> bool:
+    """Tell whether a thread waits in a call that goes on after a signal, and does not block ours."""
+    blocked = read_status_field(pid, "SigBlk", f"task/{tid}/status")
+    is_blocked = not blocked or bool(int(blocked, 16) >> (STACK_SIGNAL - 1) & 1)
+    return not is_blocked and read_system_call(pid, f"task/{tid}/syscall") == "futex"
+
+
+def parse_stacks(text: str) -> tuple[Stack, ...]:
+    """Return the threads of a dump of faulthandler, of which the main thread comes last.
+
+    The thread that handled the signal is called `Current thread`; it is the main thread unless that blocks
+    signals. Lines of other forms, such as C frames, are left out.
+    """
+    threads: list[tuple[str, bool, list[Frame]]] = []
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            name = header[3] or header[2]
+            threads.append((name[:_LONGEST_NAME], header[1] == "Current thread", []))
+        elif threads and (found := _FRAME.match(line)):
+            number = int(found[2]) if found[2].isdecimal() else 0
+            threads[-1][2].append(Frame(found[1][:_LONGEST_NAME], number, found[3][:_LONGEST_NAME]))
+    current = [number for number, (_, is_current, _) in enumerate(threads) if is_current]
+    main = len(threads) - 1 if not text.rstrip().endswith("...") or not current else current[-1]
+    kept = threads[-_MOST_THREADS:]
+    offset = len(threads) - len(kept)
+    return tuple(
+        Stack(name, tuple(frames), is_current=number + offset == main)
+        for number, (name, _, frames) in enumerate(kept)
     )

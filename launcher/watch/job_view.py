@@ -1,24 +1,79 @@
-"""What all nodes' reports say of the job together, and who judges it: pure values in, pure values out."""
+"""The job as one node sees it: what it finds in the run directory, what that says together, and who judges.
 
-from collections.abc import Iterable, Sequence
+All reading and writing there is in a thread of its own. A filesystem that hangs blocks that thread, and
+nothing else: the watcher goes on with what it knows itself.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
 
-from launcher.runs.node_records import NodeRecord
-from launcher.watch.progress_limit import UNWATCHED, RankProgress, find_quantile
-from launcher.watch.shared_files import SharedView
-from launcher.watch.watch_model import (
+from launcher.runs.node_records import NodeRecord, read_nodes
+from launcher.watch.hang import UNWATCHED, find_quantile
+from launcher.watch.model import (
     Hang,
     JobState,
     NodeEvidence,
     NodeReport,
     ProcessState,
+    Rank,
     RankEvidence,
-    RankState,
+)
+from launcher.watch.run_files import (
+    ReportCache,
+    Stored,
+    count_hangs,
+    is_silent,
+    read_report,
+    write_job_state,
+    write_report,
 )
 
-FRESH_INTERVALS = 3
-LEAST_FRESH = 6.0
-"""A report counts as fresh for so many intervals, and at least so many seconds."""
+STUCK = 10.0
+"""Seconds in one call to a filesystem, after which it is said to hang."""
+_OLD = 6.0
+"""Age in seconds of a report whose node may have ended."""
+_MOST_TASKS = 100
+"""Tasks that wait, at most: while the filesystem hangs, further ones are dropped."""
+_TWIN_LOOKS = 60
+"""Reports in which nodes of one host name are looked for: all nodes' ranks start at about the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedView:
+    """What was found in the run directory last."""
+
+    time: float
+    """Monotonic."""
+    written: float
+    """When this node's own report was written, on the filesystem's clock: its `now`."""
+    job: JobState | None = None
+    job_age: float = inf
+    """Seconds since `job` was written, on the filesystem's clock."""
+    reports: tuple[Stored[NodeReport], ...] = ()
+    """All nodes', as far as they were asked for."""
+    hangs: int = 0
+    """The highest number of a hang that has a folder."""
+    ended: tuple[NodeRecord, ...] = ()
+    """Nodes that have ended their part of this attempt, if reports are missing or old."""
+
+    def find_word(self, own: NodeReport, now: float, begin: float) -> JobState | None:
+        """Return what another node that judges has told since this watcher's start, at `begin`.
+
+        The run directory, and even the number of the attempt, can be those of a job of yesterday. Ages are by
+        the filesystem's clock and within one node's: the nodes' clocks may differ. Times are monotonic.
+        """
+        job, age = self.job, self.job_age + now - self.time
+        if job is None or job.attempt != own.attempt or job.host == own.host:
+            return None
+        if job.state == "ended" or age > now - begin:
+            return None
+        hangs = tuple(hang for hang in job.hangs if age + job.time - hang.time <= now - begin)
+        return replace(job, hangs=hangs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,146 +82,191 @@ class JobView:
 
     fresh: tuple[NodeReport, ...]
     """Of this attempt, by node rank; this node's own is the one of now."""
-    silent: tuple[NodeReport, ...]
+    silent: tuple[NodeReport, ...] = ()
     """The last reports of nodes that have reported in this attempt, and do so no more: their ranks' idle
     times go on."""
     ended: tuple[NodeRecord, ...] = ()
     """Nodes whose ranks have all ended, and with them the task that reported."""
 
     @property
-    def reports(self) -> tuple[NodeReport, ...]:
-        """All nodes' last reports."""
-        return (*self.fresh, *self.silent)
-
-    @property
-    def ranks(self) -> tuple[RankState, ...]:
+    def ranks(self) -> Sequence[Rank]:
         """The ranks of nodes that are heard of."""
-        return tuple(rank for report in self.fresh for rank in report.ranks)
+        return [rank for report in self.fresh for rank in report.ranks]
 
-
-def limit_age(interval: float) -> float:
-    """Return the seconds for which a report counts as fresh."""
-    return max(FRESH_INTERVALS * interval, LEAST_FRESH)
-
-
-def make_job_view(own: NodeReport, view: SharedView | None, now: float) -> JobView:
-    """Join this node's report of now with what the others have written; `now` is monotonic."""
-    fresh: list[NodeReport] = [own]
-    silent: list[NodeReport] = []
-    ended = tuple(record for record in (view.ended if view else ()) if record.host != own.host)
-    gone = {record.host for record in ended}
-    for stored in view.reports if view else ():
-        report = stored.report
-        if report.host in {own.host, *gone} or report.attempt != own.attempt or view is None:
-            continue
-        age = view.written - stored.written + now - view.time
-        if age <= limit_age(max(own.interval, report.interval)):
-            fresh.append(report)
-        else:
-            silent.append(age_report(report, age))
-    fresh.sort(key=lambda report: report.node_rank)
-    return JobView(tuple(fresh), tuple(silent), ended)
-
-
-def list_ended_ranks(view: JobView) -> list[NodeEvidence]:
-    """Return what is known of the ranks that ended with 0 on nodes that have ended."""
-    return [
-        NodeEvidence(
-            record.host,
-            record.node_rank,
-            number=0,
-            time=record.ended,
-            seconds=0.0,
-            ranks=tuple(
+    def list_ended_ranks(self) -> list[NodeEvidence]:
+        """Return what is known of the ranks that ended with 0 on nodes that have ended."""
+        found = []
+        for record in self.ended:
+            ranks = (
                 RankEvidence(
                     rank, 0, record.host, 0, "ended", 0, None, 0.0, ProcessState(0, "X"), exit_code=0
                 )
                 for rank, _ in record.clean
-            ),
+            )
+            found.append(NodeEvidence(record.host, record.node_rank, 0, record.ended, 0.0, tuple(ranks)))
+        return found
+
+    def describe(
+        self, own: NodeReport, hangs: Sequence[Hang], *, hanging: bool, step: int, notes: Iterable[str]
+    ) -> JobState:
+        """Return what is known of the job, but for what only the judge knows; `step` is how many it made."""
+        ages = [one.step_age for one in self.ranks if one.phase not in UNWATCHED and one.step_age is not None]
+        has_begun = any(one.step for one in self.ranks)
+        missing = own.nodes - len(self.fresh) - len(self.silent) - len(self.ended)
+        late = (f"{missing} of {own.nodes} nodes have not reported yet",) if missing > 0 else ()
+        return JobState(
+            time=own.time,
+            host=own.host,
+            attempt=own.attempt,
+            state="hanging" if hanging else "running" if has_begun else "starting",
+            step=step,
+            step_age=min(ages, default=None),
+            p50=find_quantile([one.p50 for one in self.ranks if one.p50 is not None], 0.5),
+            nodes=own.nodes,
+            silent=tuple(report.host for report in self.silent),
+            hangs=tuple(hangs),
+            notes=(*late, *notes),
         )
-        for record in view.ended
-    ]
 
 
-def age_report(report: NodeReport, seconds: float) -> NodeReport:
-    """Return a report in which ranks have been idle for so many seconds more."""
-    ranks = (rank if rank.idle is None else replace(rank, idle=rank.idle + seconds) for rank in report.ranks)
-    return replace(report, ranks=tuple(ranks))
+def make_job_view(own: NodeReport, shared: SharedView | None, now: float) -> JobView:
+    """Join this node's report of now with what the others have written; `now` is monotonic."""
+    if shared is None:
+        return JobView((own,))
+    fresh, silent = [own], []
+    ended = tuple(record for record in shared.ended if record.host != own.host)
+    gone = {own.host, *(record.host for record in ended)}
+    for stored in shared.reports:
+        report = stored.value
+        if report.host in gone or report.attempt != own.attempt:
+            continue
+        age = shared.written - stored.written + now - shared.time
+        if is_silent(age, max(own.interval, report.interval)):
+            ranks = (one if one.idle is None else replace(one, idle=one.idle + age) for one in report.ranks)
+            silent.append(replace(report, ranks=tuple(ranks)))
+        else:
+            fresh.append(report)
+    fresh.sort(key=lambda report: report.node_rank)
+    return JobView(tuple(fresh), tuple(silent), ended)
 
 
-def find_word(own: NodeReport, view: SharedView | None, now: float, begin: float) -> JobState | None:
-    """Return what another node that judges has told since this watcher's start, at `begin`; None for nothing.
-
-    The run directory, and even the number of the attempt, can be those of a job of yesterday. Ages are by
-    the filesystem's clock and within one node's: the nodes' clocks may differ.
-    """
-    job = view.job if view else None
-    if view is None or job is None or job.attempt != own.attempt or job.host == own.host:
-        return None
-    age = view.job_age + now - view.time
-    if job.state == "ended" or age > now - begin:
-        return None
-    hangs = tuple(hang for hang in job.hangs if age + job.time - hang.time <= now - begin)
-    return replace(job, hangs=hangs)
-
-
-def is_judge(own: NodeReport, view: SharedView | None, now: float, *, stuck: bool) -> bool:
+def is_judge(own: NodeReport, shared: SharedView | None, now: float, *, stuck: bool) -> bool:
     """Tell whether this node judges: the first one does, and the first that is heard of if it is silent.
 
     Only a node whose own ranks stand still takes over, and one whose run directory hangs judges what it sees.
     """
     if own.node_rank == 0 or own.nodes == 1 or stuck:
         return True
-    if view is None or own.stalled_since is None:
+    if shared is None or own.stalled_since is None:
         return False
-    job = view.job
-    age = view.job_age + now - view.time
-    if job and job.attempt == own.attempt and job.host != own.host and age <= limit_age(own.interval):
+    job, age = shared.job, shared.job_age + now - shared.time
+    if job and job.attempt == own.attempt and job.host != own.host and not is_silent(age, own.interval):
         return False
-    return make_job_view(own, view, now).fresh[0].host == own.host
+    return make_job_view(own, shared, now).fresh[0].host == own.host
 
 
-def list_job_progress(view: JobView) -> tuple[RankProgress, ...]:
-    """Return what counts of each rank of the job that is heard of."""
-    return list_progress_of(view.fresh)
+# The run directory's thread
 
 
-def list_progress_of(reports: Iterable[NodeReport]) -> tuple[RankProgress, ...]:
-    """Return what counts of each rank of some nodes."""
-    ranks = (rank for report in reports for rank in report.ranks)
-    return tuple(RankProgress(rank.rank, rank.phase, rank.step, rank.idle) for rank in ranks)
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What is to be written and read."""
+
+    report: NodeReport
+    state: JobState | None
+    """What is known of the job, if this node judges."""
+    reads_all: bool
+    """Read all nodes' reports."""
 
 
-def describe_job_state(
-    own: NodeReport,
-    view: JobView,
-    hangs: Sequence[Hang],
-    *,
-    hanging: bool = False,
-    restarts: int,
-    asks: int,
-    notes: Iterable[str],
-) -> JobState:
-    """Return what the judging node writes of the job."""
-    watched = [rank for rank in view.ranks if rank.phase not in UNWATCHED]
-    ages = [rank.step_age for rank in watched if rank.step_age is not None]
-    medians = [rank.p50 for rank in view.ranks if rank.p50 is not None]
-    step = max((rank.step for rank in view.ranks), default=0)
-    silent = tuple(report.host for report in view.silent)
-    missing = own.nodes - len(view.reports) - len(view.ended)
-    late = (f"{missing} of {own.nodes} nodes have not reported yet",) if missing > 0 else ()
-    return JobState(
-        time=own.time,
-        host=own.host,
-        attempt=own.attempt,
-        state="hanging" if hanging else "running" if step else "starting",
-        step=step,
-        step_age=min(ages, default=None),
-        p50=find_quantile(medians, 0.5),
-        nodes=own.nodes,
-        silent=silent,
-        hangs=tuple(hangs),
-        restarts=restarts,
-        notes=(*late, *notes),
-        asks=asks,
-    )
+class SharedFiles:
+    """Reads and writes in the run directory, without ever waiting for it."""
+
+    def __init__(self, run_path: Path) -> None:
+        self.run_path = run_path
+        self.view: SharedView | None = None
+        """None until something was written and read."""
+        self.trouble = ""
+        """Why the last exchange failed."""
+        self.twin: int | None = None
+        """Rank of another node that writes this node's report, since it has the same host name."""
+        self._cache = ReportCache(run_path, own=True)
+        self._last_other: float | None = None
+        """Time of another node's word on the job that was read last."""
+        self._exchange: Exchange | None = None
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._busy_since: float | None = None
+        """Monotonic time at which the thread began what it does now."""
+        self._changed = threading.Condition()
+        threading.Thread(target=self._serve, name="run-directory", daemon=True).start()
+
+    def submit(self, exchange: Exchange) -> None:
+        """Have a report written, and others read; one that still waits is replaced."""
+        with self._changed:
+            self._exchange = exchange
+            self._changed.notify()
+
+    def add_task(self, task: Callable[[], None]) -> None:
+        """Have something done there, once if it already waits; an exception of it is kept as `trouble`."""
+        with self._changed:
+            if task not in self._tasks and len(self._tasks) < _MOST_TASKS:
+                self._tasks.append(task)
+                self._changed.notify()
+
+    def is_stuck(self, now: float) -> bool:
+        """Tell whether the filesystem hangs; `now` is monotonic."""
+        since = self._busy_since
+        return since is not None and now - since > STUCK
+
+    def is_idle(self) -> bool:
+        """Tell whether nothing is left to do."""
+        return self._busy_since is None and not self._tasks and self._exchange is None
+
+    def wait_idle(self, seconds: float) -> bool:
+        """Wait until all is done, at most so long; tell whether it is."""
+        with self._changed:
+            return self._changed.wait_for(self.is_idle, seconds)
+
+    def _serve(self) -> None:
+        """Do what is asked for: the thread's body."""
+        while True:
+            with self._changed:
+                self._busy_since = None
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._tasks or self._exchange)
+                task, exchange = self._tasks.popleft() if self._tasks else None, None
+                if task is None:
+                    exchange, self._exchange = self._exchange, None
+                self._busy_since = time.monotonic()
+            try:
+                if task:
+                    task()
+                elif exchange:
+                    self.view = self._carry_out(exchange)
+                    self.trouble = ""
+            except (OSError, ValueError) as error:
+                self.trouble = str(error)
+            except Exception as error:  # this thread's end would look like a filesystem that hangs
+                self.trouble = f"{type(error).__name__}: {error}"
+
+    def _carry_out(self, exchange: Exchange) -> SharedView:
+        """Write this node's report, and the job's state if it judges; read the others'. Raises OSError."""
+        own = exchange.report
+        if self.view and own.nodes > 1 and own.number <= _TWIN_LOOKS and self.twin is None:
+            found = read_report(self.run_path, own.host, own=True)
+            if found and found.node_rank != own.node_rank:  # since this node wrote it
+                self.twin = found.node_rank
+        stored = self._cache.read_job()
+        job = stored.value if stored else None
+        written = write_report(self.run_path, own)
+        age = written - stored.written if stored else inf
+        other = job.time if job and job.host != own.host and job.attempt == own.attempt else None
+        if exchange.state and other in (None, self._last_other):  # what another node has told is read first
+            write_job_state(self.run_path, exchange.state)
+        self._last_other = other
+        reports = self._cache.read_reports() if exchange.reads_all else ()
+        hangs = count_hangs(self.run_path) if exchange.state else 0
+        told = [one for one in reports if one.value.attempt == own.attempt and written - one.written < _OLD]
+        looks = exchange.reads_all and len(told) < own.nodes
+        ended = tuple(read_nodes(self.run_path, own.attempt)) if looks else ()
+        return SharedView(time.monotonic(), written, job, age, reports, hangs, ended)

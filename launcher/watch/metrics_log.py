@@ -9,11 +9,8 @@ A sample is model.NodeReport without the fields that have their default value, a
 neighbours; numbers have five digits. The node that judges writes the events into its own file.
 """
 
-import contextlib
 import json
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -22,25 +19,28 @@ from math import isfinite
 from pathlib import Path
 from typing import TypeVar
 
-from launcher.codec import DecodeError, convert, parse_json
+from launcher.codec import DecodeError, load
 from launcher.files import open_append, open_below, read_file
 from launcher.runs.run_directory import closing_descriptor
-from launcher.watch.node_reports import FOLDER, watch_path
-from launcher.watch.watch_model import NodeReport
+from launcher.watch.model import NodeReport
+from launcher.watch.run_files import FOLDER, watch_path
+from launcher.watch.worker import Worker
 
-BEGINNING, ENDING = "metrics-", ".jsonl"
-SHORTEST = 5.0
+_BEGINNING, _ENDING = "metrics-", ".jsonl"
+_EVENT = b'{"event"'
+"""How the line of an event begins."""
+_SHORTEST = 5.0
 """Seconds between samples in the first two minutes, unless watch.metrics_interval is less."""
-GROWTH = 24
+_GROWTH = 24
 """After two minutes the interval grows with the age of the attempt: 5 s at 120 s, 30 s at 720 s."""
-KEPT = 2000
+_KEPT = 2000
 """The interval is at least the attempt's age by this: 43 s after a day, 5 min after a week."""
 LARGEST = 32 << 20
 """Bytes of a file at most: from there on only events are added, as many as fit twice this."""
 WAITING = 256
 """Lines that wait for a slow filesystem, at most; more are dropped."""
-LEFT_OUT = ("notes", "neighbours", "step_ends")
-EPOCH = 1e8
+_LEFT_OUT = ("notes", "neighbours", "step_ends")
+_EPOCH = 1e8
 """Numbers from here on are times, of which milliseconds count."""
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class NodeMetrics:
 
 def choose_sample_interval(age: float, longest: float) -> float:
     """Return the seconds from one sample to the next; `age` is that of the attempt, in seconds."""
-    return max(min(max(SHORTEST, age / GROWTH), longest), age / KEPT)
+    return max(min(max(_SHORTEST, age / _GROWTH), longest), age / _KEPT)
 
 
 class MetricsLog:
@@ -82,134 +82,106 @@ class MetricsLog:
 
     def __init__(self, run_path: Path, host: str, interval: float, warn: Callable[[str], None]) -> None:
         """`interval` is watch.metrics_interval, 0 for no file; `warn` is told of the first failure."""
-        self.run_path = run_path
-        self.name = f"{BEGINNING}{host}{ENDING}"
-        self.interval = interval
-        self.warn = warn
-        self.start = time.monotonic()
-        self.next_time = self.start
-        self.lines: queue.Queue[bytes | None] = queue.Queue(WAITING)
-        self.is_broken = True
+        self._run_path = run_path
+        self._name = f"{_BEGINNING}{host}{_ENDING}"
+        self._interval = interval
+        self._start = time.monotonic()
+        self.next_time = self._start
+        self._is_broken = True
         """The file may end within a line: what another process has left, or a failure."""
-        self.has_warned = False
-        self.thread = threading.Thread(target=self.write_lines, name="metrics", daemon=True)
-        if interval > 0:
-            self.thread.start()
+        text = f"{self._name} could not be written ({{}}): metrics are missing in it"
+        self.worker = (
+            Worker("metrics", self._write, WAITING, lambda error: warn(text.format(error)))
+            if interval > 0
+            else None
+        )
 
     def add_report(self, report: NodeReport) -> bool:
         """Write a sample if one is due; return whether it was."""
         now = time.monotonic()
-        if self.interval <= 0 or now < self.next_time:
+        if now < self.next_time:
             return False
         # Half a second of grace: reports come at intervals of their own.
-        self.next_time = now + choose_sample_interval(now - self.start, self.interval) - 0.5
-        return self.put(json.dumps(compact(report), separators=(",", ":")))
+        self.next_time = now + choose_sample_interval(now - self._start, self._interval) - 0.5
+        return self._put(report)
 
     def add_event(self, event: MetricsEvent) -> bool:
         """Write an event; return False if it had to be dropped."""
-        return self.interval > 0 and self.put(json.dumps(compact(event), separators=(",", ":")))
+        return self._put(event)
 
-    def put(self, line: str) -> bool:
-        """Leave a line to the thread."""
-        try:
-            self.lines.put_nowait(f"{line}\n".encode())
-        except queue.Full:
+    def _put(self, value: object) -> bool:
+        if self.worker is None:
             return False
-        return True
+        return self.worker.put(json.dumps(_compact(value), separators=(",", ":")).encode() + b"\n")
 
     def close(self, timeout: float) -> None:
         """Write what waits, for this many seconds at most."""
-        if self.interval > 0:
-            with contextlib.suppress(queue.Full):
-                self.lines.put(None, timeout=timeout)
-                self.thread.join(timeout)
+        if self.worker:
+            self.worker.close(timeout)
 
-    def write_lines(self) -> None:
-        """Write lines until the end; those that cannot be written are lost."""
-        while (line := self.lines.get()) is not None:
-            try:
-                self.write(line)
-            except OSError as error:
-                self.is_broken = True
-                if not self.has_warned:
-                    self.has_warned = True
-                    self.warn(f"{self.name} could not be written ({error}): metrics are missing in it")
-
-    def write(self, line: bytes) -> None:
-        """Append a line to the file, which is opened each time: it may have been moved away."""
+    def _write(self, line: bytes) -> None:
+        """Append a line to the file, opened each time, since it may be moved away; raises OSError."""
+        is_broken, self._is_broken = self._is_broken, True
         with (
-            closing_descriptor(open_below(self.run_path, FOLDER)) as at,
-            closing_descriptor(open_append(at, self.name)) as descriptor,
+            closing_descriptor(open_below(self._run_path, FOLDER)) as at,
+            closing_descriptor(open_append(at, self._name)) as descriptor,
         ):
             size = os.fstat(descriptor).st_size
-            if size > LARGEST * (2 if line.startswith(b'{"event"') else 1):
-                return
-            data = b"\n" + line if self.is_broken and size else line
-            if os.write(descriptor, data) < len(data):
-                raise OSError(ENOSPC, os.strerror(ENOSPC))
-        self.is_broken = False
+            if size <= LARGEST * (2 if line.startswith(_EVENT) else 1):
+                data = b"\n" + line if is_broken and size else line
+                if os.write(descriptor, data) < len(data):
+                    raise OSError(ENOSPC, os.strerror(ENOSPC))
+                is_broken = False
+        self._is_broken = is_broken
 
 
-def compact(value: object) -> object:
-    """Return a value's JSON form without what is default, not finite, or left out."""
+def _compact(value: object) -> object:
+    """Return a value's JSON form without what is default, not finite, or left out.
+
+    Numbers have five digits, times three after the point.
+    """
     if is_dataclass(value):
         return {
-            item.name: compact(inner)
+            item.name: _compact(inner)
             for item in fields(value)
-            if item.name not in LEFT_OUT
+            if item.name not in _LEFT_OUT
             and ((inner := getattr(value, item.name)) != item.default or item.default is MISSING)
         }
     if isinstance(value, tuple):
-        return [compact(item) for item in value]
-    if isinstance(value, float):
-        return round_number(value)
-    return value
-
-
-def round_number(number: float) -> float | None:
-    """Return a number with five digits, a time with three after the point; None for what is not finite."""
-    if not isfinite(number):
+        return [_compact(item) for item in value]
+    if not isinstance(value, float):
+        return value
+    if not isfinite(value):
         return None
-    return round(number, 3) if number > EPOCH else float(f"{number:.5g}")
+    return round(value, 3) if value > _EPOCH else float(f"{value:.5g}")
 
 
 def read_metrics(run_path: Path, most_rows: int | None = None) -> tuple[NodeMetrics, ...]:
     """Read what all nodes have written, by host; files that cannot be read count as missing.
 
     With `most_rows`, samples are left out evenly over time until each node has that many at most; they are
-    not decoded, so that it pays on large jobs. The last one is kept, and so is every event.
+    not decoded, so that it pays on large jobs. Those of many nodes together leave no time out. The last one
+    is kept, and so is every event.
     """
-    try:
-        names = sorted(os.listdir(watch_path(run_path)))  # noqa: PTH208 - names alone
-    except OSError:
-        return ()
-    names = [name for name in names if name.startswith(BEGINNING) and name.endswith(ENDING)]
-    found = (
-        read_node_metrics(watch_path(run_path) / name, most_rows, number / len(names))
-        for number, name in enumerate(names)
-    )
-    return tuple(metrics for metrics in found if metrics)
-
-
-def read_node_metrics(path: Path, most_rows: int | None = None, shift: float = 0.0) -> NodeMetrics | None:
-    """Read what one node has written, as `read_metrics` does; None if there is no file to be read.
-
-    With a `shift` of 0 to 1, other samples are kept: those of many nodes together leave no time out.
-    """
-    try:
-        lines = [line for line in read_file(path, 3 * LARGEST).split(b"\n") if line]
-    except OSError:
-        return None
-    is_event = [line.startswith(b'{"event"') for line in lines]
-    samples = [line for line, is_one in zip(lines, is_event, strict=True) if not is_one]
-    rows = [decode_row(NodeReport, line) for line in thin_out(samples, most_rows, shift)]
-    events = [decode_row(MetricsEvent, line) for line, is_one in zip(lines, is_event, strict=True) if is_one]
-    return NodeMetrics(
-        path.name.removeprefix(BEGINNING).removesuffix(ENDING),
-        tuple(row for row in rows if row),
-        tuple(event for event in events if event),
-        rows.count(None) + events.count(None),
-    )
+    paths = sorted(watch_path(run_path).glob(f"{_BEGINNING}*{_ENDING}"))
+    found = []
+    for number, path in enumerate(paths):
+        try:
+            lines = [line for line in read_file(path, 3 * LARGEST).split(b"\n") if line]
+        except OSError:
+            continue
+        samples = [line for line in lines if not line.startswith(_EVENT)]
+        rows = [_decode(NodeReport, line) for line in thin_out(samples, most_rows, number / len(paths))]
+        events = [_decode(MetricsEvent, line) for line in lines if line.startswith(_EVENT)]
+        found.append(
+            NodeMetrics(
+                path.name.removeprefix(_BEGINNING).removesuffix(_ENDING),
+                tuple(row for row in rows if row),
+                tuple(event for event in events if event),
+                rows.count(None) + events.count(None),
+            )
+        )
+    return tuple(found)
 
 
 def thin_out(lines: Sequence[bytes], most: int | None, shift: float = 0.0) -> Sequence[bytes]:
@@ -220,9 +192,9 @@ def thin_out(lines: Sequence[bytes], most: int | None, shift: float = 0.0) -> Se
     return [*(lines[max(0, place)] for place in places), lines[-1]]
 
 
-def decode_row(kind: type[T], line: bytes) -> T | None:
+def _decode(kind: type[T], line: bytes) -> T | None:
     """Return a line's value; None for one that is cut or damaged."""
     try:
-        return convert(kind, parse_json(line))
+        return load(kind, line)
     except DecodeError:
         return None

@@ -1,31 +1,32 @@
-"""A run as those see it who watch it from outside: its nodes' reports and its progress, from its directory.
+"""A run as those see it who watch it from outside: its nodes' reports, its progress, one rank in detail.
 
-Files that have not changed are not read again: of 1,000 nodes, a look costs one listing of a folder.
+All of it is read from its directory; what cannot be read is left out.
 """
 
-import os
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING
 
-from launcher.codec import load
+from launcher.cpulist import format_cpulist
 from launcher.files import LARGEST, read_file
-from launcher.runs.progress import Progress, ProgressReader, list_attempts
-from launcher.runs.rank_logs import measure_file, read_from
-from launcher.watch.node_reports import JOB_STATE, REPORT, watch_path
-from launcher.watch.watch_model import JobState, NodeReport
+from launcher.protocol import name_applied_file, name_plan_file
+from launcher.runs.progress import Progress, ProgressReader, list_attempts, read_change
+from launcher.runs.rank_logs import measure_file, read_from, read_tail
+from launcher.runs.run_records import Applied, compare_rank, describe_memory, read_ranks
+from launcher.watch.model import JobState, NodeReport
+from launcher.watch.run_files import ProcessSnapshot, ReportCache, find_process, is_silent, read_value
 
-MISSED = 3
-"""Reports that may be missing before a node counts as silent."""
-LEAST_SILENCE = 10.0
-"""Seconds without a report that are no silence, however short the interval is."""
-TAIL = 256 << 10
+if TYPE_CHECKING:
+    from launcher.plan.model import RankPlan
+
+_TAIL = 256 << 10
 """Bytes before the end of rank 0's logs from which on its progress is read."""
-RATE_SECONDS = 120.0
+_RATE_SECONDS = 120.0
 """Seconds over which the rate of printed steps is measured."""
-T = TypeVar("T")
+_LINES = 200
+"""Last lines of a rank's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class NodeView:
         """Whether the next reports are overdue: once all of a node's ranks have ended, none follows."""
         if self.report.ranks and all(rank.phase == "exited" for rank in self.report.ranks):
             return False
-        return self.age > max(LEAST_SILENCE, MISSED * self.report.interval)
+        return is_silent(self.age, self.report.interval)
 
     def measure_step_age(self, at_report: float) -> float:
         """Return how long ago a step was that was so long ago at the report.
@@ -66,80 +67,71 @@ class RunSnapshot:
     """Seconds since the judging node has written what it knows."""
 
 
-@dataclass(slots=True)
-class StoredValue(Generic[T]):
-    """A file that was read."""
+class RunReader:
+    """Reads a run again and again."""
 
-    stamp: tuple[int, int, int]
-    """Time of change, inode and size."""
-    value: T | None
-    """None if it cannot be read."""
-    written: float
-    """When it was written, on the reader's monotonic clock."""
+    def __init__(self, path: Path) -> None:
+        self._cache = ReportCache(path)
+        self._printed = _PrintedSteps(path)
 
+    def read(self) -> RunSnapshot:
+        """Return how the run stands now.
 
-@dataclass(slots=True)
-class FileCache(Generic[T]):
-    """Files of one type of value, each read when it has changed.
-
-    How old a file is follows from when it was seen to change, and at the first look from its time and this
-    machine's clock, which may be another than the filesystem's.
-    """
-
-    kind: type[T]
-    found: dict[str, StoredValue[T]] = field(default_factory=dict)
-
-    def update(self, folder: Path, entries: dict[str, os.stat_result]) -> None:
-        """Read those files of a folder that have changed, and forget those that are gone."""
-        now, clock = time.monotonic(), time.time()
-        for name in set(self.found) - set(entries):
-            del self.found[name]
-        newest = max((status.st_mtime for status in entries.values()), default=clock)
-        clock = max(clock, newest)
-        for name, status in entries.items():
-            stamp = (status.st_mtime_ns, status.st_ino, status.st_size)
-            before = self.found.get(name)
-            if before is not None and before.stamp == stamp:
-                continue
-            value = self.read(folder / name)
-            if value is None and before is not None:
-                value = before.value
-            written = now if before is not None else now - (clock - status.st_mtime)
-            self.found[name] = StoredValue(stamp, value, written)
-
-    def read(self, path: Path) -> T | None:
-        """Read one file; None if it is damaged or gone."""
-        try:
-            return load(self.kind, read_file(path, LARGEST))
-        except (OSError, ValueError):
-            return None
+        A node that only an earlier attempt had is left out; one of the newest attempt that is silent stays.
+        """
+        reports, job = self._cache.read_reports(), self._cache.read_job()
+        self._printed.update()
+        now = time.monotonic()
+        views = [NodeView(one.value, max(0.0, now - one.seen)) for one in reports]
+        newest = max((view.report.attempt for view in views), default=0)
+        return RunSnapshot(
+            tuple(view for view in views if view.report.attempt == newest or not view.is_silent),
+            job.value if job else None,
+            self._printed.newest,
+            self._printed.measure_step_seconds(),
+            now - job.seen if job else 0.0,
+        )
 
 
-@dataclass(slots=True)
-class PrintedSteps:
+class _PrintedSteps:
     """Follows the steps that rank 0 prints, from the end of its newest logs on."""
 
-    path: Path
-    attempt: int = -1
-    reader: ProgressReader = field(default_factory=ProgressReader)
-    offsets: dict[Path, int] = field(default_factory=dict)
-    seen: deque[tuple[float, int]] = field(default_factory=deque)
-    """When steps came, in monotonic seconds, and their numbers."""
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.attempt = -1
+        self.reader = ProgressReader()
+        self.offsets: dict[Path, int] = {}
+        self.seen: deque[tuple[float, int]] = deque()
+        """When steps came, in monotonic seconds, and their numbers."""
 
     def update(self) -> None:
-        """Read what rank 0 has printed since the last call."""
+        """Read what rank 0 has printed since the last call.
+
+        Until a new attempt has come to a step, the last one's counts.
+        """
         attempt = max(list_attempts(self.path), default=-1)
         if attempt != self.attempt:
-            self.begin_attempt(attempt)
-        grown = [self.read_new(path) for path in self.offsets]
-        if not any(grown) or not (step := self.newest):
+            self.attempt = attempt
+            folder = self.path / "logs" / str(attempt)
+            paths = [folder / f"rank-0.{ending}" for ending in ("out", "err")]
+            self.offsets = {path: max(0, measure_file(path) - _TAIL) for path in paths}
+            self.seen.clear()
+        has_grown = False
+        for path in self.offsets:
+            while True:
+                data, offset = read_from(path, self.offsets[path])
+                self.offsets[path] = offset + len(data)
+                if not data:
+                    break
+                has_grown = self.reader.add(path.name, data) or has_grown
+        if not has_grown or not (step := self.newest):
             return
         now = time.monotonic()
         if self.seen and step.step < self.seen[-1][1]:
             self.seen.clear()
         if not self.seen or step.step > self.seen[-1][1]:
             self.seen.append((now, step.step))
-        while len(self.seen) > 2 and now - self.seen[0][0] > RATE_SECONDS:
+        while len(self.seen) > 2 and now - self.seen[0][0] > _RATE_SECONDS:
             self.seen.popleft()
 
     @property
@@ -147,94 +139,64 @@ class PrintedSteps:
         """The newest step."""
         return self.reader.steps[-1] if self.reader.steps else None
 
-    def begin_attempt(self, attempt: int) -> None:
-        """Turn to the logs of another attempt; until it has come to a step, the last one's counts."""
-        self.attempt = attempt
-        folder = self.path / "logs" / str(attempt)
-        paths = [folder / f"rank-0.{ending}" for ending in ("out", "err")]
-        self.offsets = {path: max(0, measure_file(path) - TAIL) for path in paths}
-        self.seen.clear()
-
-    def read_new(self, path: Path) -> bool:
-        """Read what was added to a log, and tell whether there was a step in it."""
-        found = False
-        while True:
-            data, offset = read_from(path, self.offsets[path])
-            self.offsets[path] = offset + len(data)
-            if not data:
-                return found
-            found = self.reader.add(path.name, data) or found
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Seconds from one step to the next; None before two were seen to come."""
+    def measure_step_seconds(self) -> float | None:
+        """Return the seconds from one step to the next; None before two were seen to come."""
         if len(self.seen) < 2:
             return None
         (begin, first), (end, last) = self.seen[0], self.seen[-1]
         return (end - begin) / (last - first) if end > begin else None
 
 
-@dataclass(slots=True)
-class RunReader:
-    """Reads a run again and again."""
-
-    path: Path
-    reports: FileCache[NodeReport] = field(default_factory=lambda: FileCache(NodeReport))
-    jobs: FileCache[JobState] = field(default_factory=lambda: FileCache(JobState))
-    printed: PrintedSteps = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Look at nothing yet."""
-        self.printed = PrintedSteps(self.path)
-
-    def read(self) -> RunSnapshot:
-        """Return how the run stands now; what cannot be read is left out."""
-        folder = watch_path(self.path)
-        entries = list_entries(folder)
-        self.reports.update(folder, {name: entries[name] for name in entries if is_report(name)})
-        self.jobs.update(folder, {name: entries[name] for name in entries if name == JOB_STATE})
-        self.printed.update()
-        now = time.monotonic()
-        views = [
-            NodeView(one.value, max(0.0, now - one.written))
-            for one in self.reports.found.values()
-            if one.value is not None
-        ]
-        jobs = list(self.jobs.found.values())
-        return RunSnapshot(
-            choose_current(views),
-            jobs[0].value if jobs else None,
-            self.printed.newest,
-            self.printed.step_seconds,
-            now - jobs[0].written if jobs else 0.0,
-        )
+# One rank
 
 
-def is_report(name: str) -> bool:
-    """Tell whether a file's name is a node report's."""
-    return name.startswith(REPORT) and name.endswith(".json")
+@dataclass(frozen=True, slots=True)
+class RankDetails:
+    """One rank beside its row in a report: its stacks, its last lines, its plan against what it has."""
+
+    rank: int
+    attempt: int
+    placement: str = ""
+    """What it has, in words; empty if it left no record."""
+    differences: tuple[str, ...] = ()
+    """Where that is not what was planned, and what its shim could not apply."""
+    snapshot: ProcessSnapshot | None = None
+    lines: tuple[str, ...] = ()
+    """The last ones of the stream that it wrote to last."""
+    stream: str = ""
+    """`out` or `err`."""
 
 
-def list_entries(folder: Path) -> dict[str, os.stat_result]:
-    """Return the reports in the folder of a run, and what is known of the job; none if it cannot be read.
-
-    Listing it makes a network filesystem ask its server anew, which looking at a name may not.
-    """
-    found = {}
+def read_details(run_path: Path, rank: int, local_rank: int, host: str, attempt: int) -> RankDetails:
+    """Read what a run's directory has of a rank."""
+    record = read_value(Applied, run_path / name_applied_file(rank))
     try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if (is_report(entry.name) or entry.name == JOB_STATE) and entry.is_file(
-                    follow_symlinks=False
-                ):
-                    found[entry.name] = entry.stat(follow_symlinks=False)
-    except OSError:
-        return found
-    return found
+        plans = read_ranks(read_file(run_path / name_plan_file(host), LARGEST))
+    except (OSError, ValueError):
+        plans = ()
+    plan = next((one for one in plans if one.local_rank == local_rank), None)
+    differences = [*record.problems] if record else ["it left no record of its placement"]
+    if record and plan:
+        differences += [line for line in compare_rank(plan, record) if line not in differences]
+    folder = run_path / "logs" / str(attempt)
+    logs = [folder / f"rank-{rank}.{ending}" for ending in ("out", "err")]
+    newest = max((log for log in logs if measure_file(log)), key=read_change, default=None)
+    return RankDetails(
+        rank,
+        attempt,
+        _describe_placement(record, plan) if record else "",
+        tuple(differences),
+        find_process(run_path, rank, host),
+        tuple(read_tail(newest, _LINES)) if newest else (),
+        newest.suffix[1:] if newest else "",
+    )
 
 
-def choose_current(views: list[NodeView]) -> tuple[NodeView, ...]:
-    """Leave out nodes that only an earlier attempt had; a node of the last one that is silent stays."""
-    newest = max((view.report.attempt for view in views), default=0)
-    current = [view for view in views if view.report.attempt == newest or not view.is_silent]
-    return tuple(sorted(current, key=lambda view: (view.report.node_rank, view.report.host)))
+def _describe_placement(record: Applied, plan: "RankPlan | None") -> str:
+    """Return where a rank runs: `CPUs 0-7, memory preferred 0, GPU …, 4 DataLoader workers`."""
+    parts = [f"CPUs {record.cpus}", f"memory {describe_memory(record.memory)}"]
+    parts += [f"GPU {record.gpu}"] if record.gpu else []
+    parts += [f"{record.num_workers} DataLoader workers"] if record.num_workers is not None else []
+    if plan and plan.worker_cpus != plan.cpus:
+        parts.append(f"its workers on CPUs {format_cpulist(plan.worker_cpus)}")
+    return ", ".join(parts)

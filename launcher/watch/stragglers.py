@@ -1,26 +1,31 @@
-"""Names the ranks that the others wait for in each step, from the reports of all nodes. Pure."""
+"""Names the ranks that others wait for in each step, from the reports of all nodes, and why they are slow."""
 
+import threading
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from statistics import fmean, median
+from typing import NamedTuple
 
 from launcher.text import name_some
-from launcher.watch.collective_marks import DURATION, unpack_marks
-from launcher.watch.excess_history import MIN_EXCESS, ExcessHistory, SlowRank
-from launcher.watch.own_time import StepExcess, measure_steps, measure_waits
-from launcher.watch.straggler_causes import OWN_CODE, RankFacts, find_cause
-from launcher.watch.watch_model import CollectiveTimes, NodeReport, Straggler
+from launcher.watch.collectives import DURATION, unpack_marks
+from launcher.watch.model import CollectiveTimes, GpuSample, NodeReport, Rank, Straggler
+from launcher.watch.own_time import ExcessHistory, SlowRank, StepExcess, measure_steps, measure_waits
 
-MOST_REPORTS = 24
+_MOST_REPORTS = 24
 """Reports of a rank that are kept, to find a cause in."""
-LATER = 0.5
+_LATER = 0.5
 """Share of the slow steps that is left out for the cause: it may have begun within them."""
-LEAST_REPORTS = 1
+_LEAST_REPORTS = 1
 """Reports from the slow steps that show a cause; with fewer, the last ones are taken."""
-CLEAR_REPORTS = 2
+_CLEAR_REPORTS = 2
 """Reports from the slow steps that rule other causes out, if the cause is the rank's own code."""
-MOST_TOLD = 200
+_MOST_TOLD = 200
 """Stragglers of a job that are kept."""
-CAUSES: Mapping[str, str] = {
+_OWN_CODE = "program"
+"""The cause, if no other is found."""
+_CAUSES: Mapping[str, str] = {
     "data": "data",
     "run_delay": "run delay",
     "cpu_quota": "CPU quota",
@@ -29,21 +34,28 @@ CAUSES: Mapping[str, str] = {
     "gpu_clock": "GPU clock",
     "pcie": "PCIe link",
     "nic": "network link",
-    OWN_CODE: "its own code",
+    _OWN_CODE: "its own code",
 }
 """Causes as people read them."""
+
+
+class Facts(NamedTuple):
+    """A rank in one report, and its node's memory pressure."""
+
+    rank: Rank
+    memory_pressure: float | None = None
 
 
 class StragglerFinder:
     """Finds the stragglers of one attempt; each is told once in an episode, which ends when it recovers."""
 
-    def __init__(self, min_excess: float = MIN_EXCESS) -> None:
-        self.history = ExcessHistory(min_excess)
+    def __init__(self) -> None:
+        self.history = ExcessHistory()
         self.told: tuple[Straggler, ...] = ()
         """All stragglers so far, oldest first."""
         self.waits: dict[int, float] = {}
         """Share of the time that each rank waits for others, over the steps that were measured last."""
-        self.facts: dict[int, deque[RankFacts]] = {}
+        self.facts: dict[int, deque[Facts]] = {}
         self.numbers: dict[str, int] = {}
         """The last report of each node that was used."""
         self.seen: tuple[CollectiveTimes, ...] = ()
@@ -54,74 +66,62 @@ class StragglerFinder:
 
     def update(self, reports: Sequence[NodeReport]) -> tuple[Straggler, ...]:
         """Take the last reports of all nodes, some of which may be known already; return new stragglers."""
-        self.note_start(reports)
-        self.note_facts(reports)
-        hosts = {state.rank: report.host for report in reports for state in report.ranks}
-        slow = (*self.pending, *self.measure(reports, hosts))
+        hosts = {rank.rank: report.host for report in reports for rank in report.ranks}
+        pids = {rank.rank: (report.host, rank.pid) for report in reports for rank in report.ranks}
+        if any(
+            self.pids.get(rank, process) != process for rank, process in pids.items()
+        ):  # they are new ones
+            self.history, self.pids, self.waits = ExcessHistory(), {}, {}
+            self.facts, self.seen, self.pending = {}, (), []
+        self.pids |= pids
+        for report in reports:
+            if self.numbers.get(report.host) != report.number:
+                self.numbers[report.host] = report.number
+                for rank in report.ranks:
+                    kept = self.facts.setdefault(rank.rank, deque(maxlen=_MOST_REPORTS))
+                    kept.append(Facts(rank, report.memory_pressure))
         now = max((report.time for report in reports), default=0.0)
-        named = [(one, self.name(one, hosts, now)) for one in slow]
-        self.pending = [one for one, straggler in named if not self.is_clear(one, straggler)]
-        found = tuple(straggler for one, straggler in named if one not in self.pending)
-        self.told = (*self.told, *found)[-MOST_TOLD:]
-        return found
+        found, waiting = [], []
+        for slow in (*self.pending, *self._measure(reports, hosts)):
+            facts = self._list_facts(slow, slow.rank)
+            others = [
+                self._choose_facts(slow, rank)
+                for rank in self.facts
+                if rank != slow.rank and rank not in self.history.slow
+            ]
+            cause = find_cause(self._choose_facts(slow, slow.rank), others, slow.excess / (1 + slow.excess))
+            if cause.name == _OWN_CODE and len(facts) < _CLEAR_REPORTS:
+                waiting.append(slow)  # the report may have begun before the slow steps
+                continue
+            steps = (slow.first_step, slow.last_step)
+            host = hosts.get(slow.rank, "")
+            found.append(Straggler(slow.rank, host, slow.excess, cause.name, cause.detail, *steps, now))
+        self.pending = waiting
+        self.told = (*self.told, *found)[-_MOST_TOLD:]
+        return tuple(found)
 
-    def measure(self, reports: Sequence[NodeReport], hosts: Mapping[int, str]) -> Sequence[SlowRank]:
+    def _measure(self, reports: Sequence[NodeReport], hosts: Mapping[int, str]) -> Sequence[SlowRank]:
         """Measure the steps of new reports, and return the ranks that are found to be slow."""
         times = tuple(one for report in reports for one in report.collectives if one.rank in self.pids)
         if 2 * len(times) < max(4, len(self.pids)) or times == self.seen:
             return ()
         self.seen = times
-        steps = measure_times(times, hosts)
+        steps = _measure_times(times, hosts)
         if steps:
             self.waits = measure_waits(steps)
         return self.history.add(steps)
 
-    def note_start(self, reports: Sequence[NodeReport]) -> None:
-        """Begin anew once ranks have started anew."""
-        pids = {state.rank: (report.host, state.pid) for report in reports for state in report.ranks}
-        if any(self.pids.get(rank, process) != process for rank, process in pids.items()):
-            self.history = ExcessHistory(self.history.min_excess)
-            self.pids, self.waits, self.facts, self.seen, self.pending = {}, {}, {}, (), []
-        self.pids |= pids
-
-    def note_facts(self, reports: Sequence[NodeReport]) -> None:
-        """Keep what new reports say of their ranks."""
-        for report in reports:
-            if self.numbers.get(report.host) == report.number:
-                continue
-            self.numbers[report.host] = report.number
-            for state in report.ranks:
-                kept = self.facts.setdefault(state.rank, deque(maxlen=MOST_REPORTS))
-                kept.append(RankFacts(state, report.memory_pressure))
-
-    def name(self, slow: SlowRank, hosts: Mapping[int, str], now: float) -> Straggler:
-        """Return a slow rank as a straggler, with its cause."""
-        others = [
-            self.choose_facts(slow, rank)
-            for rank in self.facts
-            if rank != slow.rank and rank not in self.history.slow
-        ]
-        share = slow.excess / (1 + slow.excess)
-        cause = find_cause(self.choose_facts(slow, slow.rank), others, share)
-        host = hosts.get(slow.rank, "")
-        where = (slow.first_step, slow.last_step)
-        return Straggler(slow.rank, host, slow.excess, cause.name, cause.detail, *where, now)
-
-    def choose_facts(self, slow: SlowRank, rank: int) -> Sequence[RankFacts]:
-        """Return what a rank's reports say of the slow steps, or its last reports if none is from these."""
-        return self.list_facts(slow, rank) or list(self.facts.get(rank, ()))[-LEAST_REPORTS:]
-
-    def list_facts(self, slow: SlowRank, rank: int) -> Sequence[RankFacts]:
+    def _list_facts(self, slow: SlowRank, rank: int) -> Sequence[Facts]:
         """Return what a rank's reports say of the slow steps, without the first of these, and since then."""
-        begin = slow.first_step + (slow.last_step - slow.first_step) * LATER
-        return [one for one in self.facts.get(rank, ()) if one.state.step > begin]
+        begin = slow.first_step + (slow.last_step - slow.first_step) * _LATER
+        return [one for one in self.facts.get(rank, ()) if one.rank.step > begin]
 
-    def is_clear(self, slow: SlowRank, straggler: Straggler) -> bool:
-        """Tell whether another report would show no other cause: a report may begin before the slow steps."""
-        return straggler.cause != OWN_CODE or len(self.list_facts(slow, slow.rank)) >= CLEAR_REPORTS
+    def _choose_facts(self, slow: SlowRank, rank: int) -> Sequence[Facts]:
+        """Return what a rank's reports say of the slow steps, or its last reports if none is from these."""
+        return self._list_facts(slow, rank) or list(self.facts.get(rank, ()))[-_LEAST_REPORTS:]
 
 
-def measure_times(times: Sequence[CollectiveTimes], hosts: Mapping[int, str]) -> tuple[StepExcess, ...]:
+def _measure_times(times: Sequence[CollectiveTimes], hosts: Mapping[int, str]) -> tuple[StepExcess, ...]:
     """Measure the steps that are in the times of all ranks; none if one's are damaged or missing."""
     try:
         marks = {one.rank: unpack_marks(one) for one in times}
@@ -143,11 +143,164 @@ def explain_straggler(straggler: Straggler) -> str:
 def list_slow_ranks(stragglers: Sequence[Straggler]) -> str:
     """Name all stragglers of a job in a line, the slowest first; empty if there were none."""
     worst: dict[int, Straggler] = {}
-    for one in stragglers:
-        if one.rank not in worst or one.excess > worst[one.rank].excess:
-            worst[one.rank] = one
-    names = [
-        f"rank {one.rank} on {one.host} ({one.excess:.0%}, {CAUSES.get(one.cause, one.cause)})"
-        for one in sorted(worst.values(), key=lambda one: -one.excess)
+    for one in sorted(stragglers, key=lambda one: -one.excess):
+        worst.setdefault(one.rank, one)
+    return name_some(
+        [
+            f"rank {one.rank} on {one.host} ({one.excess:.0%}, {_CAUSES.get(one.cause, one.cause)})"
+            for one in worst.values()
+        ],
+        8,
+    )
+
+
+# Causes: what a slow rank has more of than the other ranks
+
+_EXPLAINED = 0.5
+"""Share of the excess that a cause accounts for if it is named before others."""
+_PARTLY = 0.25
+"""The largest cause is named if it accounts for this share of the excess."""
+_FAULT_SECONDS = 5e-4
+"""What a major page fault is taken to cost: 0.1 ms from flash, several from disks and networks."""
+_PRESSURE = 0.05
+"""Share of the time that tasks of the node wait for memory (PSI), from which on it is named."""
+_CLOCK = 0.97
+"""A GPU's clock in that of the others, below which it is low."""
+_COMPUTES = 0.85
+"""Cores that a rank uses at least, if it computes all the time."""
+
+
+class Cause(NamedTuple):
+    """A cause of Straggler, how much of the time it accounts for, and the figures."""
+
+    name: str
+    share: float
+    detail: str
+
+
+def find_cause(own: Sequence[Facts], others: Sequence[Sequence[Facts]], excess: float) -> Cause:
+    """Compare a slow rank's reports with those of the other ranks over the same time.
+
+    `excess` is the share of the time by which it holds the others up.
+    """
+    found = list(_list_causes(own, others)) if own else []
+    for cause in found:
+        if cause.share >= _EXPLAINED * excess:
+            return cause
+    best = max(found, key=lambda cause: cause.share, default=None)
+    if best is not None and best.share >= _PARTLY * excess:
+        return best
+    gpu = next((one.rank.gpu for one in reversed(own) if one.rank.gpu), None)
+    theirs = [facts[-1].rank.gpu for facts in others if facts]
+    if gpu and _is_narrow(gpu) and sum(map(_is_narrow, theirs)) * 2 <= len(theirs):
+        text = f"its GPU's PCIe link has {gpu.pcie_width} lanes of {gpu.max_pcie_width}"
+        return Cause("pcie", 0.0, text)
+    cpu = _take_mean(own, lambda one: one.rank.cpu)
+    if cpu is None:
+        return Cause(_OWN_CODE, 0.0, "its own code, for none of the reasons that are looked for")
+    does = "computes" if cpu >= _COMPUTES else "sleeps, or waits for something but data and other ranks"
+    return Cause(_OWN_CODE, 0.0, f"its own code: it {does}, with {cpu:.2f} cores in use")
+
+
+_Get = Callable[[Facts], float | None]
+
+
+def _take_mean(facts: Sequence[Facts], get: _Get) -> float | None:
+    """Return the mean of the values that are known."""
+    values = [value for one in facts if (value := get(one)) is not None]
+    return fmean(values) if values else None
+
+
+def _list_causes(own: Sequence[Facts], others: Sequence[Sequence[Facts]]) -> Iterator[Cause]:
+    """Give what the rank has more of than the others, in the order in which causes are named."""
+
+    def compare(get: _Get) -> tuple[float, float] | None:
+        """Return a value of the rank, in the mean of its reports, and the median of the others'."""
+        mean = _take_mean(own, get)
+        theirs = [value for other in others if (value := _take_mean(other, get)) is not None]
+        return None if mean is None else (mean, median(theirs) if theirs else 0.0)
+
+    if values := compare(lambda one: one.rank.data_share):
+        share, usual = values
+        detail = f"it waits for data for {share:.0%} of the time, the others for {usual:.0%}"
+        yield Cause("data", share - usual, detail)
+    if values := compare(lambda one: one.rank.throttled):
+        share, usual = values
+        detail = f"the CPU quota of its cgroup holds it back for {share:.0%} of the time"
+        yield Cause("cpu_quota", share - usual, detail)
+    if values := compare(lambda one: one.rank.thread_delay):
+        share, usual = values
+        yield Cause("run_delay", share - usual, _describe_neighbours(own, share))
+    # Memory that is read back from disk; with memory pressure on its node, that is the reason.
+    values = compare(lambda one: one.rank.major_faults)
+    pressure, *theirs = (
+        _take_mean(facts, lambda one: one.memory_pressure) or 0.0 for facts in (own, *others)
+    )
+    faults = max(0.0, values[0] - values[1]) if values else 0.0
+    share = min(1.0, _FAULT_SECONDS * faults)
+    more = pressure - median(theirs) if theirs else 0.0
+    detail = f"{faults:.0f} major page faults a second more than the others"
+    if pressure >= _PRESSURE and max(share, more) > 0:
+        text = f"tasks on its node wait for memory for {pressure:.0%} of the time"
+        yield Cause("memory_pressure", max(share, more), f"{text}, {detail}" if faults >= 1 else text)
+    elif values:
+        yield Cause("page_faults", share, detail)
+    values = compare(lambda one: one.rank.gpu.sm_clock if one.rank.gpu else None)
+    if values and values[0] < _CLOCK * values[1]:
+        clock, usual = values
+        reasons = dict.fromkeys(name for one in own if one.rank.gpu for name in one.rank.gpu.event_reasons)
+        why = f" ({', '.join(reasons)})" if reasons else ""
+        detail = f"its GPU runs at {clock:.0f} MHz, the others at {usual:.0f}{why}"
+        yield Cause("gpu_clock", 1 - clock / usual, detail)
+
+
+def _describe_neighbours(own: Sequence[Facts], delay: float) -> str:
+    """Say who runs on the cores of a rank."""
+    found = {(one.name, one.pid): one for facts in own for one in facts.rank.neighbours}
+    texts = [
+        f"{one.name} (PID {one.pid}) runs on its cores for {one.share:.0%} of the time"
+        for one in sorted(found.values(), key=lambda one: -one.share)[:2]
     ]
-    return name_some(names, 8)
+    if not texts:
+        return f"it waits for a core for {delay:.0%} of the time"
+    return f"{' and '.join(texts)}; it waits for a core for {delay:.0%}"
+
+
+def _is_narrow(gpu: GpuSample | None) -> bool:
+    """Tell whether the PCIe link of a GPU has fewer lanes than it can have."""
+    return bool(gpu and gpu.pcie_width and gpu.max_pcie_width and gpu.pcie_width < gpu.max_pcie_width)
+
+
+# The search in a thread
+
+_AFTER_DEFECT = 600.0
+"""Seconds until the next comparison after one that failed."""
+_COMPARISONS = 50
+"""The ranks are compared no sooner than so many times what that took the last time: 2% of a core at most."""
+
+
+class StragglerSearch:
+    """The judging node's comparison of ranks, in a thread: it takes a second with 1,000 of them."""
+
+    def __init__(self, send: Callable[[dict[str, object]], None]) -> None:
+        """`send` tells the supervisor something."""
+        self.send = send
+        self.finder = StragglerFinder()
+        self.thread: threading.Thread | None = None
+        self.next_time = 0.0
+        """Monotonic."""
+
+    def start(self, reports: Sequence[NodeReport], now: float) -> None:
+        """Compare the ranks of these reports, if it is time; `now` is monotonic."""
+        if now < self.next_time or (self.thread and self.thread.is_alive()):
+            return
+        self.thread = threading.Thread(target=self._compare, args=(reports,), name="stragglers", daemon=True)
+        self.thread.start()
+
+    def _compare(self, reports: Sequence[NodeReport]) -> None:
+        begin = time.thread_time()
+        self.next_time = time.monotonic() + _AFTER_DEFECT
+        for found in self.finder.update(reports):
+            lines = [explain_straggler(found)]
+            self.send({"event": "straggler", "lines": lines, "straggler": asdict(found)})
+        self.next_time = time.monotonic() + _COMPARISONS * (time.thread_time() - begin)

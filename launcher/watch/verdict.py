@@ -1,64 +1,207 @@
-"""Who holds the others up, and whether that is a hang, from the evidence of all nodes: pure."""
+"""Who holds the others up, and whether that is a hang, from the evidence of all nodes: pure.
 
-from collections.abc import Mapping, Sequence
+`rank 5 on n2 has not joined all_reduce #1042 of the default group, in which 7 ranks wait: it sleeps at
+data.py:88, read_shard`.
+
+A rank that is in a collective waits for the members of its group that have not called that collective; one
+that waits in torch's store waits for the ranks that are not there. Those at the end of these relations hold
+all others up.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from launcher.text import escape_text
-from launcher.watch.call_mismatch import find_mismatch
-from launcher.watch.progress_limit import PATIENT_PHASES, choose_hang_time
-from launcher.watch.rank_activity import (
+from launcher.cpulist import format_cpulist
+from launcher.text import count_things, escape_text
+from launcher.watch.activity import (
+    COMPUTING,
     describe_activity,
+    find_distributed_call,
     find_phase,
     is_deadlocked,
     is_debugged,
+    is_in_backward,
     is_working,
+    stands_by_itself,
 )
-from launcher.watch.verdict_text import (
-    LONGEST,
-    count_all_waiting,
-    describe_others,
-    format_ranks,
-    say_absent,
-    say_circle,
-    say_mismatch,
-    say_network,
-    say_silent,
-)
-from launcher.watch.waits_for import Wait, find_roots, find_waits
-from launcher.watch.watch_model import Decision, Frame, NodeEvidence, NodeReport, RankEvidence, Verdict
+from launcher.watch.flight_recorder import DEFAULT_GROUP
+from launcher.watch.hang import PATIENT_PHASES, Pause, choose_hang_time
+from launcher.watch.model import Call, Decision, Frame, NodeEvidence, NodeReport, RankEvidence, Verdict
 
-MOST_PLACES = 3
+# Which rank waits for which others, and in what
+
+_JOINING = "init_process_group"
+_UNEVEN = ("all_to_all", "all_to_all_single", "alltoall_base", "scatter", "gather", "all_gather")
+"""Operations whose input sizes may differ between ranks."""
+_Ranks = Mapping[int, RankEvidence]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """What a rank waits in for others."""
+
+    operation: str
+    """In torch's words; empty if it is not known."""
+    key: str = ""
+    """torch's name of the group; empty for a wait in the store or in an operation that is not recorded."""
+    group: str = ""
+    """The group's name for people."""
+    sequence: int | None = None
+    missing: frozenset[int] = frozenset()
+    """The ranks that it waits for."""
+    is_collective: bool = True
+    """It is known that those that are missing have to call it, too."""
+
+    @property
+    def call(self) -> tuple[str, str, int | None]:
+        """What is the same for all ranks that wait in it."""
+        return self.operation, self.key, self.sequence
+
+
+_Waits = Mapping[int, Sequence[_Wait]]
+"""What each rank waits in."""
+
+
+def _find_waits(ranks: _Ranks, world: Set[int]) -> dict[int, tuple[_Wait, ...]]:
+    """Return what each rank that waits for others waits in.
+
+    `world` are all ranks of the job, also those without evidence. gloo's recorder does not name the members
+    of a group: then they are those that have ever called a collective of the group, and all ranks for the
+    default group.
+    """
+    in_store: dict[int, str] = {}
+    members: dict[str, set[int]] = defaultdict(set)
+    for number, rank in ranks.items():
+        function = find_distributed_call(rank.process)
+        # By its counters or, without an answer, by its stack.
+        if rank.store_wait or (not rank.answered and function == _JOINING):
+            in_store[number] = rank.store_operation or function or "a wait in torch's store"
+        for group in rank.groups:
+            members[group.key] |= {number, *group.ranks}
+            if group.name == DEFAULT_GROUP:
+                members[group.key] |= world
+    waits: dict[int, tuple[_Wait, ...]] = {}
+    for number, rank in ranks.items():
+        if rank.exit_code is not None or rank.process.state in "TZX":
+            continue
+        found = []
+        for group in rank.groups:
+            if group.is_pending:
+                number_after = max(group.last_completed, 0) + 1
+                last = Call(number_after, group.operation, group.sizes, is_complete=False)
+                call = next((call for call in group.calls if not call.is_complete), last)
+                missing = frozenset(
+                    member
+                    for member in members[group.key] - {number}
+                    if not _has_joined(ranks.get(member), group.key, call.sequence)
+                )
+                found.append(_Wait(call.operation, group.key, group.name, call.sequence, missing))
+            for operation, partner in group.exchanges:
+                found.append(
+                    _Wait(operation, group=group.name, missing=frozenset({partner}), is_collective=False)
+                )
+        if number in in_store:
+            found.append(_Wait(in_store[number], missing=frozenset(world - in_store.keys())))
+        if not found and (operation := _guess_wait(rank)):
+            found.append(_Wait(operation, is_collective=False))
+        if found:
+            waits[number] = tuple(found)
+    return waits
+
+
+def _guess_wait(rank: RankEvidence) -> str:
+    """Return the function of `torch.distributed` that a rank waits in by its stack alone; empty for none.
+
+    So are point-to-point operations of gloo, which are not recorded, and ranks whose server does not answer.
+    """
+    if rank.process.state == "R" or rank.process.cpu >= COMPUTING:
+        return ""
+    operation = find_distributed_call(rank.process)
+    if not operation and not rank.answered and is_in_backward(rank.process):
+        return "backward"
+    return operation
+
+
+def _has_joined(rank: RankEvidence | None, key: str, sequence: int) -> bool:
+    """Tell whether a rank has called a collective of a group.
+
+    A rank that did not answer has if it waits in `torch.distributed` by its stack; one that is not heard of,
+    or has ended, has not.
+    """
+    if rank is None or rank.exit_code is not None or rank.process.state in "TZX":
+        return False
+    if not rank.answered:
+        return bool(_guess_wait(rank))
+    return any(group.key == key and group.last_enqueued >= sequence for group in rank.groups)
+
+
+def _find_roots(waits: _Waits, ranks: _Ranks) -> frozenset[int]:
+    """Return the ranks at the end of the relations: others wait for them, and they wait for nobody.
+
+    If none is named (the members of a group are not known, or operations are not recorded), those are taken
+    that do not wait while others do. In a circle, those count that do something of their own, as with GPUs,
+    on which a collective can be pending while the program is elsewhere.
+    """
+    targets = {
+        number: frozenset().union(*(wait.missing for wait in found)) for number, found in waits.items()
+    }
+    named = frozenset().union(*targets.values())
+    free = frozenset(number for number in named if number not in waits)
+    if free or not waits:
+        return free
+    idle = frozenset(
+        number for number, rank in ranks.items() if number not in waits and rank.exit_code is None
+    )
+    circle = frozenset(number for number in named if number in ranks and stands_by_itself(ranks[number]))
+    return idle or circle or frozenset(number for number in named if not targets[number])
+
+
+@dataclass(frozen=True, slots=True)
+class _Mismatch:
+    """What the ranks of a group have called as one and the same collective."""
+
+    group: str
+    key: str
+    sequence: int
+    calls: tuple[tuple[Call, tuple[int, ...]], ...]
+    """Each different call with its ranks, the one of fewest ranks first."""
+
+
+def _find_mismatch(ranks: _Ranks, waits: _Waits) -> _Mismatch | None:
+    """Return the first incomplete collective that ranks have called differently; None if they agree.
+
+    Calls differ by their operation and, if that counts, their sizes.
+    """
+    pending = {
+        (wait.key, wait.group, wait.sequence)
+        for found in waits.values()
+        for wait in found
+        if wait.key and wait.sequence is not None
+    }
+    for key, name, sequence in sorted(pending):
+        by_form: dict[tuple[str, str], tuple[Call, list[int]]] = {}
+        for number in sorted(ranks):
+            for group in ranks[number].groups:
+                for call in group.calls if group.key == key else ():
+                    if call.sequence == sequence:
+                        sizes = "" if call.operation in _UNEVEN else call.sizes
+                        by_form.setdefault((call.operation, sizes), (call, []))[1].append(number)
+        if len(by_form) > 1:
+            found = sorted(by_form.values(), key=lambda entry: (len(entry[1]), -entry[1][0]))
+            return _Mismatch(name, key, sequence, tuple((call, tuple(who)) for call, who in found))
+    return None
+
+
+# The verdict
+
+_MOST_PLACES = 3
 """Different places that a sentence names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The evidence of all nodes with what follows from it."""
-
-    ranks: Mapping[int, RankEvidence]
-    hosts: Mapping[int, str]
-    """Of every rank that has been heard of, now or before."""
-    waits: Mapping[int, tuple[Wait, ...]]
-    silent: tuple[str, ...]
-    """Hosts without evidence."""
-    unreported: int
-    """Nodes that have never reported."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """What is known of a pause beside the evidence."""
-
-    limit: float
-    """Seconds without progress after which a notice is due."""
-    idle: float
-    """Seconds without progress of the rank that has made none for longest."""
-    quiet: Mapping[int, float]
-    """Seconds without activity, by rank; of one that is not in it, nothing is known."""
-    longest: float
-    """Seconds of the longest pause that has ended by itself."""
-    setting: object
-    """`watch.hang_seconds`."""
+_MOST_HOSTS = 3
+_MOST_CIRCLE = 4
+"""Waits that a sentence names of ranks that wait for each other."""
+_LONGEST = 600
+"""Characters of a sentence."""
 
 
 def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: Pause) -> Decision:
@@ -68,25 +211,25 @@ def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: 
     enough (`choose_hang_time`). A rank that makes progress while others wait, as in an evaluation on rank 0
     alone, and one that a debugger holds, are nothing to tell of. What is not known counts as activity.
     """
-    verdict = judge(nodes, reports)
+    job = _Job(nodes, reports)
+    verdict = job.judge()
     if verdict.kind == "debugged" or verdict.is_final:
         return Decision("hang" if verdict.is_final else "none", verdict)
-    found = {rank.rank: rank for node in nodes for rank in node.ranks}
     states = {state.rank: state for report in reports for state in report.ranks}
-    culprits = [found[number] for number in verdict.ranks if number in found]
+    culprits = [job.ranks[number] for number in verdict.ranks if number in job.ranks]
     phases = [find_phase(rank) for rank in culprits]
-    phases += [states[number].phase for number in verdict.ranks if number in states.keys() - found.keys()]
-    begun = any(rank.step for rank in found.values()) or any(state.step for state in states.values())
+    phases += [states[number].phase for number in verdict.ranks if number in states.keys() - job.ranks.keys()]
+    has_begun = any(one.step for one in job.ranks.values()) or any(one.step for one in states.values())
     quiet_time, working_time = (
         choose_hang_time(
             pause.setting,
             pause.longest,
             phase=max(phases, key=lambda phase: PATIENT_PHASES.get(phase, 0.0), default=""),
-            has_begun=begun,
-            is_working=is_working_,
+            has_begun=has_begun,
+            is_working=counts_work,
             has_waiting=verdict.waiting > 0 and verdict.kind != "silent",
         )
-        for is_working_ in (False, True)
+        for counts_work in (False, True)
     )
     quiet = min((pause.quiet.get(number, 0.0) for number in verdict.ranks), default=0.0)
     if verdict.kind == "silent":
@@ -100,219 +243,251 @@ def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: 
     return Decision("none" if goes_on else "notice", verdict, seconds)
 
 
-def judge(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport]) -> Verdict:
-    """Return who holds the others up, as far as the evidence says.
+class _Job:
+    """The evidence of all nodes with what follows from it.
 
     `reports` are the last reports of all nodes: a node or rank in them without evidence is not heard of.
     """
-    job = make_job(nodes, reports)
-    if mismatch := judge_mismatch(job):
-        return mismatch
-    if roots := find_roots(job.waits, job.ranks):
-        return judge_roots(job, sorted(roots))
-    if job.silent or job.unreported:
-        return judge_silent(job)
-    if not job.waits:
-        return judge_roots(job, sorted(job.ranks))
-    return judge_circle(job)
+
+    def __init__(self, nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport]) -> None:
+        self.ranks = {rank.rank: rank for node in nodes for rank in node.ranks}
+        self.hosts = {state.rank: report.host for report in reports for state in report.ranks}
+        """Of every rank that has been heard of, now or before."""
+        self.hosts |= {number: rank.host for number, rank in self.ranks.items()}
+        heard = {node.host for node in nodes} | {rank.host for rank in self.ranks.values()}
+        reported = {report.host for report in reports}
+        self.silent = sorted(reported - heard)
+        """Hosts without evidence."""
+        expected = max((report.nodes for report in reports), default=0)
+        self.unreported = max(expected - len(reported | heard), 0)
+        """Nodes that have never reported."""
+        self.waits: _Waits = _find_waits(self.ranks, frozenset(self.hosts))
+
+    def judge(self) -> Verdict:
+        """Return who holds the others up, as far as the evidence says, in words harmless on a terminal."""
+        if mismatch := _find_mismatch(self.ranks, self.waits):
+            return self._blame_mismatch(mismatch)
+        if roots := _find_roots(self.waits, self.ranks):
+            return self._blame_roots(sorted(roots))
+        if self.silent or self.unreported:
+            return self._blame_silent(sorted(self.hosts.keys() - self.ranks.keys()))
+        if not self.waits:
+            return self._blame_roots(sorted(self.ranks))
+        return self._blame_circle()
+
+    def _blame(
+        self,
+        kind: str,
+        text: str,
+        ranks: Sequence[int],
+        wait: _Wait | None = None,
+        waiting: int = 0,
+        frame: Frame | None = None,
+        *,
+        is_final: bool = False,
+    ) -> Verdict:
+        hosts = dict.fromkeys(self.hosts[number] for number in ranks if number in self.hosts)
+        return Verdict(
+            kind,
+            escape_text(text, _LONGEST),
+            tuple(ranks),
+            tuple(hosts),
+            wait.group if wait else "",
+            wait.operation if wait else "",
+            wait.sequence if wait else None,
+            waiting,
+            frame,
+            is_final,
+        )
+
+    def _blame_mismatch(self, found: _Mismatch) -> Verdict:
+        """Blame the fewest ranks that have called another collective than the others as one."""
+        (odd, few), *others = found.calls
+        doing, frame = self._describe(few)
+        waiting = sum(len(ranks) for _, ranks in others)
+        wait = _Wait(odd.operation, found.key, found.group, found.sequence)
+        text = f"{self._name(few)} {'have' if len(few) > 1 else 'has'}"
+        number = f"#{found.sequence} of {_name_group(found.group)}"
+        is_one_operation = len({call.operation for call, _ in found.calls}) == 1
+        rest = []
+        for call, ranks in others:
+            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+            given = f"{call.operation} of {call.sizes}" if call.sizes else call.operation
+            rest.append(f"{who} {(call.sizes or 'nothing') if is_one_operation else given}")
+        if is_one_operation:
+            text += f" given {odd.sizes or 'nothing'} to {odd.operation} {number}"
+        else:
+            called = f"{odd.operation} of {odd.sizes}" if odd.sizes else odd.operation
+            text += f" called {called} as {number}"
+        text += f", and {_join(rest)}: {doing}"
+        return self._blame("mismatch", text, few, wait, waiting, frame, is_final=True)
+
+    def _blame_roots(self, roots: Sequence[int]) -> Verdict:
+        """Blame ranks at the end of all waiting, by the first kind that some of them are of.
+
+        A rank that is stopped goes first: it explains all others.
+        """
+        heard = {number: self.ranks[number] for number in roots if number in self.ranks}
+        stopped = [number for number, rank in heard.items() if rank.process.state == "T"]
+        exited = [number for number, rank in heard.items() if _has_exited(rank)]
+        debugged = [number for number, rank in heard.items() if number not in exited and is_debugged(rank)]
+        absent = [number for number in heard if number not in {*stopped, *exited}]
+        if stopped:
+            wait, waiting, others = self._find_main_wait(stopped)
+            text = f"{self._name(stopped)} {'are' if len(stopped) > 1 else 'is'} stopped (SIGSTOP){others}"
+            return self._blame("stopped", text, stopped, wait, waiting, is_final=waiting > 0)
+        if debugged:
+            wait, waiting, others = self._find_main_wait(debugged)
+            doing, frame = describe_activity(self.ranks[debugged[0]])
+            text = f"{self._name(debugged[:1])} {doing}{others}"
+            return self._blame("debugged", text, debugged, wait, waiting, frame)
+        if exited and (self.waits or not absent):
+            wait, waiting, others = self._find_main_wait(exited)
+            codes = sorted({code for number in exited if (code := heard[number].exit_code) is not None})
+            how = f" with exit code {', '.join(map(str, codes))}" if codes else ""
+            text = f"{self._name(exited)} {'have' if len(exited) > 1 else 'has'} ended{how}{others}"
+            return self._blame("exited", text, exited, wait, waiting, is_final=waiting > 0)
+        return self._blame_absent(absent) if absent else self._blame_silent(roots)
+
+    def _blame_absent(self, ranks: Sequence[int]) -> Verdict:
+        """Blame ranks that have not joined what others wait in, or that all stand still."""
+        wait, waiting, _ = self._find_main_wait(ranks)
+        doing, frame = self._describe(ranks)
+        named, many = self._name(ranks), len(ranks) > 1
+        final = any(is_deadlocked(self.ranks[number]) for number in ranks)
+        if wait is None:
+            text = f"{named} {'make' if many else 'makes'} no step: {doing}"
+            return self._blame("standstill", text, ranks, frame=frame, is_final=final)
+        total = len(self.waits.keys() - set(ranks))
+        wait_in = _count_waiting(waiting) + (f" ({total} in all)" if total > waiting else "")
+        if wait.is_collective:
+            has = "have" if many else "has"
+            text = f"{named} {has} not joined {_name_wait(wait)}, in which {wait_in}: {doing}"
+        else:
+            holds = "hold" if many else "holds"
+            text = f"{named} {holds} others up: {wait_in} in {_name_wait(wait)}, and {doing}"
+        return self._blame("absent", text, ranks, wait, max(waiting, total), frame, is_final=final)
+
+    def _blame_silent(self, ranks: Sequence[int]) -> Verdict:
+        """Blame nodes and ranks that have not been heard of."""
+        wait, waiting, others = self._find_main_wait(ranks)
+        heard = [number for number in ranks if self.hosts.get(number) not in self.silent]
+        named = self._name(heard) if heard else format_ranks(ranks) if ranks else ""
+        parts = []
+        if hosts := self.silent:
+            more = f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > _MOST_HOSTS else ""
+            named_too = f" ({named})" if named else ""
+            nodes = "node" if len(hosts) == 1 else "nodes"
+            parts.append(f"{nodes} {_join(hosts[:_MOST_HOSTS])}{more}{named_too}")
+        if self.unreported:
+            parts.append(f"{count_things(self.unreported, 'node')} that never reported")
+        text = f"nothing is heard of {_join(parts) or named or 'any rank'}{others}"
+        return self._blame("silent", text, ranks, wait, waiting)
+
+    def _blame_circle(self) -> Verdict:
+        """Blame those of fewest ranks where all wait: for each other, or for what does not end by itself."""
+        by_call: dict[tuple[str, str, int | None], tuple[_Wait, list[int]]] = {}
+        for number in sorted(self.waits):
+            for wait in self.waits[number]:
+                by_call.setdefault(wait.call, (wait, []))[1].append(number)
+        entries = sorted(by_call.values(), key=lambda entry: -len(entry[1]))
+        wait, ranks = entries[0]
+        if not any(found.missing for found, _ in entries) and (len(entries) == 1 or wait.key):
+            known = "" if wait.group == DEFAULT_GROUP or wait.sequence is None else "known "
+            who = f"all {len(ranks)} {known}ranks have" if len(ranks) > 1 else "its only rank has"
+            errors = [
+                f"the GPU of {self._name([number])} reported XID {', '.join(map(str, rank.gpu.xids))}"
+                for number, rank in sorted(self.ranks.items())
+                if rank.gpu and rank.gpu.xids
+            ]
+            hint = _join(errors) or "look at the network and the GPUs"
+            text = f"{who} joined {_name_wait(wait)}, and none completes it: {hint}"
+            _, frame = describe_activity(self.ranks[ranks[0]])
+            return self._blame("network", text, ranks, wait, len(ranks), frame)
+        said = []
+        for each, found in entries[: -_MOST_CIRCLE - 1 : -1]:
+            whom = f" for {format_ranks(sorted(each.missing))}" if each.missing else ""
+            said.append(f"{self._name(found)} in {_name_wait(each)}{whom}")
+        wait, odd = entries[-1]
+        _, frame = describe_activity(self.ranks[odd[0]])
+        # A send or receive that is not recorded may be under way.
+        final = all(each.key and each.is_collective for each, _ in entries)
+        text = f"ranks wait for each other: {_join(said)}"
+        return self._blame("mismatch", text, odd, wait, len(self.waits), frame, is_final=final)
+
+    def _find_main_wait(self, culprits: Sequence[int]) -> tuple[_Wait | None, int, str]:
+        """Return what most ranks wait in for these, how many, and the end of a sentence that says so.
+
+        If nobody waits for them, it is what most ranks wait in at all.
+        """
+        found: dict[tuple[str, str, int | None], tuple[_Wait, int]] = {}
+        for is_direct in (True, False):
+            for number, waits in self.waits.items():
+                for wait in waits:
+                    if number not in culprits and (not is_direct or wait.missing.intersection(culprits)):
+                        found[wait.call] = wait, found.get(wait.call, (wait, 0))[1] + 1
+            if found:
+                wait, waiting = max(found.values(), key=lambda entry: entry[1])
+                return wait, waiting, f", and {_count_waiting(waiting)} in {_name_wait(wait)}"
+        return None, 0, ""
+
+    def _describe(self, ranks: Sequence[int]) -> tuple[str, Frame | None]:
+        """Return what ranks do, the same said once, and where the first one is."""
+        doings: dict[str, int] = {}
+        frame = None
+        for number in ranks:
+            doing, place = describe_activity(self.ranks[number], is_waiting=number in self.waits)
+            frame = frame or place
+            doings.setdefault(doing, number)
+        if len(doings) == 1:
+            (doing,) = doings
+            return f"{'it' if len(ranks) == 1 else f'rank {ranks[0]}'} {doing}", frame
+        shown = [f"rank {number} {doing}" for doing, number in list(doings.items())[:_MOST_PLACES]]
+        return "; ".join(shown), frame
+
+    def _name(self, ranks: Collection[int]) -> str:
+        return format_ranks(ranks, self.hosts)
 
 
-def make_job(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport]) -> Job:
-    """Put the evidence of all nodes together."""
-    ranks = {rank.rank: rank for node in nodes for rank in node.ranks}
-    hosts = {state.rank: report.host for report in reports for state in report.ranks}
-    hosts |= {number: rank.host for number, rank in ranks.items()}
-    heard = {node.host for node in nodes} | {rank.host for rank in ranks.values()}
-    silent = tuple(sorted({report.host for report in reports} - heard))
-    expected = max((report.nodes for report in reports), default=0)
-    unreported = max(expected - len({report.host for report in reports} | heard), 0)
-    return Job(ranks, hosts, find_waits(ranks, frozenset(hosts)), silent, unreported)
-
-
-def judge_mismatch(job: Job) -> Verdict | None:
-    """Return the verdict that ranks have called different collectives as one; None if they have not."""
-    found = find_mismatch(job.ranks, job.waits)
-    if found is None:
-        return None
-    call, few = found.calls[0]
-    doing, frame = describe_activities(job, few)
-    waiting = sum(len(ranks) for _, ranks in found.calls[1:])
-    wait = Wait(call.operation, found.key, found.group, found.sequence)
-    return make_verdict(
-        "mismatch",
-        say_mismatch(found, job.hosts, doing),
-        job,
-        few,
-        wait,
-        waiting=waiting,
-        frame=frame,
-        is_final=True,
-    )
-
-
-def judge_roots(job: Job, roots: Sequence[int]) -> Verdict:
-    """Return the verdict on the ranks at the end of all waiting, by the first kind that some of them are of.
-
-    A rank that is stopped goes first: it explains all others.
-    """
-    heard = {number: job.ranks[number] for number in roots if number in job.ranks}
-    stopped = [number for number, rank in heard.items() if rank.process.state == "T"]
-    exited = [number for number, rank in heard.items() if has_exited(rank)]
-    debugged = [number for number, rank in heard.items() if number not in exited and is_debugged(rank)]
-    absent = [number for number in heard if number not in {*stopped, *exited}]
-    if stopped:
-        return blame_stopped(job, stopped)
-    if debugged:
-        wait, waiting = find_main_wait(job, debugged)
-        doing, frame = describe_activity(job.ranks[debugged[0]])
-        text = f"{format_ranks(debugged[:1], job.hosts)} {doing}{describe_others(wait, waiting)}"
-        return make_verdict("debugged", text, job, debugged, wait, waiting=waiting, frame=frame)
-    if exited and (job.waits or not absent):
-        return blame_exited(job, exited)
-    if absent:
-        return blame_absent(job, absent)
-    return judge_silent(job, roots)
-
-
-def has_exited(rank: RankEvidence) -> bool:
+def _has_exited(rank: RankEvidence) -> bool:
     """Tell whether a rank has ended."""
     return rank.exit_code is not None or rank.process.state in ("Z", "X")
 
 
-def blame_stopped(job: Job, ranks: Sequence[int]) -> Verdict:
-    """Return the verdict on ranks that SIGSTOP holds."""
-    wait, waiting = find_main_wait(job, ranks)
-    is_or_are = "are" if len(ranks) > 1 else "is"
-    text = f"{format_ranks(ranks, job.hosts)} {is_or_are} stopped (SIGSTOP){describe_others(wait, waiting)}"
-    return make_verdict("stopped", text, job, ranks, wait, waiting=waiting, is_final=waiting > 0)
-
-
-def blame_exited(job: Job, ranks: Sequence[int]) -> Verdict:
-    """Return the verdict on ranks that have ended while others wait for them."""
-    wait, waiting = find_main_wait(job, ranks)
-    codes = sorted({code for number in ranks if (code := job.ranks[number].exit_code) is not None})
-    how = f" with exit code {', '.join(map(str, codes))}" if codes else ""
-    has = "have" if len(ranks) > 1 else "has"
-    text = f"{format_ranks(ranks, job.hosts)} {has} ended{how}{describe_others(wait, waiting)}"
-    return make_verdict("exited", text, job, ranks, wait, waiting=waiting, is_final=waiting > 0)
-
-
-def blame_absent(job: Job, ranks: Sequence[int]) -> Verdict:
-    """Return the verdict on ranks that have not joined what others wait in, or that all stand still."""
-    wait, waiting = find_main_wait(job, ranks)
-    doing, frame = describe_activities(job, ranks)
-    named = format_ranks(ranks, job.hosts)
-    many = len(ranks) > 1
-    final = any(is_deadlocked(job.ranks[number]) for number in ranks)
-    if wait is None:
-        text = f"{named} {'make' if many else 'makes'} no step: {doing}"
-        return make_verdict("standstill", text, job, ranks, None, frame=frame, is_final=final)
-    total = len(job.waits.keys() - set(ranks))
-    text = say_absent(named, many, wait, count_all_waiting(waiting, total), doing)
-    waiting = max(waiting, total)
-    return make_verdict("absent", text, job, ranks, wait, waiting=waiting, frame=frame, is_final=final)
-
-
-def judge_silent(job: Job, ranks: Sequence[int] = ()) -> Verdict:
-    """Return the verdict on nodes and ranks that have not been heard of."""
-    silent = sorted(ranks or (number for number in job.hosts if number not in job.ranks))
-    wait, waiting = find_main_wait(job, silent)
-    heard = [number for number in silent if job.hosts.get(number) not in job.silent]
-    named = format_ranks(heard, job.hosts) if heard else format_ranks(silent, {}) if silent else ""
-    text = say_silent(job.silent, named, job.unreported) + describe_others(wait, waiting)
-    return make_verdict("silent", text, job, silent, wait, waiting=waiting)
-
-
-def judge_circle(job: Job) -> Verdict:
-    """Return the verdict where all ranks wait: for each other, or for what does not end by itself."""
-    by_wait: dict[tuple[str, str, int | None], tuple[Wait, list[int]]] = {}
-    for number in sorted(job.waits):
-        for wait in job.waits[number]:
-            entry = (wait.operation, wait.key, wait.sequence)
-            by_wait.setdefault(entry, (wait, []))[1].append(number)
-    entries = sorted(by_wait.values(), key=lambda entry: -len(entry[1]))
-    wait, ranks = entries[0]
-    if not any(found.missing for found, _ in entries) and (len(entries) == 1 or wait.key):
-        text = say_network(wait, len(ranks), list_gpu_errors(job))
-        _, frame = describe_activity(job.ranks[ranks[0]])
-        return make_verdict("network", text, job, ranks, wait, waiting=len(ranks), frame=frame)
-    said = [
-        (
-            format_ranks(found, job.hosts),
-            each,
-            format_ranks(sorted(each.missing), {}) if each.missing else "",
-        )
-        for each, found in reversed(entries)
-    ]
-    odd, wait = entries[-1][1], entries[-1][0]
-    _, frame = describe_activity(job.ranks[odd[0]])
-    # A send or receive that is not recorded may be under way.
-    final = all(each.key and each.is_collective for each, _ in entries)
-    text, waiting = say_circle(said[:4]), len(job.waits)
-    return make_verdict("mismatch", text, job, odd, wait, waiting=waiting, frame=frame, is_final=final)
-
-
-def list_gpu_errors(job: Job) -> list[str]:
-    """Return which GPUs have reported errors (XID)."""
-    return [
-        f"the GPU of {format_ranks([number], job.hosts)} reported XID {', '.join(map(str, rank.gpu.xids))}"
-        for number, rank in sorted(job.ranks.items())
-        if rank.gpu and rank.gpu.xids
-    ]
-
-
-def find_main_wait(job: Job, culprits: Sequence[int]) -> tuple[Wait | None, int]:
-    """Return what most ranks wait in for these, and how many; without one, what most ranks wait in at all."""
-    found: dict[tuple[str, str, int | None], tuple[Wait, int]] = {}
-    for is_direct in (True, False):
-        for number, waits in job.waits.items():
-            for wait in waits:
-                if number in culprits or (is_direct and not wait.missing.intersection(culprits)):
-                    continue
-                key = (wait.operation, wait.key, wait.sequence)
-                found[key] = (wait, found.get(key, (wait, 0))[1] + 1)
-        if found:
-            break
-    return max(found.values(), key=lambda entry: entry[1], default=(None, 0))
-
-
-def describe_activities(job: Job, ranks: Sequence[int]) -> tuple[str, Frame | None]:
-    """Return what ranks do, the same said once, and where the first one is."""
-    doings: dict[str, list[int]] = {}
-    frame = None
+def format_ranks(ranks: Iterable[int], hosts: Mapping[int, str] | None = None) -> str:
+    """Return ranks for people: `rank 5 on n2`, `ranks 4-7 on n2 and 9 on n3`."""
+    by_host: dict[str, list[int]] = {}
     for number in ranks:
-        doing, place = describe_activity(job.ranks[number], is_waiting=number in job.waits)
-        frame = frame or place
-        doings.setdefault(doing, []).append(number)
-    if len(doings) == 1:
-        (doing,) = doings
-        return f"{'it' if len(ranks) == 1 else f'rank {ranks[0]}'} {doing}", frame
-    shown = [f"rank {numbers[0]} {doing}" for doing, numbers in list(doings.items())[:MOST_PLACES]]
-    return "; ".join(shown), frame
+        by_host.setdefault((hosts or {}).get(number, ""), []).append(number)
+    groups = list(by_host.items())
+    shown = [
+        format_cpulist(frozenset(found)) + (f" on {host}" if host else "")
+        for host, found in groups[:_MOST_HOSTS]
+    ]
+    rest = sum(len(found) for _, found in groups[_MOST_HOSTS:])
+    shown += [f"{rest} more"] if rest else []
+    is_one = sum(len(found) for _, found in groups) == 1
+    return f"rank{'' if is_one else 's'} {_join(shown)}"
 
 
-def make_verdict(
-    kind: str,
-    text: str,
-    job: Job,
-    ranks: Sequence[int],
-    wait: Wait | None,
-    *,
-    waiting: int = 0,
-    frame: Frame | None = None,
-    is_final: bool = False,
-) -> Verdict:
-    """Make a verdict whose sentence is harmless on a terminal."""
-    hosts = dict.fromkeys(job.hosts[number] for number in ranks if number in job.hosts)
-    return Verdict(
-        kind=kind,
-        sentence=escape_text(text, LONGEST),
-        ranks=tuple(ranks),
-        hosts=tuple(hosts),
-        group=wait.group if wait else "",
-        operation=wait.operation if wait else "",
-        sequence=wait.sequence if wait else None,
-        waiting=waiting,
-        frame=frame,
-        is_final=is_final,
+def _join(texts: Sequence[str]) -> str:
+    """Return texts as a list: `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]])) if texts else ""
+
+
+def _name_wait(wait: _Wait) -> str:
+    """Return what ranks wait in: `all_reduce #1042 of the default group`, `init_process_group`."""
+    operation = wait.operation or "a collective"
+    return (
+        operation if wait.sequence is None else f"{operation} #{wait.sequence} of {_name_group(wait.group)}"
     )
+
+
+def _name_group(group: str) -> str:
+    """Return a group's name within a sentence."""
+    return "the default group" if group == DEFAULT_GROUP else f"group {group}"
+
+
+def _count_waiting(number: int) -> str:
+    """Return `1 rank waits`, `7 ranks wait`."""
+    return f"{count_things(number, 'rank')} {'waits' if number == 1 else 'wait'}"

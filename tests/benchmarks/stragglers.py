@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from launcher.watch.excess_history import ExcessHistory
+from launcher.watch.own_time import ExcessHistory
 from tests.benchmarks.jobs import HERE, Job, make_command, read_state, start_job
 from tests.watch.simulated_ranks import simulate_excess
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.watch.job_view import describe_job_state, list_job_progress, make_job_view
-from launcher.watch.node_reports import FOLDER, read_reports, write_report
+from launcher.watch.hang import list_stalled
+from launcher.watch.job_view import SharedView, make_job_view
+from launcher.watch.model import GpuSample, Neighbour, NodeReport, Rank
+from launcher.watch.run_files import FOLDER, ReportCache, write_report
 from launcher.watch.run_reader import RunReader
-from launcher.watch.shared_files import SharedView
-from launcher.watch.watch_model import GpuSample, Neighbour, NodeReport, RankState
 
 NODES, RANKS, INTERVAL = 1000, 8, 5.0
 
@@ -27,15 +27,16 @@ def make_report(node: int, number: int) -> NodeReport:
     )  # fmt: skip
 
 
-def make_rank(rank: int, local: int, number: int) -> RankState:
+def make_rank(rank: int, local: int, number: int) -> Rank:
     """One rank of it."""
     gpu = GpuSample(
         local, 0.98, 0.71234, 71_234_567_168, 85_899_345_920, 655.251, 700.0, 61.0, 1755, 1980,
         ("sw_power_cap",), 16, 16, 0, (),
     )  # fmt: skip
-    return RankState(
+    return Rank(
         rank, local, 400_000 + rank, 0, "training", 12_345 + number, 0.31234567, 0.41234567, 0.52345678,
-        0.0123456789, 0.12345678, 1.87654321, 0.00123456, rss=12_345_678_901, major_faults=0.4, throttled=0.0,
+        0.0123456789, 0.12345678, cpu=1.87654321, run_delay=0.00123456, rss=12_345_678_901, major_faults=0.4,
+        throttled=0.0,
         neighbours=(Neighbour("kworker", 77, 0.06),), gpu=gpu, idle=0.31234567,
     )  # fmt: skip
 
@@ -61,16 +62,16 @@ def bench_watch_scale(folder: Path, rounds: int) -> None:
     )
     print(f"| a node's report, {size / 1024:.1f} KiB, is written | {wall / NODES:.2f} | {cpu / NODES:.2f} |")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    wall, cpu = measure(lambda: read_reports(folder, own=True), rounds)
+    wall, cpu = measure(lambda: ReportCache(folder, own=True).read_reports(), rounds)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
     print(f"| the judge reads all, {grown} MiB | {wall:.0f} | {cpu:.0f} |")
-    own, now, read = make_report(0, 2), time.monotonic(), read_reports(folder)
+    own, now, read = make_report(0, 2), time.monotonic(), ReportCache(folder).read_reports()
     shared = SharedView(now, min(stored.written for stored in read), reports=read)
 
     def look() -> None:
         view = make_job_view(own, shared, now)
-        describe_job_state(own, view, (), restarts=0, asks=0, notes=())
-        list_job_progress(view)
+        view.describe(own, (), hanging=False, step=1, notes=())
+        list_stalled(view.ranks, 20.0)
 
     print("| the judge looks, once a second | {:.1f} | {:.1f} |".format(*measure(look, rounds)))
     reader = RunReader(folder)

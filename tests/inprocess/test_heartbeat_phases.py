@@ -3,7 +3,7 @@
 import signal
 from pathlib import Path
 
-from launcher.watch.rank_server import post_handler
+from launcher.watch.flight_recorder import post_handler
 from tests.inprocess.hooked import run_code
 from tests.inprocess.watched import start_program
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import safetensors.torch
 from torch._dynamo.utils import counters
-from launcher.watch.heartbeats import read_heartbeat
+from launcher.watch.heartbeat import read_heartbeat
 
 seen = {}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.watch.kernel_state import catches_signal, has_open
-from launcher.watch.stacks import STACK_SIGNAL, check_signal, request_stacks
+from launcher.watch.evidence import STACK_SIGNAL, check_signal, request_stacks
+from launcher.watch.procfs import catches_signal, has_open
 from tests.inprocess.hooked import PYTHON
 from tests.inprocess.watched import (
     BEGIN,

@@ -6,8 +6,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from launcher.watch.heartbeats import read_heartbeat
-from launcher.watch.watch_model import Heartbeat
+from launcher.watch.heartbeat import read_heartbeat
+from launcher.watch.model import Heartbeat
 from tests.inprocess.hooked import FOLDER, PYTHON, ROOT
 from tests.seam import clean_environ
 

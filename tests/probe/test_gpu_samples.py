@@ -12,8 +12,8 @@ import pynvml  # type: ignore[import-untyped]
 import pytest
 
 from launcher.probe.nvml import REASONS, SM_UTIL, XID, GpuSampler, import_nvml
-from launcher.watch.gpu_reader import GpuReader, read_planned_gpus
-from launcher.watch.watch_model import GpuSample
+from launcher.watch.model import GpuSample
+from launcher.watch.ranks import GpuReader, read_planned_gpus
 
 GPUS = {0: (3, "GPU-aa", "0000:0a:00.0"), 1: (5, "", "0000:0b:00.0")}
 PLAIN = {

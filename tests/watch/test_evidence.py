@@ -16,17 +16,31 @@ from typing import Any
 
 import pytest
 
-from launcher.watch import evidence, kernel_state, rank_activity, rank_answers, stacks
-from launcher.watch.collective_marks import ENQUEUED, unpack_marks
-from launcher.watch.collective_times import CollectiveReader
-from launcher.watch.evidence import WatchedRank, gather_node, gather_ranks
-from launcher.watch.heartbeats import read_heartbeat
-from launcher.watch.kernel_state import compare_looks, look_at_process
+from launcher.watch import activity, evidence
+from launcher.watch.collectives import ENQUEUED, CollectiveReader, unpack_marks
+from launcher.watch.evidence import gather_node
+from launcher.watch.hang import Pause
+from launcher.watch.heartbeat import read_heartbeat
+from launcher.watch.model import (
+    Frame,
+    GpuSample,
+    Heartbeat,
+    NodeEvidence,
+    RankEntry,
+    RankEvidence,
+    Verdict,
+)
 from launcher.watch.own_time import measure_steps, measure_waits
-from launcher.watch.rank_activity import WORKING_IO
-from launcher.watch.socket_bytes import list_connections, read_connection, read_socket_bytes
-from launcher.watch.verdict import judge
-from launcher.watch.watch_model import Frame, GpuSample, Heartbeat, NodeEvidence, RankEvidence
+from launcher.watch.procfs import (
+    KernelLook,
+    compare_looks,
+    list_connections,
+    list_socket_inodes,
+    look_at_process,
+    read_connection,
+    read_socket_bytes,
+)
+from launcher.watch.verdict import decide
 from tests.inprocess.watched import list_heartbeats, make_watched_environ
 from tests.seam import clean_environ
 
@@ -69,7 +83,7 @@ def start(code: str, folder: Path, stdin: int | None = None) -> Generator["subpr
         process.communicate()
 
 
-def await_state(pid: int, is_there: Callable[[kernel_state.KernelLook], bool]) -> None:
+def await_state(pid: int, is_there: Callable[[KernelLook], bool]) -> None:
     """Wait until the kernel says something of a process."""
     for _ in range(500):
         if is_there(look_at_process(pid)):
@@ -78,7 +92,7 @@ def await_state(pid: int, is_there: Callable[[kernel_state.KernelLook], bool]) -
     raise AssertionError(look_at_process(pid))
 
 
-def is_asleep(look: kernel_state.KernelLook) -> bool:
+def is_asleep(look: KernelLook) -> bool:
     return look.process.state in "SD"
 
 
@@ -91,9 +105,13 @@ def gather_one(
     folder: Path, pid: int, *, can_dump: bool = True, exit_code: int | None = None, **options: Any
 ) -> RankEvidence:
     """The evidence of one process."""
-    rank = WatchedRank(0, 3, 0, pid, "n1", exit_code)
-    (found,) = gather_ranks(folder, [rank], {0: make_heartbeat(pid, can_dump=can_dump)}, **options)
+    rank, beats = RankEntry(0, 3, 0, pid, exit_code), {0: make_heartbeat(pid, can_dump=can_dump)}
+    (found,) = gather_node(folder, [rank], beats, host="n1", node_rank=0, number=1, **options).ranks
     return found
+
+
+def judge(*nodes: NodeEvidence) -> Verdict:
+    return decide(nodes, (), Pause(20.0, 30.0, {}, 0.0, "auto")).verdict
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +128,7 @@ def test_where_a_program_stands_and_what_it_does(case: dict[str, Any], tmp_path:
         is_there = is_asleep if doing != "computes" else lambda look: look.ticks > begin + 2
         await_state(process.pid, is_there)
         found = gather_one(tmp_path, process.pid)
-        text, frame = rank_activity.describe_activity(found)
+        text, frame = activity.describe_activity(found)
         assert process.poll() is None and process.stdout is not None
         # A signal would end a sleep in C code, which would print what is left of it.
         assert not select.select([process.stdout], [], [], 0)[0]
@@ -119,7 +137,7 @@ def test_where_a_program_stands_and_what_it_does(case: dict[str, Any], tmp_path:
     assert doing == "computes" or found.process.cpu < 0.3
     assert not found.process.stack_changes or doing == "computes"
     assert found.step == 7 and 40 <= found.idle < 60 and found.step_age and found.step_age >= 40
-    assert rank_activity.is_deadlocked(found) is case.get("deadlocked", False)
+    assert activity.is_deadlocked(found) is case.get("deadlocked", False)
     if threads := case.get("threads"):
         assert [stack.is_current for stack in found.process.stacks] == [False, True]
         assert [stack.frames[-1].function for stack in found.process.stacks] == threads
@@ -140,9 +158,9 @@ def test_evidence_of_one_that_sleeps_is_stopped_and_ends(tmp_path: Path) -> None
         found = gather_one(tmp_path, process.pid, sample_gpu=fail)
         assert found.gpu is None and found.process.stacks
         with path.open("ab") as file:  # files in memory do not grow without bound
-            file.write(b"x" * (stacks.LARGEST_DUMP + 1))
+            file.write(b"x" * (evidence.LARGEST_DUMP + 1))
         for _ in range(2):
-            assert stacks.request_stacks(process.pid, path, 5.0)
+            assert evidence.request_stacks(process.pid, path, 5.0)
         size = path.stat().st_size
         assert 0 < size < 1 << 14
         process.send_signal(signal.SIGSTOP)
@@ -150,10 +168,10 @@ def test_evidence_of_one_that_sleeps_is_stopped_and_ends(tmp_path: Path) -> None
         found = gather_one(tmp_path, process.pid)
         assert found.process.state == "T" and not found.process.stacks
         assert found.notes == ("it is stopped and cannot answer",) and path.stat().st_size == size
-        assert judge([NodeEvidence("n1", 0, 1, 0.0, 0.0, (found,))], []).kind == "stopped"
+        assert judge(NodeEvidence("n1", 0, 1, 0.0, 0.0, (found,))).kind == "stopped"
     assert gather_one(tmp_path, process.pid).process.state == "X"
     for more in (0, 1):
-        rank_answers.keep_trace(kept, b"x" * (rank_answers.LARGEST_KEPT + more))
+        evidence.keep_trace(kept, b"x" * (evidence.LARGEST_KEPT + more))
         assert kept.exists() is not bool(more)
 
 
@@ -170,7 +188,7 @@ def test_the_stack_of_a_main_thread_in_state_d(tmp_path: Path) -> None:
     with start(VFORK, tmp_path) as process:
         await_state(process.pid, lambda look: look.process.state == "D")
         found = gather_one(tmp_path, process.pid)
-    text, frame = rank_activity.describe_activity(found)
+    text, frame = activity.describe_activity(found)
     assert "(state D" in text and frame and frame.function in ("hang", "ready")
 
 
@@ -182,7 +200,7 @@ def test_a_program_that_the_signal_could_harm_gets_none(case: dict[str, str], tm
         assert process.poll() is None
         assert not [path for path in tmp_path.glob("[mo]*") if path.stat().st_size]
     assert not found.process.stacks and any(case["reason"] in note for note in found.notes)
-    assert rank_activity.describe_activity(found)[0] == "sleeps"
+    assert activity.describe_activity(found)[0] == "sleeps"
 
 
 def test_a_program_that_becomes_another_at_the_last_moment_gets_none(
@@ -198,9 +216,9 @@ def test_a_program_that_becomes_another_at_the_last_moment_gets_none(
         return pid
 
     with start("ready(); os.read(0, 1); os.execvp('sleep', ['sleep', '600'])", tmp_path, read) as process:
-        assert stacks.check_signal(process.pid, path) == ""
-        monkeypatch.setattr(stacks, "await_thread", await_program)
-        assert stacks.request_stacks(process.pid, path, 0.3) == ()
+        assert evidence.check_signal(process.pid, path) == ""
+        monkeypatch.setattr(evidence, "await_thread", await_program)
+        assert evidence.request_stacks(process.pid, path, 0.3) == ()
         assert process.poll() is None
     os.close(read)
     os.close(write)
@@ -219,9 +237,9 @@ def test_children_answer_one_after_the_other(tmp_path: Path) -> None:
         await_state(process.pid, is_asleep)
         found = gather_one(tmp_path, process.pid)
     assert [len(child.stacks) for child in found.children] == [1, 1, 1]
-    places = [rank_activity.find_place(child) for child in found.children]
+    places = [activity.find_place(child) for child in found.children]
     assert sorted(place.function for place in places if place) == ["hang", "hang", "read_shard"]
-    main = rank_activity.find_main_stack(found.process)
+    main = found.process.main_stack
     assert main and main.frames[0].function == "hang"
 
 
@@ -241,7 +259,7 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_deadline(tmp_path:
         for deadline, is_measured in ((0.1, False), (60, True)):
             found = gather_one(tmp_path, process.pid, can_dump=False, deadline=deadline)
             assert found.is_measured is is_measured and not found.answered
-            assert rank_activity.is_working(found) is not is_measured
+            assert activity.is_working(found) is not is_measured
             assert ("its evidence was not complete in time" in found.notes) is not is_measured
     assert any("no answer within" in note for note in found.notes) and found.process.state == "S"
 
@@ -308,7 +326,7 @@ def gather_until(
     folder: Path, ranks: list["subprocess.Popen[str]"], is_there: Callable[[RankEvidence], bool]
 ) -> NodeEvidence:
     """The node's evidence, as soon as that of rank 0 is as it is to be."""
-    entries = [WatchedRank(number, number, 0, rank.pid, "n1") for number, rank in enumerate(ranks)]
+    entries = [RankEntry(number, number, 0, rank.pid) for number, rank in enumerate(ranks)]
     for _ in range(60):
         found = {number: read_heartbeat(folder / f"rank-{number}.beat") for number in range(len(ranks))}
         beats = {number: beat for number, beat in found.items() if beat}
@@ -329,7 +347,7 @@ def test_ranks_that_wait_for_each_other_in_torch(tmp_path: Path) -> None:
             tell(rank, waits=True)
         tell(first)
         node = gather_until(tmp_path, [first, second], lambda rank: rank.phase == "joining")
-        verdict = judge([node], [])
+        verdict = judge(node)
         assert (verdict.kind, verdict.ranks, verdict.operation) == ("absent", (1,), "init_process_group")
         assert verdict.frame == Frame(str(tmp_path / "train.py"), 7, "stand")
 
@@ -341,7 +359,7 @@ def test_ranks_that_wait_for_each_other_in_torch(tmp_path: Path) -> None:
             ("default group", 30),
             ("odd", 1),
         ]
-        verdict = judge([node], [])
+        verdict = judge(node)
         sentence = (
             "rank 1 on n1 has not joined all_reduce #31 of the default group, in which 1 rank waits: it "
         )
@@ -350,7 +368,7 @@ def test_ranks_that_wait_for_each_other_in_torch(tmp_path: Path) -> None:
 
         tell(second)
         gather_until(tmp_path, [second], is_pending)
-        verdict = judge([gather_until(tmp_path, [first, second], is_pending)], [])
+        verdict = judge(gather_until(tmp_path, [first, second], is_pending))
         assert verdict.kind == "mismatch" and "barrier" in verdict.sentence
         assert "[3] Float" in verdict.sentence and verdict.sequence == 31
 
@@ -380,12 +398,12 @@ def test_bytes_that_only_recv_has_seen_count_as_work(address: str) -> None:
             before = look_at_process(os.getpid())
             connection.settimeout(10)
             for _ in range(4):
-                connection.sendall(bytes(WORKING_IO))
+                connection.sendall(bytes(activity.WORKING_IO))
                 received = 0
-                while received < WORKING_IO:
+                while received < activity.WORKING_IO:
                     received += len(client.recv(1 << 16))
             after = look_at_process(os.getpid())
-    assert compare_looks(before, after, 1.0).io_bytes >= 4 * WORKING_IO
+    assert compare_looks(before, after, 1.0).io_bytes >= 4 * activity.WORKING_IO
 
 
 def test_a_process_without_connections_or_that_is_gone_has_none() -> None:
@@ -393,5 +411,5 @@ def test_a_process_without_connections_or_that_is_gone_has_none() -> None:
     assert read_socket_bytes(process.pid) == 0
     process.communicate(b"\n")
     assert read_socket_bytes(process.pid) == 0
-    assert read_connection(bytes(72)) is None, "a kernel that does not count is no error"
-    assert all(moved >= 0 for _, moved in list_connections())
+    assert read_connection(bytes(72)) == (0, None), "a kernel that does not count is no error"
+    assert list_connections(list_socket_inodes(os.getpid())).keys() <= {*list_socket_inodes(os.getpid())}

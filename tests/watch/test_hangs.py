@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from launcher.watch.node_reports import hang_path, read_job_state
+from launcher.watch.run_files import hang_path, read_job_state
 from tests.seam import find_run, start, wait_for, write_program
 
 PROGRAM = """

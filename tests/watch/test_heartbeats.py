@@ -11,9 +11,9 @@ from time import monotonic
 import pytest
 
 from launcher.inprocess.launch_inprocess import heartbeat
-from launcher.watch import heartbeats
-from launcher.watch.heartbeats import read_heartbeat
-from launcher.watch.watch_model import PHASES
+from launcher.watch import heartbeat as reader
+from launcher.watch.heartbeat import read_heartbeat
+from launcher.watch.model import PHASES
 
 TIMES = heartbeat.AT_PHASE_SINCE, heartbeat.AT_ACTIVITY_TIME
 
@@ -36,12 +36,12 @@ def path(tmp_path: Path) -> Path:
 
 def test_writer_and_reader_have_the_same_layout() -> None:
     for name in ("MAGIC", "LAYOUT", "SIZE", "RING", "MAX_NOTES"):
-        assert getattr(heartbeat, name) == getattr(heartbeats, name), name
-    names = [f"AT_{field.upper()}" for field in heartbeats.BeatHead.__dataclass_fields__]
+        assert getattr(heartbeat, name) == getattr(reader, name), name
+    names = [f"AT_{field.upper()}" for field in reader.BeatHead.__dataclass_fields__]
     assert [getattr(heartbeat, name) for name in names] == list(range(17))
-    assert heartbeats.HEAD.size == 8 * 17
+    assert reader.HEAD.size == 8 * 17
     places = heartbeat.AT_ENDS, heartbeat.AT_DURATIONS, heartbeat.AT_NOTES
-    assert places == (heartbeats.ENDS_AT, heartbeats.DURATIONS_AT, heartbeats.NOTES_AT)
+    assert places == (reader.ENDS_AT, reader.DURATIONS_AT, reader.NOTES_AT)
     assert 8 * heartbeat.AT_NOTES + heartbeat.MAX_NOTES <= heartbeat.SIZE
     assert [getattr(heartbeat, phase.upper()) for phase in PHASES] == list(range(len(PHASES)))
 

@@ -11,35 +11,33 @@ from typing import Any
 import pytest
 
 from launcher.launch.processes import RankProcess
-from launcher.launch.watching import HangOrder
+from launcher.launch.watching import decode_order
 from launcher.runs.node_records import NodeRecord
-from launcher.watch.hang_actions import HangActions
-from launcher.watch.hang_judge import HangJudge
-from launcher.watch.job_view import (
-    JobView,
-    describe_job_state,
-    find_word,
-    is_judge,
-    list_ended_ranks,
-    list_job_progress,
-    make_job_view,
+from launcher.watch.hang import (
+    HangJudge,
+    choose_limit,
+    find_slow_step,
+    find_stall_begin,
+    list_orders,
+    list_stalled,
 )
-from launcher.watch.node_reports import StoredReport
-from launcher.watch.process_samples import RankSample
-from launcher.watch.progress_limit import choose_limit, find_slow_step, find_stall_begin, list_stalled
-from launcher.watch.rank_book import RankBook
-from launcher.watch.shared_files import SharedView
-from launcher.watch.watch_model import (
+from launcher.watch.job_view import JobView, SharedView, is_judge, make_job_view
+from launcher.watch.model import (
     Decision,
     Hang,
     Heartbeat,
     JobState,
     NodeEvidence,
     NodeReport,
-    RankState,
+    Rank,
+    RankEntry,
+    RankSample,
     Verdict,
 )
-from launcher.watch.watcher_settings import RankEntry
+from launcher.watch.node import StepCount
+from launcher.watch.ranks import RankBook
+from launcher.watch.run_files import Stored
+from launcher.watch.samples import Sample
 
 TABLES = tomllib.loads(Path(__file__).with_name("judge.toml").read_text())
 ABSENT = Verdict("absent", "rank 1 on n1 has not joined", (1,), ("n1",))
@@ -59,12 +57,12 @@ def make_view(text: str) -> JobView:
             attempt, phase = "0", attempt
         pid = 100 + rank + 1000 * int(attempt)
         seconds = None if idle == "none" else float(idle)
-        state = RankState(rank, 0, pid, int(attempt), phase, int(step), seconds, p50=1.0, idle=seconds)
+        state = Rank(rank, 0, pid, int(attempt), phase, int(step), seconds, p50=1.0, idle=seconds)
         reports.append(report(rank, state))
     return JobView(tuple(reports), ())
 
 
-def report(node: int, *ranks: RankState, stalled: bool = False, attempt: int = 0) -> NodeReport:
+def report(node: int, *ranks: Rank, stalled: bool = False, attempt: int = 0) -> NodeReport:
     since = 900.0 if stalled else None
     return NodeReport(f"n{node}", node, 2, attempt, 1000.0, 1, 5.0, ranks, since, limit=20.0)
 
@@ -73,7 +71,7 @@ def shared(
     *reports: tuple[NodeReport, float], job: JobState | None = None, job_age: float = 0.0
 ) -> SharedView:
     """Reports with their ages in seconds, as they were found just now."""
-    stored = tuple(StoredReport(one, 500.0 - age) for one, age in reports)
+    stored = tuple(Stored(one, 500.0 - age) for one, age in reports)
     return SharedView(50.0, 500.0, job, job_age, stored)
 
 
@@ -101,18 +99,19 @@ def test_what_the_judging_node_tells(case: dict[str, Any]) -> None:
 
 def look(judge: HangJudge, view: JobView, now: float, evidence: Sequence[NodeEvidence], number: int) -> str:
     """Do what the watcher does at each look, and say what comes of it."""
-    judge.note_pauses(view, 20)
-    if judge.asks and judge.is_answered(view, evidence, now):
-        found = judge.conclude(view, evidence, 20, now=now, number=number)
+    fresh = view.fresh
+    judge.note_pauses(fresh, 20)
+    if judge.asks and judge.is_answered(fresh, [node.host for node in evidence], now):
+        found = judge.conclude(fresh, (), evidence, 20, now=now, number=number)
         if isinstance(found, Hang):
             seconds = round(found.time - found.stalled_since)
             pids = " ".join(f"{rank}={pid}" for rank, pid in found.pids)
             return f"hang {found.number} after step {found.step} for {seconds} s: {found.action} {pids}"
         if found:
-            return f"no step for {found.seconds:.0f} s"
-    elif not judge.asks and judge.should_ask(view, 20, now):
+            return found.partition(":")[0]
+    elif not judge.asks and judge.should_ask(fresh, 20, now):
         return f"asks {judge.ask(now, 7)}"
-    over = judge.find_recovery(view, 20)
+    over = judge.find_recovery(fresh, 20)
     return f"hang {over.number} is over" if over and over.recovered else ""
 
 
@@ -132,20 +131,19 @@ def test_who_judges(case: dict[str, Any]) -> None:
 def test_yesterdays_hang_is_nobodys_word(case: dict[str, Any]) -> None:
     hang = Hang(3, 1000.0 - case["hang_age"], 900.0, 10, ABSENT, "stop")
     view = shared(job=job("n1", state=case["state"], hangs=(hang,)), job_age=case["age"])
-    found = find_word(report(0), view, 55.0, 55.0 - 100.0)
+    found = view.find_word(report(0), 55.0, 55.0 - 100.0)
     assert (found and [one.number for one in found.hangs]) == case.get("hangs")
-    assert find_word(report(1), view, 55.0, -45.0) is None  # its own
+    assert view.find_word(report(1), 55.0, -45.0) is None  # its own
 
 
 @table("orders")
 def test_what_a_node_does_about_a_hang(case: dict[str, Any]) -> None:
-    actions, pids = HangActions(), {int(rank): pid for rank, pid in case["pids"].items()}
+    pids = {int(rank): pid for rank, pid in case["pids"].items()}
     hang = replace(HANG, action=case["action"], recovered=case.get("recovered"))
-    orders = list(actions.list_orders((hang,), pids))
+    orders = [decode_order(order) for order in list_orders((hang,), 0, pids)]
     assert [" ".join(map(str, (order.action, *order.ranks))) for order in orders] == case["orders"]
-    assert list(actions.list_orders((hang,), pids)) == [], "each hang once"
-    for order in orders:  # the supervisor drops one that comes after a restart
-        pending = HangOrder(order.action, order.ranks, order.sentence, order.pids)
+    assert list(list_orders((hang,), hang.number, pids)) == [], "each hang once"
+    for pending in orders:  # the supervisor drops one that comes after a restart
         ranks = [RankProcess(rank, rank, 0, pid) for rank, pid in pids.items()]
         assert not pending.is_late(ranks) and not pending.is_late(ranks[:1])
         assert pending.is_late([*ranks[:-1], replace(ranks[-1], pid=999)])
@@ -160,9 +158,16 @@ def test_when_ranks_are_looked_at(case: dict[str, Any]) -> None:
 
 @table("stalled")
 def test_who_counts_as_stalled(case: dict[str, Any]) -> None:
-    found = list_stalled(list_job_progress(make_view(case["ranks"])), 20)
+    found = list_stalled(make_view(case["ranks"]).ranks, 20)
     assert [one.rank for one in found] == case["stalled"]
     assert find_stall_begin(found, 100.0) == case.get("since")
+
+
+def make_sample(values: dict[str, Any]) -> Sample:
+    """A sample of the rank with PID 9."""
+    found = dict(values)
+    resting = () if found.pop("is_active", True) else (9,)
+    return Sample({9: RankSample(**found)}, resting=resting)
 
 
 @table("work")
@@ -173,7 +178,7 @@ def test_activity_counts_as_progress_before_the_first_step_alone(case: dict[str,
         book = RankBook(Path("/nowhere"), {Path("/nowhere/rank-0.beat"): found}.get)
         book.add_ranks([RankEntry(0, 0, 0, 9)])
         book.look(1000.0)
-        book.note_activity({9: RankSample(**case["sample"])}, {})
+        book.note_activity(make_sample(case["sample"]), {})
         known = book.ranks[0]
         book.now, known.read_at = 1004.0, began + 4
         if found is None:
@@ -189,7 +194,7 @@ def test_work_in_part_of_an_interval_is_taken_to_have_been_its_beginning() -> No
     book.add_ranks([RankEntry(0, 0, 0, 9)])
     for now, sample in ((1000.0, RankSample(cpu=1.0)), (1005.0, RankSample(cpu=0.4, run_delay=0.2))):
         book.look(now)
-        book.note_activity({9: sample}, {})
+        book.note_activity(Sample({9: sample}), {})
     assert book.measure_idle(book.ranks[0]) == pytest.approx(2.0)
 
 
@@ -203,13 +208,22 @@ def test_the_job_as_its_nodes_reports_have_it() -> None:
     record = NodeRecord("n1", 1, "succeeded", 0, None, "", None, 0, 0.0, 40.0, 1, ((1, 40.0),))
     for age in (2.0, 99.0):
         seen = make_job_view(own, replace(shared((report(1), age)), ended=(record,)), 50.0)
-        assert [one.host for one in seen.reports] == ["n0"]
-        (node,) = list_ended_ranks(seen)
+        assert [one.host for one in (*seen.fresh, *seen.silent)] == ["n0"]
+        (node,) = seen.list_ended_ranks()
         assert [(rank.rank, rank.exit_code, rank.host) for rank in node.ranks] == [(1, 0, "n1")]
     both = JobView((own,), (report(1),))
-    state = describe_job_state(own, both, (HANG,), hanging=True, restarts=1, asks=0, notes=())
+    state = both.describe(own, (HANG,), hanging=True, step=10, notes=())
     assert (state.state, state.step, state.step_age, state.p50) == ("hanging", 10, 30, 1.0)
-    assert (state.silent, state.restarts, state.notes) == (("n1",), 1, ())
+    assert (state.silent, state.hangs, state.notes) == (("n1",), (HANG,), ())
     (start,) = make_view("1/0").fresh
-    state = describe_job_state(start, JobView((start,), ()), (), restarts=0, asks=0, notes=())
+    state = JobView((start,)).describe(start, (), hanging=False, step=0, notes=())
     assert state.state == "starting" and "1 of 2 nodes" in state.notes[0]
+
+
+def test_the_jobs_steps_are_those_of_all_starts_of_its_ranks() -> None:
+    """Ranks that are started again count from 0; another node that takes over goes on where one stopped."""
+    counts, views = StepCount(), ("1/10 1/12", "1/10 1/12", "1/0/1 1/0/1", "1/5/1 1/4/1", "1/9/2 1/0/2")
+    assert [counts.count(make_view(view)) for view in views] == [12, 12, 12, 16, 24]
+    counts = StepCount()
+    counts.adopt(17)
+    assert [counts.count(make_view(view)) for view in ("1/1/2", "1/20/2")] == [17, 20]

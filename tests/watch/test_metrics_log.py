@@ -18,10 +18,10 @@ from launcher.watch.metrics_log import (
     read_metrics,
     thin_out,
 )
-from launcher.watch.watch_model import GpuSample, NodeReport, RankState
+from launcher.watch.model import GpuSample, NodeReport, Rank
 
 TIME = 1767225600.25
-STATE = RankState(
+STATE = Rank(
     rank=3, local_rank=1, pid=77, attempt=0, phase="training", step=120, step_age=0.25, p50=0.412, p99=0.5,
     wait_share=0.25, cpu=1.5, rss=123456789, gpu=GpuSample(1, power=650.5, xids=(79,)),
 )  # fmt: skip
@@ -79,11 +79,15 @@ def test_a_stuck_filesystem_stops_nobody_else(tmp_path: Path, monkeypatch: pytes
     log, _ = make_log(tmp_path)
     results = [log.add_event(EVENT) for _ in range(metrics_log.WAITING + 9)]
     log.close(0.01)
-    assert results[0] and not results[-1] and log.thread.is_alive()
+    assert results[0] and not results[-1] and log.worker and log.worker.thread.is_alive()
     monkeypatch.undo()
     stuck.set()
     log.close(30)
-    assert not log.thread.is_alive() and len(read_metrics(tmp_path)[0].events) >= metrics_log.WAITING
+    assert (
+        log.worker
+        and not log.worker.thread.is_alive()
+        and len(read_metrics(tmp_path)[0].events) >= metrics_log.WAITING
+    )
 
 
 def test_a_file_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

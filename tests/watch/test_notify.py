@@ -14,17 +14,17 @@ from launcher.launch.end_notice import choose_event, describe_end, post_end
 from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import mask_text, mask_tree, mask_words
 from launcher.watch import notify
-from launcher.watch.notify import JobIdentity, Message, Notifier, build_post
-from launcher.watch.watcher_settings import NotifySettings
+from launcher.watch.model import NotifySettings
+from launcher.watch.notify import Message, Notifier, build_post
 from tests.watch.hook_server import SECRET, Hook, serving
 
-JOB = JobIdentity("gpt/7", "/runs/gpt/7", "n1", "4711")
+JOB = {"run": "gpt/7", "run_dir": "/runs/gpt/7", "host": "n1", "job_id": "4711"}
 EVENTS = tuple(NotifyConfig().events)
 
 
 def make_notifier(hook: Hook, **settings: object) -> Notifier:
     values = {"url": hook.url, "events": EVENTS, **settings}
-    return Notifier(NotifySettings(**values), JOB, hook.warnings.append)  # type: ignore[arg-type]  # by name
+    return Notifier(NotifySettings(**values), hook.warnings.append, **JOB)  # type: ignore[arg-type]  # by name
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ def test_what_cannot_be_posted_is_one_warning_without_the_url(
 )
 def test_nobody_there_is_one_warning_without_the_url(url: str) -> None:
     warnings: list[str] = []
-    notifier = Notifier(NotifySettings(url=url, ping_url=url, events=EVENTS), JOB, warnings.append)
+    notifier = Notifier(NotifySettings(url=url, ping_url=url, events=EVENTS), warnings.append, **JOB)
     notifier.tell("start", "")
     notifier.ping()
     notifier.close(30)

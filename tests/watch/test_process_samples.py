@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,8 +12,8 @@ import pytest
 
 from launcher.probe.limits import list_cgroups
 from launcher.probe.sysfs import Tree
-from launcher.watch.node_samples import CgroupReader, NodeReader, NodeSample
-from launcher.watch.process_samples import RankSample, Sample, Sampler, list_growth
+from launcher.watch.model import NodeSample, RankSample
+from launcher.watch.samples import CgroupReader, Groups, NodeReader, Sample, Sampler, list_growth
 
 BUSY = "while True: pass"
 WITH_CHILD = f"""
@@ -108,7 +108,7 @@ def test_a_pid_that_is_used_again_has_no_past() -> None:
     with running(BUSY) as rank:
         sampler = Sampler()
         sampler.sample([rank.pid])
-        sampler.before[rank.pid].start -= 1
+        sampler._before[rank.pid].start -= 1
         assert sampler.sample([rank.pid]).ranks[rank.pid].cpu is None
 
 
@@ -194,20 +194,24 @@ def test_the_strictest_quota_of_a_rank_and_of_the_job(
                 "cg/job/cpu.stat": f"nr_throttled 4\n{line} {unit * seconds // 4}",
             },
         )
-        reader.update([mine, other], 2)
-    assert (reader.throttled(mine), reader.throttled(other), reader.throttled(1 << 30)) == (0.5, 0.125, None)
-    assert reader.common_throttled() == 0.125
-    assert reader.common_folders() == (["cg/job", "cg"] if version == 2 else [])
+        found = reader.sample([mine, other], 2)
+    assert (found.ranks, found.common) == ({mine: 0.5, other: 0.125}, 0.125)
+    assert list(found.folders) == (["cg/job", "cg"] if version == 2 else [])
 
 
 def test_the_probes_cgroups_of_a_process_are_what_the_sampler_reads() -> None:
     with running("import time; time.sleep(99)") as rank:
-        sampler = Sampler(lambda pid: list_cgroups(Tree(), ("cpu",), pid))
+        folders: list[str] = []
+
+        def find(pid: int) -> Mapping[str, Groups]:
+            found = list_cgroups(Tree(), ("cpu",), pid)
+            folders.extend(found["cpu"][1] if "cpu" in found else ())
+            return found
+
+        sampler = Sampler(find)
         for _ in range(2):
             found = sampler.sample([rank.pid])
             time.sleep(0.01)
-        has_counts = any(
-            Path("/", folder, "cpu.stat").exists() for folder in sampler.cgroups.list_common()[1]
-        )
+        has_counts = any(Path("/", folder, "cpu.stat").exists() for folder in folders)
         assert (found.ranks[rank.pid].throttled is not None) == has_counts
         assert found.ranks[rank.pid].throttled == found.node.throttled

@@ -1,22 +1,24 @@
 """Metrics for Prometheus of what only GPUs and clusters have; the others are in `test_outputs`."""
 
 import builtins
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.watch.prometheus import start_prometheus
-from launcher.watch.watch_model import GpuSample, NodeReport, RankState
-from tests.watch.test_outputs import fetch, find
+from launcher.watch.metrics import start_prometheus
+from launcher.watch.model import GpuSample, NodeReport, Rank
+from tests.seam import wait_for
+from tests.watch.test_outputs import find
 
 RANKS = (
-    RankState(
+    Rank(
         rank=8, local_rank=0, pid=7, attempt=0, phase="training", step=120, step_age=0.25, p50=0.4, p99=0.5,
         data_share=0.1, cpu=1.5, rss=1 << 30,
         gpu=GpuSample(3, utilization=0.9, sm_clock=1980, pcie_replays=2, xids=(79, 79),
                       event_reasons=("sw_power_cap",)),
     ),
-    RankState(rank=9, local_rank=1, pid=8, attempt=0, phase="unwatched", step=0, step_age=None),
+    Rank(rank=9, local_rank=1, pid=8, attempt=0, phase="unwatched", step=0, step_age=None),
 )  # fmt: skip
 REPORT = NodeReport(
     'n"1\n',
@@ -34,12 +36,16 @@ REPORT = NodeReport(
 RANK = {"run": "gpt/7", "host": 'n"1\n', "rank": "8", "local_rank": "0"}
 
 
-def test_what_is_served_is_what_the_report_says() -> None:
-    export = start_prometheus("gpt/7", 'n"1\n', port=0, address="127.0.0.1", textfile=None, warn=pytest.fail)
-    assert export and export.port
+def test_what_is_written_is_what_the_report_says(tmp_path: Path) -> None:
+    export = start_prometheus(
+        "gpt/7", 'n"1\n', port=None, address="", textfile=str(tmp_path), warn=pytest.fail
+    )
+    assert export
     export.update(REPORT)
-    found = fetch(export.port)
-    export.close(10)
+    wait_for(lambda: list(tmp_path.glob("*.prom")), "the file")
+    found = (tmp_path / "launch-gpt_7-n_1_.prom").read_text()
+    export.end_file(30)
+    assert list(tmp_path.iterdir()) == []
     assert find(found, "launch_rank_steps_total", **RANK) == [120]
     assert find(found, "launch_rank_step_seconds", **RANK, quantile="0.99") == [0.5]
     assert find(found, "launch_rank_data_wait_ratio") == [0.1]

@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 from launcher.codec import DecodeError
-from launcher.watch.collective_marks import unpack_marks
-from launcher.watch.collective_times import CollectiveReader, condense
-from launcher.watch.flight_recorder import MOST_CALLS, parse_trace
-from launcher.watch.rank_answers import read_trace
-from launcher.watch.rank_server import ServerError, parse_wait_counters, post_handler
-from launcher.watch.stacks import parse_stacks
-from launcher.watch.watch_model import Frame, Heartbeat
+from launcher.watch.collectives import CollectiveReader, condense, unpack_marks
+from launcher.watch.evidence import parse_stacks
+from launcher.watch.flight_recorder import (
+    MOST_CALLS,
+    ServerError,
+    parse_trace,
+    parse_wait_counters,
+    post_handler,
+    read_trace,
+)
+from launcher.watch.model import Frame, Heartbeat
 
 TABLES = json.loads(Path(__file__).with_name("traces.json").read_text())
 BEAT = Heartbeat(

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.watch import shared_files
-from launcher.watch.node_reports import read_job_state, read_reports, write_job_state
-from launcher.watch.rank_book import RankBook
-from launcher.watch.shared_files import Exchange, SharedFiles
-from launcher.watch.watch_model import JobState, NodeReport
-from launcher.watch.watcher_settings import RankEntry
+from launcher.watch import job_view
+from launcher.watch.job_view import Exchange, SharedFiles
+from launcher.watch.model import JobState, NodeReport, RankEntry
+from launcher.watch.ranks import RankBook
+from launcher.watch.run_files import read_job_state, read_reports, write_job_state
 from tests.seam import wait_for
 
 REPORT = NodeReport("n0", 0, 2, 0, 100.0, 1, 5.0, ())
@@ -23,7 +22,7 @@ OTHERS = JobState(200.0, "n1", 0, "hanging", 1, 30.0, 1.0, 2)
 def test_a_filesystem_that_hangs_is_noticed_and_goes_on_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_files, "STUCK", 0.1)
+    monkeypatch.setattr(job_view, "STUCK", 0.1)
     files, answer = SharedFiles(tmp_path), threading.Event()
 
     def read_dead_disk() -> None:
@@ -35,7 +34,7 @@ def test_a_filesystem_that_hangs_is_noticed_and_goes_on_later(
     assert files.view is None and not files.wait_idle(0.05)
     answer.set()
     assert files.wait_idle(10) and not files.is_stuck(time.monotonic())
-    assert files.view and [one.report for one in files.view.reports] == [REPORT]
+    assert files.view and [one.value for one in files.view.reports] == [REPORT]
 
 
 def test_what_cannot_be_written_is_told_and_tried_again(tmp_path: Path) -> None:

@@ -10,13 +10,20 @@ from typing import Any
 import pytest
 
 from launcher.codec import convert
-from launcher.watch.collective_marks import DURATION, ENQUEUED, STEP_ENDS, Mark, pack_marks, unpack_marks
-from launcher.watch.excess_history import ExcessHistory
-from launcher.watch.own_time import StepExcess, measure_steps, measure_waits
-from launcher.watch.reading_times import QUICK, ReadingTimes, choose_reading_interval
-from launcher.watch.straggler_causes import RankFacts, find_cause
-from launcher.watch.stragglers import StragglerFinder, explain_straggler, list_slow_ranks
-from launcher.watch.watch_model import CollectiveTimes, Heartbeat, NodeReport, RankState
+from launcher.watch.collectives import (
+    DURATION,
+    ENQUEUED,
+    QUICK,
+    STEP_ENDS,
+    Mark,
+    ReadingTimes,
+    choose_reading_interval,
+    pack_marks,
+    unpack_marks,
+)
+from launcher.watch.model import CollectiveTimes, Heartbeat, NodeReport, Rank
+from launcher.watch.own_time import ExcessHistory, StepExcess, measure_steps, measure_waits
+from launcher.watch.stragglers import Facts, StragglerFinder, explain_straggler, find_cause, list_slow_ranks
 from tests.watch.simulated_ranks import PROGRAMS, Simulation, simulate_excess
 
 CAUSES = tomllib.loads(Path(__file__).with_name("causes.toml").read_text())["cause"]
@@ -36,8 +43,8 @@ HEALTHY = {
 SLOW = Simulation("ddp", ranks=4, slow=1, excess=0.12, noise=0.02, seed=3)
 
 
-def make_state(**more: Any) -> RankState:
-    return convert(RankState, HEALTHY | more)
+def make_state(**more: Any) -> Rank:
+    return convert(Rank, HEALTHY | more)
 
 
 def make_report(marks: dict[int, list[Mark]], number: int, pids: int = 100, waits: float = 0.1) -> NodeReport:
@@ -131,9 +138,9 @@ def test_a_straggler_is_told_once_in_an_episode_and_long_pauses_are_no_habit() -
 
 @pytest.mark.parametrize("case", CAUSES, ids=lambda case: f"{case['cause']} {case['says'][:9]}")
 def test_causes(case: dict[str, Any]) -> None:
-    facts = [RankFacts(make_state(**case["rank"]), case.get("pressure"))]
-    usual = [RankFacts(make_state(), None)]
-    others = [[RankFacts(make_state(**case.get("others", {})), None)]] * 2
+    facts = [Facts(make_state(**case["rank"]), case.get("pressure"))]
+    usual = [Facts(make_state(), None)]
+    others = [[Facts(make_state(**case.get("others", {})), None)]] * 2
     found = find_cause(facts, [*others, usual], case.get("excess", 0.1))
     assert found.name == case["cause"] and case["says"] in found.detail
     assert find_cause([], [usual], 0.1).name == "program"

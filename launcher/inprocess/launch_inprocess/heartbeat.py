@@ -3,7 +3,7 @@
 The file has SIZE bytes: items of 8 bytes in the machine's byte order, integers and floats, then the notes'
 text. Times are CLOCK_MONOTONIC's, which is the same for all processes of a node and does not jump. An item is
 written at once. Those that belong together are written in such an order that a reader between two of them
-finds the values from before, so that there is no lock. `launcher.watch.heartbeats` reads the file.
+finds the values from before, so that there is no lock. `launcher.watch.heartbeat` reads the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ else:
     from _signal import getsignal  # `signal` costs a millisecond
 
 STARTING, JOINING, TRAINING, LOADING, COMPILING, SAVING, EVALUATING, ENDED = range(8)
-"""Phases, as `launcher.watch.watch_model.PHASES` has them."""
+"""Phases, as `launcher.watch.model.PHASES` has them."""
 MAGIC = int.from_bytes(b"launchHB", "little")
 LAYOUT = 1
 """Version of the layout."""

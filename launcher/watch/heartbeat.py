@@ -2,13 +2,13 @@
 
 import math
 import os
-import re
 import struct
 import time
 from dataclasses import dataclass
 
 from launcher.files import read_file, read_stat
-from launcher.watch.watch_model import PHASES, Heartbeat
+from launcher.watch.model import PHASES, Heartbeat
+from launcher.watch.procfs import START
 
 MAGIC = int.from_bytes(b"launchHB", "little")
 LAYOUT, SIZE = 1, 8192
@@ -17,10 +17,9 @@ ENDS_AT, DURATIONS_AT, NOTES_AT = 32, 32 + RING, 32 + 2 * RING
 MAX_NOTES = 1024
 HEAD = struct.Struct("=7q qd qdd qd q qq")
 """The first 17 items."""
-NAME = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.beat")
-START_TIME, START_STACK = 22 - 3, 28 - 3
-"""Indices of these fields of proc(5)'s stat in `read_stat`."""
-MAX_READS = 3
+_START_STACK = 28 - 3
+"""Index of this field of proc(5)'s stat in `read_stat`."""
+_MAX_READS = 3
 """Readings until two agree; of a rank that writes more often than that, the last one is taken."""
 
 
@@ -54,14 +53,31 @@ def read_heartbeat(path: str | os.PathLike[str]) -> Heartbeat | None:
     ended or become another program. Times are converted to seconds since the epoch by the clocks of now.
     """
     try:
-        data = read_twice(path)
-        head = read_head(data)
-        if head is None or not is_alive(head):
+        data = read_file(path, SIZE, own=True)
+        for _ in range(_MAX_READS - 1):
+            before, data = data, read_file(path, SIZE, own=True)
+            if data == before:
+                break
+        head = _read_head(data)
+        if head is None:
             return None
+        state, *_ = fields = read_stat(head.pid)[1]
     except OSError:
         return None
+    # The kernel shows where a process's stack is, which an exec changes, to those alone who may trace it.
+    stack = int(fields[_START_STACK])
+    if (
+        state in "ZX"
+        or int(fields[START]) != head.start_time
+        or (stack and head.start_stack not in (0, stack))
+    ):
+        return None
+    # The rings' oldest places may have what was written meanwhile.
+    ends, durations = (struct.unpack_from(f"={RING}d", data, 8 * at) for at in (ENDS_AT, DURATIONS_AT))
+    places = [number % RING for number in range(max(0, head.recorded - (RING - 1)), head.recorded)]
+    steps = sorted((ends[at], durations[at]) for at in places if math.isfinite(ends[at] + durations[at]))
+    notes = data[8 * NOTES_AT : 8 * NOTES_AT + min(head.notes_size, MAX_NOTES)].decode(errors="replace")
     shift = time.time() - time.monotonic()
-    steps = read_steps(data, head.recorded)
     return Heartbeat(
         rank=head.rank,
         local_rank=head.local_rank,
@@ -76,21 +92,11 @@ def read_heartbeat(path: str | os.PathLike[str]) -> Heartbeat | None:
         durations=tuple(duration for _, duration in steps),
         step_ends=tuple(end + shift for end, _ in steps),
         can_dump=head.dump_signal > 0,
-        notes=read_notes(data, head.notes_size),
+        notes=tuple(notes.splitlines()),
     )
 
 
-def read_twice(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of a heartbeat, as two readings have them if possible; raises OSError."""
-    data = read_file(path, SIZE, own=True)
-    for _ in range(MAX_READS - 1):
-        before, data = data, read_file(path, SIZE, own=True)
-        if data == before:
-            break
-    return data
-
-
-def read_head(data: bytes) -> BeatHead | None:
+def _read_head(data: bytes) -> BeatHead | None:
     """Return the items before the rings; None for what no hook of this version has written."""
     if len(data) != SIZE:
         return None
@@ -100,34 +106,3 @@ def read_head(data: bytes) -> BeatHead | None:
     is_known = head.magic == MAGIC and head.layout == LAYOUT and 0 <= head.phase < len(PHASES)
     is_sane = all(map(math.isfinite, numbers)) and min(counts) >= 0
     return head if is_known and is_sane else None
-
-
-def is_alive(head: BeatHead) -> bool:
-    """Tell whether the process that wrote this still runs the same program.
-
-    The kernel shows the address of its stack, which an exec changes, to those alone who may trace it.
-    """
-    try:
-        _, fields = read_stat(head.pid)
-    except OSError:
-        return False
-    if fields[0] in "ZX" or int(fields[START_TIME]) != head.start_time:
-        return False
-    return head.start_stack == 0 or int(fields[START_STACK]) in (0, head.start_stack)
-
-
-def read_steps(data: bytes, recorded: int) -> list[tuple[float, float]]:
-    """Return the end and the duration of the steps in the rings, oldest first.
-
-    Those that were written meanwhile are among them, in the places of the oldest.
-    """
-    ends, durations = (struct.unpack_from(f"={RING}d", data, 8 * at) for at in (ENDS_AT, DURATIONS_AT))
-    places = [number % RING for number in range(max(0, recorded - (RING - 1)), recorded)]
-    steps = [(ends[place], durations[place]) for place in places]
-    return sorted(step for step in steps if all(map(math.isfinite, step)))
-
-
-def read_notes(data: bytes, size: int) -> tuple[str, ...]:
-    """Return the notes' lines."""
-    text = data[8 * NOTES_AT : 8 * NOTES_AT + min(size, MAX_NOTES)].decode(errors="replace")
-    return tuple(text.splitlines())

@@ -5,6 +5,7 @@ the epoch on the clock of the node that wrote them; durations are in seconds, sh
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 PHASES = (
     "starting",
@@ -88,9 +89,29 @@ class Neighbour:
     """Cores that it used of those that the rank may use."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSample:
+    """What the kernel says of a rank and its children since the last; None for what is not known (yet)."""
+
+    cpu: float | None = None
+    """Cores used."""
+    run_delay: float | None = None
+    """Seconds per second that threads, in all, were ready to run and waited for a core (schedstat)."""
+    thread_delay: float | None = None
+    """The same of the one thread that waited most."""
+    rss: int | None = None
+    """Bytes: the rank's resident memory, and its children's without what files and shared memory have."""
+    major_faults: float | None = None
+    """Per second."""
+    throttled: float | None = None
+    """Seconds per second, summed over CPUs, that a CPU quota held back its cgroup or one above it."""
+    neighbours: tuple[Neighbour, ...] = ()
+    """Processes of others that ran on its cores, the busiest first."""
+
+
 @dataclass(frozen=True, slots=True)
-class RankState:
-    """One rank in a node's report: its heartbeat, and what the kernel says since the last report."""
+class Rank(RankSample):
+    """A rank that is watched, as its node reports it: its last heartbeat, its sample, its GPU."""
 
     rank: int
     local_rank: int
@@ -108,20 +129,6 @@ class RankState:
     """Share of the time that it waits for data."""
     wait_share: float | None = None
     """Share of the time that it waits for other ranks; None if that is not known."""
-    cpu: float | None = None
-    """Cores that its process and its children use."""
-    run_delay: float | None = None
-    """Seconds per second that its threads wait for a core (schedstat)."""
-    thread_delay: float | None = None
-    """The same of the one thread that waits most."""
-    rss: int | None = None
-    """Bytes, of the process and its children."""
-    major_faults: float | None = None
-    """Per second."""
-    throttled: float | None = None
-    """Seconds per second, summed over CPUs, that a CPU quota held back its cgroup or one above it."""
-    neighbours: tuple[Neighbour, ...] = ()
-    """The busiest processes of others on its cores."""
     exit_code: int | None = None
     gpu: GpuSample | None = None
     notes: tuple[str, ...] = ()
@@ -144,8 +151,22 @@ class CollectiveTimes:
     """One for each collective and each end of a step, packed by `collective_marks.pack_marks`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSample:
+    """What the kernel says of a node since the last sample; None for what is not known (yet)."""
+
+    nic_rates: tuple[tuple[str, float], ...] = ()
+    """Bytes a second, received and sent, by device: RDMA devices, and physical network interfaces."""
+    memory_pressure: float | None = None
+    cpu_pressure: float | None = None
+    io_pressure: float | None = None
+    """Share of the last 10 s that some task waited for it (PSI): in the ranks' common cgroup, else at all."""
+    throttled: float | None = None
+    """Seconds per second, summed over CPUs, that a quota held back the ranks' common cgroup or one above."""
+
+
 @dataclass(frozen=True, slots=True)
-class NodeReport:
+class NodeReport(NodeSample):
     """What a node's watcher writes every few seconds to `RUN_DIR/watch/node-HOST.json`, whole."""
 
     host: str
@@ -158,21 +179,13 @@ class NodeReport:
     """Counts the reports of this watcher."""
     interval: float
     """Seconds to the next one."""
-    ranks: tuple[RankState, ...]
+    ranks: tuple[Rank, ...]
     stalled_since: float | None = None
     """Since when no rank here has made progress, once that is longer than the limit."""
     limit: float | None = None
     """Seconds without progress that count as a hang now."""
     asks: int = 0
     """Number of the hang that the judging node asks all nodes to report evidence for; 0 for none."""
-    nic_rates: tuple[tuple[str, float], ...] = ()
-    """Bytes a second, received and sent, by device."""
-    memory_pressure: float | None = None
-    cpu_pressure: float | None = None
-    io_pressure: float | None = None
-    """Share of the last 10 s that some task waited for it (PSI)."""
-    throttled: float | None = None
-    """Seconds per second in which the job's cgroup was held back by its CPU quota."""
     notes: tuple[str, ...] = ()
     collectives: tuple[CollectiveTimes, ...] = ()
     """Of its ranks, as of the last time that their recorders were read."""
@@ -226,6 +239,11 @@ class ProcessState:
     command: str = ""
     """For a child: its name."""
 
+    @property
+    def main_stack(self) -> Stack | None:
+        """The stack of its main thread."""
+        return next((stack for stack in self.stacks if stack.is_current and stack.frames), None)
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -273,7 +291,7 @@ class RankEvidence:
     host: str
     pid: int
     phase: str
-    """As in RankState."""
+    """As in Rank."""
     step: int
     step_age: float | None
     idle: float
@@ -346,15 +364,6 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
-    """A pause that may end by itself: the fact, once; nothing follows from it."""
-
-    seconds: float
-    """Without a step so far."""
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
 class Hang:
     """Ranks that will not go on, or have done nothing for a long time: kept, told, and acted on."""
 
@@ -418,3 +427,68 @@ class JobState:
     wait_shares: tuple[tuple[int, float], ...] = ()
     """Share of the time that ranks wait for others, by rank."""
     schema: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSettings:
+    """`watch.*`, as config/settings.py has it."""
+
+    hang_seconds: Any = "auto"
+    on_hang: str = "report"
+    interval: float = 5.0
+    metrics_interval: float = 30.0
+    prometheus_port: int | None = None
+    prometheus_address: str = "127.0.0.1"
+    textfile: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NotifySettings:
+    """`notify.*`, as config/settings.py has it."""
+
+    url: str | None = None
+    format: str = "auto"
+    events: tuple[str, ...] = ()
+    ping_url: str | None = None
+    ping_interval: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class WatcherSettings:
+    """The first line that the supervisor writes to the watcher."""
+
+    run_dir: str
+    run: str
+    """`NAME/ID`."""
+    folder: str
+    """Where the node's ranks keep their heartbeats."""
+    host: str
+    node_rank: int
+    nodes: int
+    """Nodes of the job, at most."""
+    attempt: int
+    """Number of this start's first attempt."""
+    ranks: int
+    """Ranks on this node."""
+    watch: WatchSettings
+    notify: NotifySettings
+
+
+@dataclass(frozen=True, slots=True)
+class RankEntry:
+    """A rank on this node, as the supervisor knows it."""
+
+    rank: int
+    local_rank: int
+    attempt: int
+    pid: int
+    exit_code: int | None = None
+    """As subprocess gives it; None for one that runs, or whose end nobody saw."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMessage:
+    """A later line: ranks that were found, or have ended."""
+
+    found: tuple[RankEntry, ...] = ()
+    ended: tuple[RankEntry, ...] = ()

@@ -1,0 +1,235 @@
+"""The ranks of this node as its watcher knows them: who runs, heartbeats, samples, GPUs, what is reported."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from launcher.protocol import name_plan_file
+from launcher.watch.hang import find_quantile, find_slow_step
+from launcher.watch.model import GpuSample, Heartbeat, Rank, RankEntry, RankSample
+from launcher.watch.run_files import read_value
+from launcher.watch.samples import ACTIVE_CPU, Sample
+
+_NO_SAMPLE = RankSample()
+_MOST_START = 600.0
+"""Seconds for which a rank that has made no step yet counts as making progress by its activity alone."""
+
+
+@dataclass(slots=True)
+class WatchedRank:
+    """A rank's process and its last heartbeat."""
+
+    entry: RankEntry
+    beat: Heartbeat | None = None
+    """None if no hook of it writes one."""
+    last: Heartbeat | None = None
+    """The last one that there was."""
+    read_at: float = 0.0
+    """When it was read, on the clock of its times."""
+    has_ended: bool = False
+    waited: tuple[float, float] = (0.0, 0.0)
+    """Seconds of waiting for data at the last sample, and when that was."""
+    data_share: float | None = None
+    active_at: float = 0.0
+    """Monotonic time at which its process tree was last seen to do anything."""
+
+
+@dataclass(slots=True)
+class RankBook:
+    """Keeps what is known of this node's ranks."""
+
+    folder: Path
+    read: Callable[[Path], Heartbeat | None]
+    """`read_heartbeat`."""
+    ranks: dict[int, WatchedRank] = field(default_factory=dict)
+    """By rank, of torchrun's last start; never changed in place, since other threads go through it."""
+    counts_from: float = 0.0
+    """Before this monotonic time nobody could make progress: this process, too, was stopped."""
+    now: float = 0.0
+    """Monotonic time of the last look."""
+    sampled_at: float = 0.0
+    """Monotonic time of the last samples."""
+
+    def add_ranks(self, entries: Iterable[RankEntry]) -> None:
+        """Add ranks that have started; a later start of a rank replaces the one before."""
+        ranks = dict(self.ranks)
+        for entry in entries:
+            known = ranks.get(entry.rank)
+            if known is None or entry.attempt >= known.entry.attempt:
+                ranks[entry.rank] = WatchedRank(entry)
+        newest = max((known.entry.attempt for known in ranks.values()), default=0)
+        self.ranks = {rank: known for rank, known in ranks.items() if known.entry.attempt == newest}
+
+    def note_ends(self, entries: Iterable[RankEntry]) -> None:
+        """Note that ranks have ended."""
+        for entry in entries:
+            known = self.ranks.get(entry.rank)
+            if known and known.entry.pid == entry.pid:
+                known.entry, known.has_ended = replace(known.entry, exit_code=entry.exit_code), True
+
+    def look(self, now: float) -> None:
+        """Read the heartbeats; `now` is monotonic."""
+        self.now = now
+        for known in self.ranks.values():
+            if known.has_ended:
+                continue
+            beat = self.read(self.folder / f"rank-{known.entry.rank}.beat")
+            # A file of the rank's last start has that one's PID.
+            known.beat = beat if beat and beat.pid == known.entry.pid else None
+            known.last = known.beat or known.last
+            known.read_at = time.time()
+
+    def forgive(self, now: float) -> None:
+        """Leave out the time so far: nobody could run in it, or this process was not there to see."""
+        self.counts_from = now
+
+    def measure_idle(self, known: WatchedRank) -> float | None:
+        """Return the seconds since a rank's last progress; None if it is not watched."""
+        if known.beat is None or known.has_ended:
+            return None
+        idle = min(known.read_at - known.beat.activity_time, self.now - self.counts_from)
+        if not known.beat.step and idle < _MOST_START:
+            idle = min(idle, self.now - known.active_at)
+        return max(0.0, idle)
+
+    def measure_quiet(self, known: WatchedRank) -> float:
+        """Return the seconds since a rank's last activity, or progress."""
+        return max(0.0, min(self.now - known.active_at, self.measure_idle(known) or 0.0))
+
+    def list_still(self, seconds: float) -> Sequence[int]:
+        """Return the PIDs of ranks without a step so far, or without progress for more than some seconds."""
+        return [
+            known.entry.pid
+            for known in self.ranks.values()
+            if (beat := known.beat) and (not beat.step or known.read_at - beat.activity_time > seconds)
+        ]
+
+    def note_activity(self, sample: Sample, gpus: Mapping[int, GpuSample]) -> None:
+        """Note which ranks are active; before its first step, that counts as a rank's progress.
+
+        Imports and the reading of data make no progress that the heartbeat has. `sample` is of the time since
+        the last call: a rank that used the CPU for part of it is taken to have done so first. `gpus` are by
+        local rank.
+        """
+        elapsed, self.sampled_at = self.now - self.sampled_at if self.sampled_at else 0.0, self.now
+        for known in self.ranks.values():
+            one, gpu = sample.ranks.get(known.entry.pid, _NO_SAMPLE), gpus.get(known.entry.local_rank)
+            used = (one.cpu or 0.0) + (one.run_delay or 0.0)
+            if known.entry.pid not in sample.resting or (gpu and gpu.utilization != 0.0):
+                rest = 1 - min(used, 1.0) if used >= ACTIVE_CPU else 0.0
+                known.active_at = self.now - elapsed * rest
+
+    def measure_data_shares(self) -> None:
+        """Find the share of the time since the last call that each rank waited for data."""
+        for known in self.ranks.values():
+            if known.beat is None:
+                continue
+            before, since = known.waited
+            elapsed = known.read_at - since
+            if since and elapsed > 0:
+                known.data_share = min(1.0, max(0.0, known.beat.data_wait - before) / elapsed)
+            known.waited = known.beat.data_wait, known.read_at
+
+    def list_beats(self) -> Mapping[int, Heartbeat]:
+        """Return the heartbeats by rank."""
+        return {rank: known.beat for rank, known in self.ranks.items() if known.beat}
+
+    def list_pids(self) -> Mapping[int, int]:
+        """Return the PIDs of all ranks, by rank."""
+        return {rank: known.entry.pid for rank, known in self.ranks.items()}
+
+    def find_slow_step(self) -> float:
+        """Return the seconds of the slow steps of the last 256, over all ranks."""
+        return max((find_slow_step(beat.durations) for beat in self.list_beats().values()), default=0.0)
+
+    def list_ranks(
+        self, sample: Sample, gpus: Mapping[int, GpuSample], wait_shares: Mapping[int, float]
+    ) -> tuple[Rank, ...]:
+        """Return the ranks' part of a report; `gpus` are by local rank, `wait_shares` by rank."""
+        found = []
+        for rank, known in sorted(self.ranks.items()):
+            entry, beat = known.entry, known.last if known.has_ended else known.beat
+            own = sample.ranks.get(entry.pid, _NO_SAMPLE)
+            phase = known.beat.phase if known.beat else "unwatched"
+            found.append(
+                Rank(
+                    rank=rank,
+                    local_rank=entry.local_rank,
+                    pid=entry.pid,
+                    attempt=entry.attempt,
+                    phase="exited" if known.has_ended else phase,
+                    step=beat.step if beat else 0,
+                    step_age=max(0.0, time.time() - beat.step_time) if beat and beat.step_time else None,
+                    p50=find_quantile(beat.durations, 0.5) if beat else None,
+                    p99=find_quantile(beat.durations, 0.99) if beat else None,
+                    data_share=known.data_share,
+                    wait_share=wait_shares.get(rank),
+                    exit_code=entry.exit_code,
+                    gpu=gpus.get(entry.local_rank),
+                    notes=beat.notes if beat else (),
+                    idle=self.measure_idle(known),
+                    quiet=self.measure_quiet(known),
+                    **{item.name: getattr(own, item.name) for item in fields(own)},
+                )
+            )
+        return tuple(found)
+
+
+# GPUs
+
+_FRESH = 4
+"""Intervals after which a reading is too old to be given out."""
+ReadGpus = Callable[[], Mapping[int, GpuSample]]
+"""Reads GPUs, by local rank; nothing if there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedGpu:
+    index: int
+    uuid: str = ""
+    pci: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedRank:
+    local_rank: int
+    gpu: _PlannedGpu | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedRanks:
+    """What of plan-HOST.json counts here."""
+
+    ranks: tuple[_PlannedRank, ...] = ()
+
+
+def read_planned_gpus(run_path: Path, host: str) -> dict[int, tuple[int, str, str]]:
+    """Return index, UUID and PCI address of each local rank's GPU; none if the plan cannot be read."""
+    plan = read_value(_PlannedRanks, run_path / name_plan_file(host), own=True) or _PlannedRanks()
+    return {one.local_rank: (one.gpu.index, one.gpu.uuid, one.gpu.pci) for one in plan.ranks if one.gpu}
+
+
+class GpuReader:
+    """Reads the ranks' GPUs in a thread: a driver in trouble can keep a caller for minutes."""
+
+    def __init__(self, open_gpus: Callable[[], ReadGpus | None], interval: float) -> None:
+        """`open_gpus` is called in the thread; it returns None if there is nothing to be read."""
+        self.open_gpus = open_gpus
+        self.interval = interval
+        self.last: Mapping[int, GpuSample] = {}
+        self.time = 0.0
+        self.thread = threading.Thread(target=self._run, name="gpus", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        """Read again and again, until nothing is to be read."""
+        read = self.open_gpus()
+        while read is not None and (found := read()):
+            self.last, self.time = found, time.monotonic()
+            time.sleep(self.interval)
+
+    def latest(self) -> Mapping[int, GpuSample]:
+        """Return the last reading by local rank; nothing if it is too old, as with a driver that is stuck."""
+        return self.last if time.monotonic() - self.time < _FRESH * self.interval else {}

@@ -1,0 +1,489 @@
+"""What the kernel says of ranks and their node between two samples: CPU, run delay, memory, faults, network.
+
+A sample must not cost what it looks for. So a rank's tree is found by the kernel's lists of children and not
+by a search through /proc, and its memory is its resident set: the proportional one (smaps_rollup) walks
+all page tables and holds the lock that the rank's page faults need.
+"""
+
+import os
+import struct
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from launcher.files import read_stat
+from launcher.watch.model import Neighbour, NodeSample, RankSample
+from launcher.watch.procfs import (
+    START,
+    TICKS,
+    list_connections,
+    list_numbers,
+    list_socket_inodes,
+    read_children,
+    read_io,
+    read_kernel_text,
+)
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PROCESS_TIMES, _FAULTS = slice(11, 15), slice(9, 11)
+"""Fields that `read_stat` gives: utime, stime, cutime, cstime; majflt, cmajflt (proc(5))."""
+_LARGEST_TREE = 256
+"""Processes of a rank that are looked at, at most."""
+_MOST_THREADS = 256
+"""Threads of a process whose run delay is read, at most: a program can have thousands."""
+ACTIVE_CPU = 0.05
+"""Cores from which on a rank's tree is active: what waits uses less than 0.02."""
+_STARVING = 0.25
+"""Seconds per second that a thread waits for a core; on a busy machine, one that only polls has 0.05."""
+_ACTIVE_BYTES = 1024.0
+"""The same in bytes a second: torch's store is asked for less by NCCL's monitor."""
+_THOROUGH = 6
+"""Of so many samples one asks all threads; the others those that ran, or that had children."""
+
+
+# Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """All ranks of a node, by PID, and the node."""
+
+    ranks: Mapping[int, RankSample] = field(default_factory=dict)
+    node: NodeSample = field(default_factory=NodeSample)
+    resting: Collection[int] = ()
+    """PIDs of ranks none of whose processes did anything; what cannot be seen counts as activity."""
+
+
+@dataclass(slots=True)
+class _Tree:
+    """Totals of a rank's tree since the start of its processes."""
+
+    start: int
+    """When the rank's process started, in ticks since boot: another one means that its PID is used again."""
+    ticks: int = 0
+    """Of CPU, with those of children that ended and were waited for."""
+    faults: int = 0
+    rss: int = 0
+    delays: dict[int, int] = field(default_factory=dict)
+    """Nanoseconds by thread."""
+    pids: set[int] = field(default_factory=set)
+    bytes_moved: int | None = 0
+    """Read and written; None if that is not shown."""
+    connections: Mapping[int, int] | None = None
+    """Bytes of its TCP connections by inode, if they were looked at."""
+
+
+class Sampler:
+    """Samples ranks; each call says what has been since the one before."""
+
+    def __init__(self, find_cgroups: "FindCgroups | None" = None, root: str = "") -> None:
+        """`find_cgroups` gives a process's cgroups; `root` is what /sys and /proc/pressure are below."""
+        self._node = NodeReader(root)
+        self._cgroups = CgroupReader(find_cgroups, root)
+        self._neighbours = _NeighbourFinder()
+        self._before: dict[int, _Tree] = {}
+        self._parents: set[int] = set()
+        """Threads (TIDs) that had children."""
+        self._resting: dict[int, int] = {}
+        """Run delays of threads that did not run between the last two samples."""
+        self._time = 0.0
+        self._number = 0
+
+    def sample(self, pids: Collection[int], still: Collection[int] = ()) -> Sample:
+        """Sample the ranks with these PIDs; of one that is gone there is an empty sample. Raises nothing.
+
+        Of `still`, those that make no progress, TCP connections are looked at, too: without that, a rank
+        counts as active.
+        """
+        now = time.monotonic()
+        elapsed, self._time = now - self._time, now
+        if self._number % _THOROUGH == 0:
+            self._parents, self._resting = set(), {}
+        trees = {pid: tree for pid in pids if (tree := self._read_tree(pid))}
+        for pid in trees.keys() & still:
+            trees[pid].connections = _read_connections(trees[pid].pids)
+        self._number += 1
+        quotas = self._cgroups.sample(trees, elapsed)
+        neighbours = self._neighbours.find({pid: tree.pids for pid, tree in trees.items()})
+        ranks, resting = dict.fromkeys(pids, RankSample()), set()
+        for pid, tree in trees.items():
+            ranks[pid] = RankSample(
+                rss=tree.rss, throttled=quotas.ranks.get(pid), neighbours=neighbours.get(pid, ())
+            )
+            before = self._before.get(pid)
+            if before is None or before.start != tree.start or elapsed <= 0:
+                continue
+            # What a child used goes to its parent once that has waited for it: so the sum over the tree grows
+            # on, and falls only if a child went unseen.
+            delays = [value / 1e9 / elapsed for value in list_growth(tree.delays, before.delays)]
+            ranks[pid] = replace(
+                ranks[pid],
+                cpu=max(0, tree.ticks - before.ticks) / TICKS / elapsed,
+                run_delay=sum(delays) if delays else None,
+                thread_delay=max(delays) if delays else None,
+                major_faults=max(0, tree.faults - before.faults) / elapsed,
+            )
+            if _is_resting(tree, before, ranks[pid], elapsed):
+                resting.add(pid)
+        old = {thread: delay for tree in self._before.values() for thread, delay in tree.delays.items()}
+        self._resting = {
+            thread: delay
+            for tree in trees.values()
+            for thread, delay in tree.delays.items()
+            if old.get(thread) == delay
+        }
+        self._before = trees
+        return Sample(ranks, self._node.sample(quotas.folders, elapsed, quotas.common), resting)
+
+    def _read_tree(self, pid: int) -> _Tree | None:
+        """Add up the counters of a process and all below it; None if it is gone."""
+        tree, waiting = None, [pid]
+        while waiting and (tree is None or len(tree.pids) < _LARGEST_TREE):
+            one = waiting.pop()
+            try:
+                fields = read_stat(one)[1]
+                tree = tree or _Tree(int(fields[START]))
+                _add_process(tree, one, fields, is_rank=one == pid)
+                waiting += [child for child in self._add_threads(tree, one) if child not in tree.pids]
+            except (OSError, ValueError):  # it has ended, or is hidden
+                continue
+        return tree
+
+    def _add_threads(self, tree: _Tree, pid: int) -> list[int]:
+        """Add the run delay of a process's threads, and return its children."""
+        children: list[int] = []
+        is_thorough = self._number % _THOROUGH == 0
+        for thread in list_numbers(f"/proc/{pid}/task")[:_MOST_THREADS]:
+            if (resting := self._resting.get(thread)) is not None:
+                tree.delays[thread] = resting
+            else:
+                delay = (read_kernel_text(f"/proc/{pid}/task/{thread}/schedstat") or "").split()
+                if len(delay) > 1:
+                    tree.delays[thread] = int(delay[1])
+            if is_thorough or thread == pid or thread in self._parents:
+                found = read_children(pid, thread)
+                children += found
+                if found and is_thorough:
+                    self._parents.add(thread)
+        return children
+
+
+def _add_process(tree: _Tree, pid: int, fields: list[str], *, is_rank: bool) -> None:
+    """Add a process's own counters and memory.
+
+    A child's pages of files and of shared memory are left out: libraries, and batches that the rank has
+    mapped too, would count once for each of its DataLoader workers. Pages that a fork still shares count in
+    each process.
+    """
+    tree.pids.add(pid)
+    moved = read_io(pid)
+    tree.bytes_moved = None if moved is None or tree.bytes_moved is None else tree.bytes_moved + moved
+    tree.ticks += sum(map(int, fields[_PROCESS_TIMES]))
+    tree.faults += sum(map(int, fields[_FAULTS]))
+    pages = (read_kernel_text(f"/proc/{pid}/statm") or "").split()
+    if len(pages) > 2:
+        tree.rss += _PAGE * (int(pages[1]) if is_rank else max(0, int(pages[1]) - int(pages[2])))
+
+
+def _read_connections(pids: Iterable[int]) -> Mapping[int, int] | None:
+    """Return the bytes that TCP connections of processes have moved, by inode; None if that is not shown."""
+    try:
+        return list_connections({inode for pid in pids for inode in list_socket_inodes(pid)})
+    except (OSError, struct.error):
+        return None
+
+
+def _is_resting(tree: _Tree, before: _Tree, sample: RankSample, elapsed: float) -> bool:
+    """Tell whether a tree did nothing between two readings, and was seen whole."""
+    if (
+        (sample.cpu or 0.0) >= ACTIVE_CPU
+        or (sample.thread_delay or 0.0) >= _STARVING
+        or tree.pids != before.pids
+    ):
+        return False
+    if tree.bytes_moved is None or before.bytes_moved is None:
+        return False
+    if tree.connections is None or before.connections is None:
+        return False
+    sent = list_growth(tree.connections, before.connections)
+    return max(tree.bytes_moved - before.bytes_moved, *sent, 0) / elapsed < _ACTIVE_BYTES
+
+
+def list_growth(now: Mapping[int, int], before: Mapping[int, int]) -> list[int]:
+    """Return how much counters have grown; one that is new, or less than before, has begun at 0."""
+    return [value - old if value >= (old := before.get(key, 0)) else value for key, value in now.items()]
+
+
+# Neighbours: whose processes, other than a rank's own, run on the cores that it may use
+
+_TIMES, _THREADS, _PROCESSOR = slice(11, 13), 17, 36
+"""Of the fields that `read_stat` gives: utime and stime, num_threads, processor (proc(5))."""
+_LEAST_SHARE = 0.05
+"""Cores: what uses less does not hold a rank up by much."""
+_MOST_NEIGHBOURS = 3
+"""That are told of for each rank."""
+_MOST_BUSY = 32
+"""Busy processes whose threads are looked at, at most."""
+_COST = 1000
+"""The next search comes no sooner than so many times what the last one took: 0.1% of a core at most."""
+
+
+class _NeighbourFinder:
+    """Searches all processes that are to be seen, as often as that is cheap."""
+
+    def __init__(self) -> None:
+        self.before: dict[tuple[int, int], int] = {}
+        """CPU ticks by process, or thread (minus its TID), and its start, at the last search."""
+        self.time = 0.0
+        self.next_time = 0.0
+        self.found: dict[int, tuple[Neighbour, ...]] = {}
+
+    def find(self, trees: Mapping[int, Collection[int]]) -> Mapping[int, tuple[Neighbour, ...]]:
+        """Return the neighbours of each rank, by its PID; `trees` has the PIDs of its own processes.
+
+        The cores are those that the rank may use (its affinity). Between searches it is the last result.
+        """
+        if (now := time.monotonic()) < self.next_time:
+            return self.found
+        start = time.thread_time()
+        seconds, self.time = (now - self.time) * TICKS, now
+        counters: dict[tuple[int, int], int] = {}
+        grown: list[tuple[int, int, str, list[str]]] = []
+        for pid in list_numbers("/proc"):
+            try:
+                name, fields = read_stat(pid)
+                growth = self.count(counters, pid, fields)
+            except (OSError, ValueError):
+                continue
+            if growth is not None and growth >= _LEAST_SHARE * seconds:
+                grown.append((growth, pid, name, fields))
+        grown.sort(key=lambda item: -item[0])
+        busy = [
+            (pid, name, self.place(counters, pid, fields, growth / seconds))
+            for growth, pid, name, fields in grown[:_MOST_BUSY]
+        ]
+        self.before, self.found = counters, {}
+        for rank, own in trees.items():
+            try:
+                cpus = os.sched_getaffinity(rank)
+            except OSError:
+                continue
+            shares = (
+                Neighbour(name, pid, sum(cores for cpu, cores in places.items() if cpu in cpus))
+                for pid, name, places in busy
+                if pid not in own
+            )
+            known = sorted((one for one in shares if one.share >= _LEAST_SHARE), key=lambda one: -one.share)
+            self.found[rank] = tuple(known[:_MOST_NEIGHBOURS])
+        self.next_time = now + _COST * (time.thread_time() - start)
+        return self.found
+
+    def count(self, counters: dict[tuple[int, int], int], key: int, fields: list[str]) -> int | None:
+        """Note a process's or thread's CPU ticks; return their growth, or None if it was not there before."""
+        name = key, int(fields[START])
+        counters[name] = sum(map(int, fields[_TIMES]))
+        before = self.before.get(name)
+        return None if before is None else counters[name] - before
+
+    def place(
+        self, counters: dict[tuple[int, int], int], pid: int, fields: list[str], cores: float
+    ) -> dict[int, float]:
+        """Share out the cores that a process used over the CPUs on which its threads ran last.
+
+        Threads have their part by what each used since the last search, or in all if that is not known.
+        """
+        if fields[_THREADS] == "1":
+            return {int(fields[_PROCESSOR]): cores}
+        parts: dict[int, float] = {}
+        for thread in list_numbers(f"/proc/{pid}/task"):
+            try:
+                fields = read_stat(f"{pid}/task/{thread}")[1]
+                growth = self.count(counters, -thread, fields)
+            except (OSError, ValueError):
+                continue
+            used = counters[-thread, int(fields[START])] if growth is None else growth
+            parts[int(fields[_PROCESSOR])] = parts.get(int(fields[_PROCESSOR]), 0) + used
+        total = sum(parts.values())
+        return {cpu: cores * part / total for cpu, part in parts.items()} if total else {}
+
+
+# CPU quotas
+
+Groups = tuple[int, Sequence[str]]
+"""A hierarchy's version (1 or 2), and a process's cgroup in it with those above it, innermost first: paths of
+directories below the root without a leading slash."""
+FindCgroups = Callable[[int], Mapping[str, Groups]]
+"""Gives the cgroups of a process (PID) by controller."""
+
+
+class Quotas(NamedTuple):
+    """By how much CPU quotas held back ranks, in seconds per second."""
+
+    ranks: Mapping[int, float | None]
+    """By PID, what the strictest quota on its way did; None if nothing is known of any."""
+    common: float | None
+    """What the strictest quota did that holds for all ranks."""
+    folders: Sequence[str]
+    """The cgroups of version 2 that all ranks are in, innermost first: they tell of pressure."""
+
+
+class CgroupReader:
+    """Reads how long CPU quotas held back the cgroups of the ranks, and of all above them."""
+
+    def __init__(self, find_cgroups: FindCgroups | None, root: str) -> None:
+        self._find_cgroups = find_cgroups
+        self._root = root
+        self._known: dict[int, tuple[str, Groups]] = {}
+        """By rank (PID): what /proc says, and the folders that were found for that."""
+        self._before: dict[str, float] = {}
+
+    def sample(self, pids: Iterable[int], elapsed: float) -> Quotas:
+        """Read the counters of these ranks' cgroups; `elapsed` is the time since the last call, in s."""
+        known: dict[int, tuple[str, Groups]] = {}
+        for pid in pids:
+            text = read_kernel_text(f"/proc/{pid}/cgroup")
+            if self._find_cgroups is None or text is None:
+                continue
+            before = self._known.get(pid)
+            if before and before[0] == text:
+                known[pid] = before
+            else:  # it was moved to another one
+                known[pid] = text, self._find_cgroups(pid).get("cpu", (2, ()))
+        self._known = known
+        versions = {folder: version for _, (version, folders) in known.values() for folder in folders}
+        counts = {
+            folder: count
+            for folder, version in versions.items()
+            if (count := _read_throttled(f"{self._root}/{folder}", version)) is not None
+        }
+        shares = {
+            folder: max(0.0, count - self._before[folder]) / elapsed
+            for folder, count in counts.items()
+            if folder in self._before and elapsed > 0
+        }
+        self._before = counts
+
+        def find_strictest(folders: Sequence[str]) -> float | None:
+            return max((shares[folder] for folder in folders if folder in shares), default=None)
+
+        chains = [groups for _, groups in known.values()]
+        version, first = chains[0] if chains else (2, ())
+        common = [folder for folder in first if all(folder in folders for _, folders in chains)]
+        ranks = {pid: find_strictest(folders) for pid, (_, (_, folders)) in known.items()}
+        return Quotas(ranks, find_strictest(common), common if version == 2 else ())
+
+
+def _read_throttled(folder: str, version: int) -> float | None:
+    """Return the seconds that a quota has held back a cgroup in all; None if it has no such count.
+
+    Version 1 has nanoseconds as `throttled_time`, version 2 microseconds as `throttled_usec`. The kernel adds
+    up the run queues of all CPUs (Documentation/scheduler/sched-bwc.rst).
+    """
+    name, unit = ("throttled_time", 1e9) if version == 1 else ("throttled_usec", 1e6)
+    for line in (read_kernel_text(f"{folder}/cpu.stat") or "").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name and value.isdecimal():
+            return int(value) / unit
+    return None
+
+
+# Network and pressure of the node
+
+_LIST_AGAIN = 12
+"""Samples after which network devices are listed again."""
+_WORD = 4
+"""Bytes: the unit of port_rcv_data and port_xmit_data (InfiniBand specification, PortCountersExtended)."""
+_INFINIBAND = (
+    ("counters/port_rcv_data", "counters/port_xmit_data", _WORD),
+    ("hw_counters/rx_bytes", "hw_counters/tx_bytes", 1),
+)
+"""Received and sent, and their unit: as the InfiniBand core has them, else as EFA has them."""
+
+
+class NodeReader:
+    """Reads the node's counters; each call says what has been since the one before."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._number = 0
+        self._devices: dict[str, list[tuple[str, int]]] = {}
+        """Files that count bytes, and their unit, by device."""
+        self._before: dict[str, int] = {}
+
+    def sample(self, folders: Sequence[str], elapsed: float, throttled: float | None) -> NodeSample:
+        """Sample the node; `folders` are the ranks' common cgroup and those above it, of version 2."""
+        if self._number % _LIST_AGAIN == 0:
+            self._devices = _list_devices(self._root)
+        self._number += 1
+        counts: dict[str, int] = {}
+        for name, files in self._devices.items():
+            parts = [(_read_count(path), unit) for path, unit in files]
+            known = [count * unit for count, unit in parts if count is not None]
+            if len(known) == len(parts):
+                counts[name] = sum(known)
+        rates = tuple(
+            (name, max(0, count - self._before[name]) / elapsed)
+            for name, count in counts.items()
+            if name in self._before and elapsed > 0
+        )
+        self._before = counts
+        return NodeSample(
+            nic_rates=rates,
+            memory_pressure=self._read_pressure(folders, "memory"),
+            cpu_pressure=self._read_pressure(folders, "cpu"),
+            io_pressure=self._read_pressure(folders, "io"),
+            throttled=throttled,
+        )
+
+    def _read_pressure(self, folders: Sequence[str], resource: str) -> float | None:
+        """Return the share of the last 10 s that some task waited for a resource.
+
+        It is that of the innermost cgroup that tells, else the node's; None if the kernel has no PSI. Source:
+        the kernel's Documentation/accounting/psi.rst.
+        """
+        for place in (*(f"{folder}/{resource}.pressure" for folder in folders), f"proc/pressure/{resource}"):
+            text = read_kernel_text(f"{self._root}/{place}")
+            if text and text.startswith("some avg10="):
+                share = text.removeprefix("some avg10=").partition(" ")[0]
+                return float(share) / 100 if share.replace(".", "", 1).isdecimal() else None
+        return None
+
+
+def _list_devices(root: str) -> dict[str, list[tuple[str, int]]]:
+    """Return the files that count the bytes of each network device.
+
+    They are RDMA devices (InfiniBand and RoCE, which interfaces do not count) and physical interfaces, or all
+    but the loopback if none is physical: a container's interface is a virtual one, and the only one it sees.
+    """
+    found: dict[str, list[tuple[str, int]]] = {}
+    top = f"{root}/sys/class/infiniband"
+    for name in _list_folder(top):
+        for port in _list_folder(f"{top}/{name}/ports"):
+            here = f"{top}/{name}/ports/{port}"
+            for received, sent, unit in _INFINIBAND:
+                if _read_count(f"{here}/{received}") is not None:
+                    found.setdefault(name, []).extend(
+                        [(f"{here}/{received}", unit), (f"{here}/{sent}", unit)]
+                    )
+                    break
+    top = f"{root}/sys/class/net"
+    names = [name for name in _list_folder(top) if name != "lo"]
+    physical = [name for name in names if os.path.exists(f"{top}/{name}/device")]  # noqa: PTH110
+    for name in physical or names:
+        found[name] = [(f"{top}/{name}/statistics/{file}", 1) for file in ("rx_bytes", "tx_bytes")]
+    return found
+
+
+def _list_folder(folder: str) -> list[str]:
+    """Return the names in a directory, sorted; none if it cannot be read."""
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208
+    except OSError:
+        return []
+
+
+def _read_count(path: str) -> int | None:
+    """Return a file's whole number; None if it has none."""
+    text = (read_kernel_text(path) or "").strip()
+    return int(text) if text.isascii() and text.isdecimal() else None
