@@ -205,8 +205,9 @@ class ClusterConfig:
     """Where the job runs. SLURM's options have SLURM's names; null leaves an option to SLURM."""
 
     kind: str = one_of("auto", "local", "slurm", "allocation", "manual")
-    """`auto`, `local` (this machine), `slurm` (sbatch), `allocation` (a step in the SLURM job that launch
-    runs in) or `manual` (one node of a job that is started by hand on each node)."""
+    """`local` (this machine), `slurm` (sbatch), `allocation` (a step in the SLURM job that launch runs in),
+    `manual` (one node of a job that is started by hand on each), or `auto`: `allocation` in a job, else
+    `slurm` for several nodes, else `local`."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -224,17 +225,16 @@ class ClusterConfig:
     reservation: str | None = None
     switches: str | None = None
     segment: int | None = None
-    """Nodes of a segment, which lie together in one block of the network, such as an NVLink domain
-    (`--segment`, topology/block); it divides the number of nodes, spare ones included."""
+    """Nodes that lie together in one block of the network, such as an NVLink domain (`--segment`); divides
+    the number of nodes, spare ones included."""
     exclusive: Any = None
-    """`true`: no other job runs on the nodes, which the job has whole; `user`, `mcs` or `topo`: only such as
-    SLURM's `--exclusive` says."""
+    """`true`: the job has its nodes whole; `user`, `mcs` or `topo` as with SLURM's `--exclusive`."""
     spares: int = setting(0, minimum=0, maximum=1000)
     """Nodes that SLURM is asked for besides `nodes`. They are checked, wait idle, and replace nodes that are
     lost."""
     node_order: str = "auto"
-    """The order of the nodes' ranks: `topology` (SLURM's switches), `slurm` (SLURM's own order), a file with
-    one node a line, or `auto`: `topology` if SLURM knows of switches, else `slurm`."""
+    """The order of the nodes' ranks: `topology` (SLURM's switches), `slurm`, a file with one node a line, or
+    `auto`: `topology` if SLURM knows of switches, else `slurm`."""
     array_parallelism: int = 256
     """How many jobs of a sweep run at the same time."""
     dependency: str | None = None
@@ -285,10 +285,8 @@ class MachineConfig:
     root: str = "/"
     """The folder that holds the machine's `sys` and `proc`."""
     snapshot: str | None = None
-    """A file that `launch topo save=FILE` or `launch plan format=json` wrote on that machine.
-
-    A relative path counts from the working directory, then from `machine/` in each configuration folder.
-    """
+    """A file that `launch topo save=FILE` or `launch plan format=json` wrote; relative to the working
+    directory, then to `machine/` in each configuration folder."""
 
 
 @dataclass
@@ -305,10 +303,8 @@ class ProgressConfig:
     """What counts as progress, besides the steps that rank 0 prints and files below RUN_DIR/checkpoints."""
 
     paths: list[str] = setting([], pattern=".+", give="paths that are not empty")
-    """Patterns of checkpoints elsewhere, such as `/scratch/me/ckpt/*`; `**` matches folders at any depth.
-
-    A relative pattern starts at the working directory. Files written since the submission count.
-    """
+    """Patterns of checkpoints elsewhere, such as `/scratch/me/ckpt/*`, with `**` for any depth; relative to
+    the working directory."""
 
 
 @dataclass
@@ -337,8 +333,8 @@ class WatchConfig:
     enabled: bool = True
     """Watch the ranks. Their program is not changed, and nothing ends them but `on_hang`."""
     hang_seconds: Any = setting("auto", minimum=1, words=("auto",), give="a number of seconds")
-    """Seconds without any activity of a rank that others wait for, after which it is a hang; `auto`: 60, or
-    three times the longest pause so far. Three times as long if nobody waits, ten times if it works."""
+    """Seconds without activity of a rank that others wait for, after which it is a hang; `auto`: 60, or three
+    times the longest pause so far."""
     on_hang: str = one_of("report", "restart", "stop")
     """`restart` kills the ranks and starts them again, as often as `restarts` says, else 3 times; `stop` ends
     the job with exit code 124, under SLURM with the cause `hang` of cluster.requeue."""
@@ -439,8 +435,8 @@ class FitConfig:
     """Tokens of a sequence; `auto`: the program's, else the model's max_seq_len, at most 4096."""
     flash_attention: bool = True
     loss: str = one_of("auto", "plain", "compiled", "chunked", "fused")
-    """`plain` has all logits at once, with fp32 copies; `compiled` without (compiled with the model, or
-    flash-attention's); `fused` is Liger's or cut cross-entropy; `auto` is not known."""
+    """`plain`: all logits at once, with fp32 copies; `compiled`: without copies; `chunked`; `fused`: Liger's
+    or cut cross-entropy; `auto`: not known."""
     compile: Any = setting("auto", choices=("auto", "true", "false"))
     """Whether torch.compile is used; `auto` is not known, which makes ranges wide."""
     optimizer_fused: Any = setting("auto", choices=("auto", "true", "false"))
@@ -455,8 +451,8 @@ class FitConfig:
     activation_offload: bool = False
     """Whether activations are in CPU memory between forward and backward."""
     recompute_modules: list[str] = setting([], choices=BLOCK_PARTS)
-    """What checkpointing=selective computes again, in Megatron Core's words and `attention`, the whole
-    block; [] is by operator, as torchtitan does, or Megatron's default."""
+    """What checkpointing=selective computes again, in Megatron Core's words, or the whole `attention` block;
+    []: by operator, as torchtitan does, or Megatron's default."""
     gpu: str | None = setting(None, pattern=r".*\S.*", give="a name such as H100, or leave it out")
     """A GPU by name (`H100`, `A100-40GB`), in place of the machine's."""
     gpu_memory_gib: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
@@ -478,8 +474,7 @@ class PreflightConfig:
     kind: str = one_of("auto", "off", "light", "deep")
     """`off`; `light` (10 s at most); `deep` (60 s); `auto`: light for SLURM jobs with GPUs, else off."""
     on_failure: str = one_of("report", "stop", "exclude")
-    """If a node is sick: `report` it and go on; `stop` (exit code 3); `exclude`: go on without it if the job
-    may have fewer nodes or has spare ones, else requeue without it."""
+    """If a node is sick: `report` it and go on; `stop` (exit code 3); `exclude` it."""
     paths: list[str] = setting([], pattern=".+", give="paths that are not empty")
     """Further paths that have to answer on every node, such as the data's."""
     min_free_gib: float = setting(1.0, minimum=0)
@@ -493,8 +488,8 @@ class StartConfig:
     """How ranks of `agent=direct` come to run."""
 
     warm: str = one_of("auto", "off")
-    """`auto`: fork the ranks of a Python program that uses torch from a process that has imported it, if the
-    program then runs as it would by itself; `off`: exec each rank's interpreter."""
+    """`auto`: fork the ranks from a process that has imported torch, if the program then runs as it would by
+    itself; `off`: exec each rank's interpreter."""
     preload: list[str] = field(default_factory=list)
     """Further modules that this process imports before the ranks are forked, such as `transformers`."""
     read_ahead: str = one_of("auto", "on", "off")
@@ -522,14 +517,14 @@ class Settings:
     rdzv_endpoint: str | None = None
     """HOST:PORT of the rendezvous, on the node with `node_rank=0`, for `cluster=manual`."""
     devices: str = one_of("all", "own", "spread")
-    """`all`: every rank sees the job's GPUs, and rank N uses GPU N. `own`: each rank sees its own GPU alone.
-    `spread`: if ranks are fewer than GPUs, all ranks see as many GPUs, spread over packages and NICs."""
+    """`all`: every rank sees the job's GPUs, and rank N uses GPU N. `own`: its own GPU alone. `spread`: with
+    fewer ranks than GPUs, GPUs spread over packages and NICs."""
     agent: str = one_of("auto", "direct", "torchrun")
-    """What starts the ranks: `direct` (launch itself) or `torchrun`. `auto` is `direct`, and `torchrun` for
-    elastic jobs, for `cluster=manual`, and if options of torchrun are set."""
+    """What starts the ranks: `direct` (launch itself) or `torchrun`; `auto`: `torchrun` if elastic jobs,
+    `cluster=manual` or its options ask for it, else `direct`."""
     restarts: int | None = setting(None, minimum=0)
-    """How often all ranks are started again within the job after one of them has failed; null means never,
-    and with `watch.on_hang=restart` 3 times."""
+    """How often all ranks are started again within the job after one has failed; null: never, and 3 times
+    with `watch.on_hang=restart`."""
     follow: bool = False
     """Stay with a submitted job: show its place in the queue and its output, and end with its exit code."""
     rank: int | None = setting(None, minimum=0)
@@ -547,8 +542,8 @@ class Settings:
     image: str | None = None
     """The file for a picture of the machine and its ranks (`launch topo`): `FILE.svg`, `.png` or `.pdf`."""
     objective: str = one_of("loss", "file")
-    """What a sweeper such as Optuna optimizes. `loss`: the last loss that rank 0 prints. `file`: the number
-    (or numbers) that the program writes to RUN_DIR/objective.txt."""
+    """What a sweeper such as Optuna optimizes: the last `loss` that rank 0 prints, or what the program writes
+    to RUN_DIR/objective.txt (`file`)."""
     env: dict[str, Any] = field(default_factory=dict)
     """Variables for the program, by name. `env.from_file` is a dotenv file with more, or a list of them."""
     model: dict[str, Any] = field(default_factory=dict)

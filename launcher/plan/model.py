@@ -187,8 +187,8 @@ class DataloaderConfig:
     workload: str = "text"
     """The workload that the number belongs to; empty if the command line sets the number."""
     num_workers: int = field(default=2, metadata={"minimum": 0, "maximum": 1024})
-    """Workers of each rank. A workload's number is reduced if cores or memory are too few. A number that you
-    set stays as it is, with a warning."""
+    """Workers of each rank. A workload's number is reduced if cores or memory are too few; one that you set
+    is not."""
     worker_gib: float = field(default=0.0, metadata={"minimum": 0})
     """Memory of one worker in GiB; 0 means unknown, and memory sets no limit."""
     worker_shm_mib: float = field(default=0.0, metadata={"minimum": 0})
@@ -196,8 +196,7 @@ class DataloaderConfig:
     default: bool = False
     """Give a `DataLoader(...)` without num_workers that number."""
     measured: bool = False
-    """`num_workers` was measured, as by `launch tune dataloader`, and nothing reduces it. The plan warns if
-    memory or the like is short."""
+    """`num_workers` was measured, as by `launch tune dataloader`, and nothing reduces it."""
 
 
 @dataclass
