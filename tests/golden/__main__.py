@@ -1,4 +1,6 @@
-"""Write expected outputs again: `python -m tests.golden [plans] [outputs] [report] [runs] [FOLDER]`.
+"""Write expected results again: `python -m tests.golden [WORD ...]`.
+
+Words are `machines`, `plans`, `outputs`, `report`, `runs` and folders of clusters.
 
 Without words, all but those on SLURM, which need the folder of a cluster: `slurm/sandbox --folder FOLDER up`.
 `runs` starts real jobs, for a minute.
@@ -7,16 +9,19 @@ Without words, all but those on SLURM, which need the folder of a cluster: `slur
 import sys
 
 from tests.golden import outputs, plans, report, runs
+from tests.probe import odd_machines
 
-words = sys.argv[1:] or ["plans", "outputs", "report", "runs"]
+words = sys.argv[1:] or ["machines", "plans", "outputs", "report", "runs"]
 for word in sorted(words, reverse=True):  # plans and outputs clear the environment: they come last
     if word == "runs":
         runs.record_local()
     elif word == "report":
         report.write_tables()
+    elif word == "machines":
+        odd_machines.write()
     elif word not in ("plans", "outputs"):
         runs.record_on_slurm(word)
-if set(words) - {"plans", "outputs", "report"}:
+if set(words) - {"machines", "plans", "outputs", "report"}:
     runs.write_shapes()
 if "plans" in words:
     plans.write_all()

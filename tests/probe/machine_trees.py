@@ -51,11 +51,34 @@ def write_small(root: Path, **changes: Any) -> Path:
     return root
 
 
-def put(root: Path, path: str, content: str | bytes) -> None:
-    """Write one file."""
+Content = str | bytes | Mapping[str, Any]
+"""A file's text, to which a newline is added, or bytes; or one of `link` (a target), `folder`, `pipe`, `raw`
+(a text as it is), `hex` (bytes) and `repeat` (texts and how often each)."""
+
+
+def put(root: Path, path: str, content: Content) -> None:
+    """Write one file, or what else there may be."""
     here = root / path
     here.parent.mkdir(parents=True, exist_ok=True)
-    here.write_bytes(content if isinstance(content, bytes) else f"{content}\n".encode())
+    if isinstance(content, str):
+        content = f"{content}\n".encode()
+    if isinstance(content, bytes):
+        here.write_bytes(content)
+        return
+    ((kind, value),) = content.items()
+    match kind:
+        case "link":
+            here.symlink_to(value)
+        case "folder":
+            here.mkdir()
+        case "pipe":
+            os.mkfifo(here)
+        case "hex":
+            here.write_bytes(bytes.fromhex(value))
+        case "repeat":
+            here.write_text("".join(text * count for text, count in value))
+        case _:
+            here.write_text(value)
 
 
 def link(root: Path, path: str, target: str) -> None:
@@ -132,7 +155,7 @@ def write_amd(root: Path) -> None:
 
 
 @contextmanager
-def spoilt(root: Path, edits: Mapping[str, str | bytes | None]) -> Iterator[Path]:
+def spoilt(root: Path, edits: Mapping[str, Content | None]) -> Iterator[Path]:
     """A tree with other contents for a while; None takes away a file, a link or a directory.
 
     A tree has a thousand files, so one serves many tests.
@@ -144,12 +167,12 @@ def spoilt(root: Path, edits: Mapping[str, str | bytes | None]) -> Iterator[Path
             if os.path.lexists(here):
                 kept.append(here.rename(f"{here}.kept"))
             if content is not None:
-                made.append(next(top for top in (*reversed(here.parents), here) if not top.exists()))
+                made.append(next(top for top in (*reversed(here.parents), here) if not os.path.lexists(top)))
                 put(root, path, content)
         yield root
     finally:
         for top in made:
-            shutil.rmtree(top) if top.is_dir() else top.unlink(missing_ok=True)
+            shutil.rmtree(top) if top.is_dir() and not top.is_symlink() else top.unlink(missing_ok=True)
         for before in kept:
             before.rename(str(before).removesuffix(".kept"))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,10 @@ def test_this_machine_is_what_the_kernel_says() -> None:
     assert abs(machine.memory_kib * 1024 - pages) < 1 << 20
     assert {cpu.node for cpu in machine.cpus} <= {node.id for node in machine.nodes}
     assert machine.allowed_mems <= {node.id for node in machine.nodes}
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert machine.limits.files == (None if hard == resource.RLIM_INFINITY else hard)
+    space = os.statvfs("/dev/shm")
+    assert machine.limits.shm_kib == space.f_blocks * space.f_frsize // 1024
 
 
 def test_cores_and_caches_agree_with_every_cpus_own_files() -> None:
