@@ -76,15 +76,15 @@ def render_limits(field: Field[Any], meaning: str) -> str:
 
 
 def render_keys(section: Any, prefix: str, docstrings: Mapping[tuple[str, str], str]) -> Iterator[str]:
-    """A table of a section's settings, then those of the sections within it.
+    """A list of a section's settings, then those of the sections within it.
 
-    Settings that their names describe share a row with the others that take the same.
+    Settings that their names describe share a line with the others that take the same.
     """
     kind = type(section)
     yield f"### `{prefix}`" if prefix else "### Top-level keys"
     if prefix:
         yield " ".join((inspect.getdoc(kind) or "").split())
-    lines = ["| setting and default | meaning |", "|---|---|"]
+    lines: list[str] = []
     inner = []
     plain: dict[str, list[str]] = {}
     for field in fields(kind):
@@ -96,10 +96,10 @@ def render_keys(section: Any, prefix: str, docstrings: Mapping[tuple[str, str], 
         meaning = docstrings.get((kind.__name__, field.name), "")
         limits = render_limits(field, meaning)
         if meaning:
-            lines.append(f"| {shown} | {escape(f'{meaning} {limits}'.strip())} |")
+            lines.append(f"- {shown}: {f'{meaning} {limits}'.strip()}")
         else:
             plain.setdefault(limits, []).append(shown)
-    lines += [f"| {', '.join(shown)} | {limits} |" for limits, shown in plain.items()]
+    lines += [f"- {', '.join(shown)}{limits and f': {limits}'}" for limits, shown in plain.items()]
     yield "\n".join(lines)
     for path, value in inner:
         yield from render_keys(value, path, docstrings)
@@ -119,22 +119,24 @@ def render_groups() -> str:
 
 
 def render_file(path: Path, prefix: str) -> str:
-    """A table of a file's own keys, with the comment behind each; a list of them if none has one."""
-    rows = []
+    """A list of a file's own keys, with the comment behind each."""
+    lines, plain = [], []
     for line in path.read_text(encoding="utf-8").splitlines():
         found = re.fullmatch(r"(\w+): (.*?)(?:  # (.*))?", line)
         if found and found[1] not in {"command", "sections"}:
-            rows.append((f"`{prefix}.{found[1]}={found[2]}`", escape(found[3] or "")))
-    if not any(meaning for _, meaning in rows):
-        return ", ".join(setting for setting, _ in rows)
-    return "\n".join(["| setting and default | meaning |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)])
+            setting = f"`{prefix}.{found[1]}={found[2]}`"
+            if found[3]:
+                lines.append(f"- {setting}: {found[3]}")
+            else:
+                plain.append(setting)
+    return "\n".join([*lines, *([f"- {', '.join(plain)}"] if plain else [])])
 
 
 def render_configuration() -> str:
     """All keys of the schema, the groups, and the keys of the bundled program."""
     parts = [
         "## Keys",
-        "Counts are at least 0 or 1.",
+        "Each with its default. Counts are at least 0 or 1.",
         *render_keys(settings.Settings(), "", list_docstrings()),
     ]
     parts += ["## Groups", render_groups()]
