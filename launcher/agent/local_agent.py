@@ -9,8 +9,7 @@ from launcher.agent.group import GroupStart
 from launcher.agent.group_control import LocalControl
 from launcher.agent.rank_starter import ExecStarter, RankStarter
 from launcher.agent.rank_variables import RankSettings, make_rank_variables
-from launcher.agent.warm_process import WarmProcess
-from launcher.agent.warm_starter import WarmStarter, choose_starter
+from launcher.agent.warm_process import WarmProcess, WarmStarter, choose_starter
 from launcher.launch.agent_process import AgentRequest
 from launcher.launch.job import Job, choose_restarts, shares_terminal
 from launcher.plan.model import Plan

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -66,34 +66,30 @@ class ExecStarter:
         dispositions. Those that end a job are as torchrun's ranks have them: not ignored, even with nohup.
         """
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        descriptor = self.open_log()
-        try:
+        with self.open_streams() as streams:
             return os.posix_spawn(
                 sys.executable,
                 render_shim(start.argv),
                 start.environ,
-                file_actions=self.list_file_actions(descriptor),
+                file_actions=[(os.POSIX_SPAWN_DUP2, stream, number) for number, stream in enumerate(streams)],
                 setsid=True,
                 setsigmask=(*mask, *FORWARDED),
                 setsigdef=(*STOPPING, signal.SIGPIPE),
             )
-        finally:
-            os.close(descriptor)
 
-    def open_log(self) -> int:
-        """Open the agent's log to append to it; raises OSError."""
-        logs = open_below(self.log.parents[1], self.log.parent.name)
-        try:
-            return open_append(logs, self.log.name)
-        finally:
-            os.close(logs)
-
-    def list_file_actions(self, log: int) -> list[tuple[int, int, int] | tuple[int, int, str, int, int]]:
-        """Return what the child does to its descriptors before exec."""
-        actions: list[tuple[int, int, int] | tuple[int, int, str, int, int]] = []
-        if not self.reads_stdin:
-            actions.append((os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0))
-        return [*actions, (os.POSIX_SPAWN_DUP2, log, 1), (os.POSIX_SPAWN_DUP2, log, 2)]
+    @contextlib.contextmanager
+    def open_streams(self) -> Iterator[tuple[int, int, int]]:
+        """Open a rank's stdin, stdout and stderr; raises OSError."""
+        with contextlib.ExitStack() as stack:
+            logs = open_below(self.log.parents[1], self.log.parent.name)
+            stack.callback(os.close, logs)
+            log = open_append(logs, self.log.name)
+            stack.callback(os.close, log)
+            stdin = 0
+            if not self.reads_stdin:
+                stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                stack.callback(os.close, stdin)
+            yield stdin, log, log
 
     def expect_ranks(self, count: int) -> None:
         """Nothing is kept for later ranks."""

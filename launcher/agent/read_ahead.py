@@ -8,16 +8,14 @@ import contextlib
 import ctypes
 import glob
 import os
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-PYTHON = re.compile(r"(python|pypy)[0-9.]*")
 LARGEST_LIBRARY = "torch/lib/libtorch_cpu.so"
+LIBRARIES = ("torch/lib/lib*.so*", "torch/_C*.so", "nvidia/*/lib/lib*.so.*")
 BEGINNING = 64 << 20
 """Bytes that are read of a library. Symbols and relocations come first, 17 MiB of libtorch_cpu.so."""
 SAMPLE = 16 << 20
@@ -26,86 +24,45 @@ CHUNK = 1 << 20
 """Bytes of one read."""
 CACHESTAT = 451
 """Number of the system call on all architectures."""
-LIBRARIES = ("torch/lib/lib*.so*", "torch/_C*.so", "nvidia/*/lib/lib*.so.*")
 THREADS = 16
 """Reads at the same time: a network filesystem answers many as fast as one."""
-
-
-@dataclass(slots=True)
-class ReadAhead:
-    """The process that reads ahead, if there is need for one."""
-
-    process: "subprocess.Popen[bytes] | None" = None
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The process, which is no rank's."""
-        return (self.process.pid,) if self.process else ()
-
-    def close(self) -> None:
-        """End the process if it still reads."""
-        process, self.process = self.process, None
-        if process:
-            process.kill()
-            process.communicate()
+Reader = subprocess.Popen[bytes]
 
 
 @contextlib.contextmanager
 def reading_ahead(
-    mode: str, argv: Sequence[str], environ: Mapping[str, str], early: ReadAhead | None = None
-) -> Iterator[ReadAhead]:
-    """Have torch's files read ahead while this lasts, if need be; see `start_read_ahead`.
+    mode: str, argv: Sequence[str], environ: Mapping[str, str], early: Reader | None = None
+) -> Iterator[Sequence[int]]:
+    """Have torch's files read ahead while this lasts, if need be; gives the PID of the process that reads.
 
     `early` was started for the same program already.
     """
-    if early and mode == "off":
-        early.close()
     reader = early or start_read_ahead(mode, argv, environ)
-    try:
-        yield reader
-    finally:
-        reader.close()
+    with reader or contextlib.nullcontext():  # it ends as its stdin is closed
+        yield (reader.pid,) if reader else ()
 
 
-def start_read_ahead(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> ReadAhead:
-    """Have torch's files read that are not in the page cache; returns at once.
+def start_read_ahead(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Reader | None:
+    """Have torch's files read that are not in the page cache; returns the process, and at once.
 
     `mode` is `start.read_ahead`: `auto` reads nothing if the largest library is cached, or if the program
     does not use torch. What fails here ends no start: then nothing is read ahead.
     """
-    from launcher.agent.torch_use import is_without_torch
+    from launcher.agent.program_text import read_program
 
-    if mode == "off" or (mode == "auto" and is_without_torch(tuple(argv), environ)):
-        return ReadAhead()
-    folder = _find_torch(find_program_python(argv, environ), environ)
+    if mode == "off" or (mode == "auto" and (text := read_program(argv, environ)) and not text.uses_torch):
+        return None
+    first = argv[0] if argv and os.path.basename(argv[0]).startswith("python") else sys.executable
+    prefix = Path(shutil.which(first, path=environ.get("PATH")) or sys.executable).absolute().parents[1]
+    packages = sorted(glob.glob(f"{glob.escape(str(prefix))}/lib/python3*/*-packages"))
+    folders = [*environ.get("PYTHONPATH", "").split(os.pathsep), *packages]
+    folder = next((folder for folder in folders if os.path.isfile(f"{folder}/{LARGEST_LIBRARY}")), "")
     if not folder or (mode == "auto" and _is_cached(f"{folder}/{LARGEST_LIBRARY}")):
-        return ReadAhead()
-    command = (sys.executable, "-I", "-S", __file__, folder)
+        return None
+    command, null = (sys.executable, "-I", "-S", __file__, folder), subprocess.DEVNULL
     with contextlib.suppress(OSError):
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        process = subprocess.Popen(command, stdin=pipe, stdout=null, stderr=null, start_new_session=True)
-        return ReadAhead(process)
-    return ReadAhead()
-
-
-def find_program_python(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the path of the interpreter that a program runs in, as far as its argv tells, else this one.
-
-    Links stay: a virtual environment's interpreter is one.
-    """
-    first = argv[0] if argv else ""
-    if first == "-m" or first.endswith(".py"):
-        first = environ.get("PYTHON_EXEC", "")
-    elif not PYTHON.fullmatch(Path(first).name):
-        first = ""
-    return (shutil.which(first, path=environ.get("PATH")) or sys.executable) if first else sys.executable
-
-
-def _find_torch(python: str, environ: Mapping[str, str]) -> str:
-    """Return the folder that has the package torch: one of PYTHONPATH, or `site-packages`; empty without."""
-    packages = f"{glob.escape(str(Path(python).absolute().parents[1]))}/lib/python3*/*-packages"
-    folders = [*environ.get("PYTHONPATH", "").split(os.pathsep), *sorted(glob.glob(packages))]
-    return next((folder for folder in folders if os.path.isfile(f"{folder}/{LARGEST_LIBRARY}")), "")
+        return Reader(command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True)
+    return None
 
 
 def _is_cached(path: str) -> bool:
@@ -114,17 +71,14 @@ def _is_cached(path: str) -> bool:
     cachestat(2) tells it of every filesystem, since Linux 6.5, and preadv2 with RWF_NOWAIT of local disks.
     """
     part, found = (ctypes.c_uint64 * 2)(0, SAMPLE), (ctypes.c_uint64 * 5)()
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if ctypes.CDLL(None).syscall(CACHESTAT, descriptor, part, found, 0) == 0:
-            return found[0] * os.sysconf("SC_PAGE_SIZE") >= 0.9 * min(SAMPLE, os.fstat(descriptor).st_size)
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if ctypes.CDLL(None).syscall(CACHESTAT, file.fileno(), part, found, 0) == 0:
+            wanted = min(SAMPLE, os.fstat(file.fileno()).st_size)
+            return found[0] * os.sysconf("SC_PAGE_SIZE") >= 0.9 * wanted
         for offset in range(0, SAMPLE, SAMPLE // 8):
-            os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+            os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
+        return True
+    return False
 
 
 def main(folder: str) -> None:

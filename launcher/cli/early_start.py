@@ -16,7 +16,7 @@ from launcher.errors import UsageError
 from launcher.protocol import LAUNCH_WATCH
 
 if TYPE_CHECKING:
-    from launcher.agent.read_ahead import ReadAhead
+    from launcher.agent.read_ahead import Reader
     from launcher.agent.warm_process import WarmProcess
 
 logger = logging.getLogger(__name__)
@@ -34,27 +34,30 @@ class EarlyStart:
     """The program that it has been started for."""
     environ: Mapping[str, str] | None = None
     """What it was started with."""
-    reader: "ReadAhead | None" = None
+    reader: "Reader | None" = None
     """What reads ahead of it."""
 
     def take(self, argv: Sequence[str], environ: Mapping[str, str]) -> "WarmProcess | None":
         """Return the process, whose owner is now the caller, if it was started for this program and
         environment; else end it, and return None.
         """
-        warm, self.warm = self.warm, None
-        if warm is None:
-            return None
-        if self.argv == tuple(argv) and is_alike(self.environ or {}, environ):
-            return warm
-        warm.close()
+        from launcher.agent.python_program import ExecNeededError, check_environment
+
+        if self.warm is not None and self.argv == tuple(argv):
+            with contextlib.suppress(ExecNeededError):
+                check_environment(self.environ or {}, environ)
+                warm, self.warm = self.warm, None
+                return warm
+        self.drop_warm()
         return None
 
-    def take_reader(self, argv: Sequence[str]) -> "ReadAhead | None":
-        """Return what reads ahead, whose owner is now the caller, if it does for this program."""
-        if self.argv != tuple(argv):
-            return None
+    def take_reader(self, argv: Sequence[str], mode: str) -> "Reader | None":
+        """Return what reads ahead, whose owner is now the caller, if it does for this program and is to."""
         reader, self.reader = self.reader, None
-        return reader
+        if self.argv == tuple(argv) and mode != "off":
+            return reader
+        end_reader(reader)
+        return None
 
     def drop_warm(self) -> None:
         """End the warm process, if nobody has taken it."""
@@ -65,20 +68,14 @@ class EarlyStart:
     def close(self) -> None:
         """End the processes that nobody has taken."""
         self.drop_warm()
-        if self.reader is not None:
-            self.reader.close()
+        end_reader(self.reader)
+        self.reader = None
 
 
-def is_alike(before: Mapping[str, str], after: Mapping[str, str]) -> bool:
-    """Tell whether two environments agree in what an interpreter and its libraries read as they start."""
-    from launcher.agent.python_program import ExecNeededError
-    from launcher.agent.start_method import check_environment
-
-    try:
-        check_environment(dict(before), dict(after), frozenset())
-    except ExecNeededError:
-        return False
-    return True
+def end_reader(reader: "Reader | None") -> None:
+    """End what reads ahead, which ends as its stdin is closed."""
+    with reader or contextlib.nullcontext():
+        pass
 
 
 @contextlib.contextmanager
@@ -99,17 +96,18 @@ def start_early(command: Command, environ: Mapping[str, str]) -> Iterator[EarlyS
 
 def open_early(argv: tuple[str, ...], environ: Mapping[str, str]) -> EarlyStart:
     """Start the process, and before it what brings its files from a cold disk."""
+    from launcher.agent.python_program import ExecNeededError
     from launcher.agent.read_ahead import start_read_ahead
-    from launcher.agent.warm_process import WarmProcess, WarmRefusedError
+    from launcher.agent.warm_process import WarmProcess
 
     inherited = {name: value for name, value in environ.items() if name != LAUNCH_WATCH}
     given = {"PYTHONUNBUFFERED": "1", **inherited}  # see launcher.launch.job.build_agent_environ
-    reader = start_read_ahead("auto", argv, environ)
+    early = EarlyStart(None, argv, given, start_read_ahead("auto", argv, environ))
     try:
-        return EarlyStart(WarmProcess.start(argv, (), Path.cwd(), given), argv, given, reader)
-    except WarmRefusedError as error:
+        early.warm = WarmProcess.start(argv, given)
+    except ExecNeededError as error:
         logger.debug(f"no early start: {error}")
-    return EarlyStart(None, argv, given, reader)
+    return early
 
 
 def find_early_program(command: Command, environ: Mapping[str, str]) -> tuple[str, ...] | None:
@@ -118,7 +116,7 @@ def find_early_program(command: Command, environ: Mapping[str, str]) -> tuple[st
     That is the one on the command line, or the bundled one if no file of the user's own and no word names
     another. Whether its ranks run here and are forked is decided later.
     """
-    from launcher.agent.torch_use import find_import_change, uses_torch
+    from launcher.agent.program_text import read_program
     from launcher.config.program import BUNDLED, resolve_program
 
     words = [word for word in command.words if word not in RUN_FLAGS]
@@ -132,5 +130,7 @@ def find_early_program(command: Command, environ: Mapping[str, str]) -> tuple[st
         argv = resolve_program(command.program or BUNDLED, environ)
     except UsageError:
         return None
-    is_plain = uses_torch(argv, environ) and not find_import_change(argv, environ)
-    return argv if command.program is None or is_plain else None
+    if command.program is None:
+        return argv
+    text = read_program(argv, environ)
+    return argv if text and text.uses_torch and not text.obstacle else None

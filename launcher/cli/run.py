@@ -39,7 +39,6 @@ from launcher.text import join_words, print_text
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from launcher.agent.read_ahead import ReadAhead
     from launcher.fit.training import ModelDimensions
     from launcher.launch.agent_process import Agent, AgentRequest
     from launcher.plan.model import Plan
@@ -83,11 +82,11 @@ def start_job(
         _, job = check_local_fit(spec, plan_job(spec))
         return preview_job(job)
     program_argv = find_program(spec.program, spec.config, spec.environ)
-    with reading_ahead(
-        spec.config.start.read_ahead, program_argv, spec.environ, early.take_reader(program_argv)
-    ) as reader:
+    mode = spec.config.start.read_ahead
+    reader = early.take_reader(program_argv, mode)
+    with reading_ahead(mode, program_argv, spec.environ, reader) as helpers:
         spec, job = check_local_fit(spec, plan_job(spec))
-        return execute_here(spec, job, argv, reader, early)
+        return execute_here(spec, job, argv, helpers, early)
 
 
 def may_fork(spec: JobSpec) -> bool:
@@ -230,8 +229,13 @@ def plan_job(spec: JobSpec) -> Job:
     )
 
 
-def execute_here(spec: JobSpec, job: Job, argv: Sequence[str], reader: "ReadAhead", early: EarlyStart) -> int:
-    """Run a planned job on this machine to its end, and return the exit code; raises LaunchError."""
+def execute_here(
+    spec: JobSpec, job: Job, argv: Sequence[str], helpers: Sequence[int], early: EarlyStart
+) -> int:
+    """Run a planned job on this machine to its end, and return the exit code; raises LaunchError.
+
+    `helpers` are PIDs of processes of ours.
+    """
     from launcher.launch import local_run
     from launcher.launch.agent import check_open_files
     from launcher.probe.limits import count_oom_kills
@@ -252,7 +256,7 @@ def execute_here(spec: JobSpec, job: Job, argv: Sequence[str], reader: "ReadAhea
         make_local_viewer,
         count_oom_kills,
         make_direct=partial(make_agent_on_machine, early=early),
-        helpers=reader.pids,
+        helpers=helpers,
     )
 
 

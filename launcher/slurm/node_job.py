@@ -49,7 +49,7 @@ def prepare_agent_maker(
     run_id, log = f"{run.id}-{task.step}-{task.attempt}", run.agent_log(task.host)
     if request.agent == "direct":
         from launcher.agent.rank_starter import ExecStarter
-        from launcher.agent.warm_starter import choose_starter
+        from launcher.agent.warm_process import choose_starter
 
         by_exec = ExecStarter(log, reads_stdin=False)
         starter = choose_starter(by_exec, program, request.config.start, variables)
@@ -107,7 +107,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     log_begin = measure_file(run.agent_log(task.host))
     program = find_program(request.words, config, merged)
     with (
-        reading_ahead(config.start.read_ahead, program, merged) as reader,
+        reading_ahead(config.start.read_ahead, program, merged) as helpers,
         keep_watch_folder(merged, enabled=config.watch.enabled) as folder,
     ):
         heartbeats = folder.path if folder else ""
@@ -135,7 +135,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
                 log_begin=log_begin,
                 started=started,
                 folder=folder,
-                helpers=reader.pids,
+                helpers=helpers,
             )
 
 

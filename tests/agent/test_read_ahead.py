@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.read_ahead import start_read_ahead
+from launcher.agent.read_ahead import reading_ahead, start_read_ahead
 from tests.probe.in_namespace import run_in_namespace
 from tests.seam import clean_environ
 
@@ -50,26 +50,26 @@ def is_cached(path: Path, offset: int) -> bool:
 def test_files_are_read_if_they_are_not_cached(packages: Path) -> None:
     environ = {**clean_environ(), "PYTHONPATH": f"relative:{packages}"}
     uses, plain = ((sys.executable, str(packages / name)) for name in ("uses.py", "plain.py"))
-    assert start_read_ahead("off", uses, environ).process is None
-    assert start_read_ahead("auto", plain, environ).process is None
+    assert start_read_ahead("off", uses, environ) is None
+    assert start_read_ahead("auto", plain, environ) is None
     reader = start_read_ahead("auto", uses, environ)
-    assert reader.process and reader.pids == (reader.process.pid,)
-    assert reader.process.wait(60) == 0
-    reader.close()
+    assert reader
+    with reading_ahead("auto", uses, environ, reader) as pids:
+        assert pids == (reader.pid,)
+        assert reader.wait(60) == 0
     assert all(is_cached(packages / LIBRARY, at) for at in (0, 15 * MIB, 20 * MIB - 1))
     assert is_cached(packages / BYTECODE, 0)
-    assert start_read_ahead("auto", uses, environ).process is None
-    again = start_read_ahead("on", plain, environ)
-    assert again.process
-    again.close()
-    assert again.process is None
+    with reading_ahead("auto", uses, environ) as pids:
+        assert not pids
+    with reading_ahead("on", plain, environ) as pids:
+        (pid,) = pids
+    assert not Path(f"/proc/{pid}").exists()
     drop(packages / LIBRARY)
     with (packages / LIBRARY).open("rb") as file:  # its first page is there, the rest is not
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         file.read(1)
-    reader = start_read_ahead("auto", uses, environ)
-    assert reader.process
-    reader.close()
+    with reading_ahead("auto", uses, environ) as pids:
+        assert pids
 
 
 def test_the_process_ends_with_the_launcher_though_a_disk_does_not_answer(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ library.write_bytes(b"x")
 script = (
     "import os, sys; from launcher.agent.read_ahead import start_read_ahead;"
     "environ = {**os.environ, 'PYTHONPATH': sys.argv[1]};"
-    "print(*start_read_ahead('on', ('x.py',), environ).pids, flush=True); os._exit(0)"
+    "print(start_read_ahead('on', ('x.py',), environ).pid, flush=True); os._exit(0)"
 )
 words = [sys.executable, "-c", script, str(folder / "packages")]
 orphan = int(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)

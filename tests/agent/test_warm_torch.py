@@ -49,15 +49,6 @@ def test_threads_are_those_that_the_imports_would_take(ranks: Ranks) -> None:
         assert (forked.code, forked.out, forked.err) == (0, by_exec.out, by_exec.err)
 
 
-def test_what_a_program_sets_before_it_imports_torch(ranks: Ranks) -> None:
-    code = "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\nprint(torch.get_num_threads())"
-    assert ranks.print_json(code) == 1
-    code = "import os\nname = 'TORCH_' + 'LOGS'\nos.environ[name] = '+all'\nfrom torch import nn"
-    ended = ranks.fork(code)
-    told = "launch-rank: the ranks are forked with torch, too late for: TORCH_LOGS (start.warm=off)\n"
-    assert (ended.code, ended.out, ended.err) == (0, "", told)
-
-
 def test_collectives_and_workers_of_two_ranks(ranks: Ranks) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.agent.group import RankStart
-from launcher.agent.python_program import find_python_program
+from launcher.agent.python_program import ExecNeededError
 from launcher.agent.rank_starter import ExecStarter, close_on_exec
-from launcher.agent.warm_process import WarmProcess, WarmRefusedError
-from launcher.launch.processes import adopt_orphans
+from launcher.agent.warm_process import WarmProcess
 from tests.seam import clean_environ
 
 PROGRAM = "program.py"
@@ -51,13 +50,13 @@ class Ranks:
         (self.folder / PROGRAM).write_text(code)
 
     def fork(self, code: str | None = None, **variables: str) -> Ended:
-        """Run the program in a forked rank; raises WarmRefusedError."""
+        """Run the program in a forked rank; raises ExecNeededError."""
         if code is not None:
             self.write(code)
         return self.collect(self.begin_fork(**variables))
 
     def begin_fork(self, **variables: str) -> int:
-        """Fork a rank and return its PID; raises WarmRefusedError."""
+        """Fork a rank and return its PID; raises ExecNeededError."""
         with open(os.devnull) as null:  # noqa: PTH123
             return self.warm.fork_rank(self.make_start(variables), (null.fileno(),) * 3)
 
@@ -109,10 +108,8 @@ def open_ranks(
     given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LAUNCH_QUIET": "1"}
     ours = {"LAUNCH_PLAN": str(folder / "plan.json"), "LAUNCH_RECORD_DIR": str(folder), "LAUNCH_ATTEMPT": "0"}
     environ = {**base, **given, **ours}
-    adopt_orphans()
     with contextlib.chdir(folder):
-        command = find_python_program(list(argv), environ).command
-    warm = WarmProcess.open_process(command, modules, folder, base)
+        warm = WarmProcess.start(argv, base, modules, folder)
     try:
         yield Ranks(folder, environ, warm, tuple(argv))
     finally:
@@ -128,7 +125,7 @@ def find_refusal(ranks: Ranks) -> str:
     """Why no rank is forked now; fails if one is."""
     try:
         pid = ranks.begin_fork()
-    except WarmRefusedError as error:
+    except ExecNeededError as error:
         return str(error)
     os.kill(pid, signal.SIGKILL)
     ranks.collect(pid)

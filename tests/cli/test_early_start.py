@@ -149,12 +149,10 @@ def test_the_ranks_are_forked_from_the_process_that_was_started_early(here: Path
     Path("x.py").write_text("import sys\nimport torch\nprint('forked', not hasattr(sys, 'set_by_site'))\n")
     script = f"""
 import sys
-from launcher.agent import warm_starter
+from launcher.agent import local_agent, rank_starter
 def refuse(*_):
     raise AssertionError("another warm process")
-warm_starter.warm_up = refuse
-from launcher.agent import local_agent, rank_starter
-local_agent.warm_up = refuse
+local_agent.choose_starter = refuse
 def start_rank(*_):
     raise AssertionError("a rank by exec")
 rank_starter.ExecStarter.start_rank = start_rank
