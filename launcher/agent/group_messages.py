@@ -8,8 +8,7 @@ import json
 import re
 from dataclasses import asdict, dataclass
 
-from launcher.agent.coordinator import JobEnd, Order
-from launcher.agent.group import GroupStart
+from launcher.agent.coordinator import GroupStart, JobEnd, Order
 from launcher.codec import load
 
 NUMBERS = {"ready": 1, "failed": 3, "ended": 1, "taken": 1, "alive": 0, "signalled": 1}

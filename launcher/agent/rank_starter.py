@@ -9,10 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from launcher.agent.group import RankStart
 from launcher.files import open_append, open_below
 from launcher.launch.job import render_shim
 from launcher.launch.signals import FORWARDED, STOPPING
+
+
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """What a rank's process is started with, before the shim has applied the plan."""
+
+    local_rank: int
+    argv: tuple[str, ...]
+    """The program's argv, without the shim."""
+    environ: dict[str, str]
+    """All variables: the agent's, and those that torchrun would set."""
 
 
 class RankStarter(Protocol):

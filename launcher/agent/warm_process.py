@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from launcher.agent.group import RankStart
 from launcher.agent.program_text import read_program
 from launcher.agent.python_program import ExecNeededError, find_python_program
-from launcher.agent.rank_starter import ExecStarter, RankStarter
+from launcher.agent.rank_starter import ExecStarter, RankStart, RankStarter
 from launcher.config.settings import StartConfig
 from launcher.launch.processes import adopt_orphans
 from launcher.protocol import LAUNCH_WARM

@@ -237,7 +237,7 @@ def execute_here(
     `helpers` are PIDs of processes of ours.
     """
     from launcher.launch import local_run
-    from launcher.launch.agent import check_open_files
+    from launcher.launch.torchrun_agent import check_open_files
     from launcher.probe.limits import count_oom_kills
 
     check_open_files()

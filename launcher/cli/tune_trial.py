@@ -16,13 +16,13 @@ from launcher.config.environment_files import fill_env
 from launcher.config.program import find_program
 from launcher.config.settings import Settings
 from launcher.errors import MachineError
-from launcher.launch.agent import check_open_files
 from launcher.launch.agent_process import AgentRequest
 from launcher.launch.job import Job, JobSpec, build_agent_environ
 from launcher.launch.local_run import AGENT_LINES, make_agent, prepare_run, write_plan
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.outcome import JobOutcome, complete_manifest, explain_failure, judge_outcome
 from launcher.launch.supervisor import Supervisor
+from launcher.launch.torchrun_agent import check_open_files
 from launcher.plan.model import plan_to_json
 from launcher.probe.limits import count_oom_kills
 from launcher.protocol import LAUNCH_METER

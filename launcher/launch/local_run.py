@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from launcher.errors import EXIT_MACHINE, MachineError
-from launcher.launch.agent import open_agent
 from launcher.launch.agent_process import Agent, AgentRequest
 from launcher.launch.job import Job, JobSpec, build_agent_environ, render_agent, shares_terminal
 from launcher.launch.monitor import RankMonitor, Viewer
 from launcher.launch.outcome import report_outcome
 from launcher.launch.pseudo_terminal import PseudoTerminal, open_terminal
 from launcher.launch.supervisor import Supervisor
-from launcher.launch.torchrun_agent import TorchrunAgent
+from launcher.launch.torchrun_agent import TorchrunAgent, open_agent
 from launcher.launch.watch_folder import open_watch_folder
 from launcher.launch.watcher_process import WatcherProcess, describe_watching
 from launcher.launch.watching import Watching

@@ -8,7 +8,6 @@ from functools import partial
 
 from launcher.config.settings import SLURM_KINDS
 from launcher.errors import EXIT_HANG, EXIT_MACHINE
-from launcher.launch.agent import ENDED
 from launcher.launch.end_notice import post_end
 from launcher.launch.failure import (
     describe_exit,
@@ -22,6 +21,7 @@ from launcher.launch.monitor import RankMonitor
 from launcher.launch.processes import Death, RankProcess
 from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import AgentExit
+from launcher.launch.torchrun_agent import ENDED
 from launcher.runs.manifest import stamp_time, write_manifest
 from launcher.runs.node_records import RankFailure, read_error
 from launcher.runs.progress import LONG_BEFORE, CleanEnd, EarlyEnd, describe_progress, find_early_exits

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from launcher.agent.coordinator import JobEnd, Order
-from launcher.agent.group import GroupStart
+from launcher.agent.coordinator import GroupStart, JobEnd, Order
 from launcher.agent.group_messages import ASK_ALIVE, NodeReport, parse_group_order, render_task_report
 from launcher.agent.liveness import ALIVE_PERIOD
 from launcher.launch.signal_channel import SignalChannel

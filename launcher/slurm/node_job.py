@@ -14,11 +14,11 @@ from launcher.config.program import find_program
 from launcher.config.settings import Settings
 from launcher.config.start import AgentChoice, Cluster, check_port_free, parse_endpoint
 from launcher.errors import MachineError
-from launcher.launch.agent import check_open_files, preload_agent
 from launcher.launch.agent_process import Agent, AgentRequest
 from launcher.launch.job import Job, build_agent_environ, choose_restarts, render_agent
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.signal_channel import SignalChannel
+from launcher.launch.torchrun_agent import TorchrunAgent, check_open_files, preload_agent
 from launcher.launch.watch_folder import keep_watch_folder
 from launcher.plan.model import Plan
 from launcher.runs.memory_records import keep_prediction
@@ -59,7 +59,6 @@ def prepare_agent_maker(
 
         return make_own_agent
     preloaded = preload_agent(sys.executable, variables, log)
-    from launcher.launch.torchrun_agent import TorchrunAgent  # while torchrun imports torch
 
     def make_agent(job: Job, monitor: RankMonitor, _channel: SignalChannel) -> Agent:
         command = render_agent(job, run_id)
@@ -74,7 +73,6 @@ def make_direct_agent(
     """Return the agent that starts this node's ranks itself, as the job's first node orders."""
     from launcher.agent.direct_agent import DirectAgent
     from launcher.agent.endpoint import is_port_free
-    from launcher.agent.local_agent import make_node_part
     from launcher.slurm.node_control import NodeControl
 
     job = request.job
@@ -82,11 +80,7 @@ def make_direct_agent(
     may_restart = restarts > 0 or job.config.cluster.spares > 0
     if not may_restart:
         starter.expect_ranks(len(job.plan.ranks))
-    return DirectAgent(
-        make_node_part(request, restarts, run_id),
-        starter,
-        NodeControl(job.host, channel, may_restart, is_port_free),
-    )
+    return DirectAgent(request, run_id, starter, NodeControl(job.host, channel, may_restart, is_port_free))
 
 
 RESTARTS = 3

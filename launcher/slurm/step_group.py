@@ -5,8 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from launcher.agent.coordinator import Coordinator, JobEnd, Order
-from launcher.agent.group import GroupStart
+from launcher.agent.coordinator import Coordinator, GroupStart, JobEnd, Order
 from launcher.agent.group_messages import NodeReport, render_order
 from launcher.config.settings import Settings
 from launcher.config.start import parse_endpoint

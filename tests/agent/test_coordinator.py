@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.agent.coordinator import LOSS_PATIENCE, PORT_TRIALS, Coordinator, JobEnd, Order
-from launcher.agent.group import GroupNode, GroupStart
+from launcher.agent.coordinator import (
+    LOSS_PATIENCE,
+    PORT_TRIALS,
+    Coordinator,
+    GroupNode,
+    GroupStart,
+    JobEnd,
+    Order,
+)
 
 FAILED, DONE = JobEnd(failed=True), JobEnd(failed=False)
 Event = tuple[str, str, int]

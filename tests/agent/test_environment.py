@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.agent.coordinator import GroupNode, GroupStart
+from launcher.agent.direct_agent import make_rank_variables
 from launcher.agent.endpoint import find_free_port
-from launcher.agent.group import GroupNode, GroupStart
-from launcher.agent.rank_variables import RankSettings, make_rank_variables
 from tests.seam import clean_environ, start, write_program
 
 DUMP = """
@@ -73,14 +73,14 @@ def test_a_rank_has_what_torchrun_would_give_it(tmp_path: Path) -> None:
 def test_numbers_of_several_nodes() -> None:
     nodes = (GroupNode("n10", 2), GroupNode("n2", 3))
     group = GroupStart(4, nodes, "n10", 12345)
-    found = make_rank_variables(group, 1, 2, RankSettings("run", 7, {}), "/run/error.json")
+    found = make_rank_variables(group, 1, 2, {})
     assert {name: value for name, value in found.items() if not name.startswith("TORCH")} == {
         **{"RANK": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "5"},
         **{"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"},
         **{"ROLE_RANK": "4", "ROLE_WORLD_SIZE": "5", "ROLE_NAME": "default"},
         **{"MASTER_ADDR": "n10", "MASTER_PORT": "12345", "OMP_NUM_THREADS": "1"},
     }
-    assert found["TORCHELASTIC_RESTART_COUNT"] == "4" and found["TORCHELASTIC_MAX_RESTARTS"] == "7"
+    assert found["TORCHELASTIC_RESTART_COUNT"] == "4"
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_numbers_of_several_nodes() -> None:
 )
 def test_threads_are_set_as_torchrun_does(size: int, environ: dict[str, str], threads: str | None) -> None:
     group = GroupStart(0, (GroupNode("n0", size),), "127.0.0.1", 12345)
-    found = make_rank_variables(group, 0, 0, RankSettings("run", 0, environ), "")
+    found = make_rank_variables(group, 0, 0, environ)
     assert found.get("OMP_NUM_THREADS") == threads
 
 
 def test_a_users_choice_for_nccl_stays() -> None:
     group = GroupStart(0, (GroupNode("n0", 1),), "127.0.0.1", 12345)
     environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    found = make_rank_variables(group, 0, 0, RankSettings("run", 0, environ), "")
+    found = make_rank_variables(group, 0, 0, environ)
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"

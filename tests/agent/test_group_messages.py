@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.agent.coordinator import JobEnd, Order
-from launcher.agent.group import GroupNode, GroupStart
+from launcher.agent.coordinator import GroupNode, GroupStart, JobEnd, Order
 from launcher.agent.group_messages import (
     NUMBERS,
     NodeReport,

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.agent.group import RankStart
 from launcher.agent.python_program import ExecNeededError
-from launcher.agent.rank_starter import ExecStarter, close_on_exec
+from launcher.agent.rank_starter import ExecStarter, RankStart, close_on_exec
 from launcher.agent.warm_process import WarmProcess
 from tests.seam import clean_environ
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.launch.agent import PreloadedAgent, preload_agent, read_exits
+from launcher.launch.torchrun_agent import PreloadedAgent, TorchrunAgent, preload_agent
 from tests.seam import clean_environ
 
 TORCHRUN = """
@@ -55,14 +55,17 @@ def main():
 
 
 def test_it_tells_what_its_children_ended_with(tmp_path: Path) -> None:
-    agent, log = preload(tmp_path, CHILDREN)
+    preloaded, log = preload(tmp_path, CHILDREN)
     log.write_text("launch-agent: process 1 ended with 5\n")  # of an earlier start
-    begin = log.stat().st_size
-    assert agent.begin([sys.executable, "-m", "torch.distributed.run"]).wait(30) == 0, log.read_text()
-    exits = read_exits(log, begin)
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    agent = TorchrunAgent(lambda: preloaded.begin(command), log, lambda _: ())
+    agent.begin()
+    assert agent.process.wait(60) == 0, log.read_text()
+    exits = agent.read_exits()
     assert sorted(exits.values()) == [-15, 0, 0, 3] and 1 not in exits
     assert "\n0\n" in log.read_text() and "\n-15\n" in log.read_text(), "they end as they did"
-    assert read_exits(tmp_path / "none", 0) == {}
+    log.unlink()
+    assert agent.read_exits() == {} and not agent.was_signalled()
 
 
 def test_files_in_the_working_directory_do_not_shadow_its_modules(
