@@ -16,8 +16,7 @@ from launcher.launch.pseudo_terminal import PseudoTerminal, open_terminal
 from launcher.launch.supervisor import Supervisor
 from launcher.launch.torchrun_agent import TorchrunAgent, open_agent
 from launcher.launch.watch_folder import open_watch_folder
-from launcher.launch.watcher_process import WatcherProcess, describe_watching
-from launcher.launch.watching import Watching
+from launcher.launch.watching import watch_node
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.rank_logs import measure_file, read_tail
 from launcher.runs.run_directory import (
@@ -61,8 +60,7 @@ def execute_job(
     supervisor.helpers = helpers
     folder = open_watch_folder(job.environ) if job.config.watch.enabled else None
     if folder:
-        settings = describe_watching(job, run, folder, job.config.node_rank or 0)
-        supervisor.watching = Watching(WatcherProcess(folder, settings))
+        supervisor.watching = watch_node(job, run, folder, job.config.node_rank or 0)
     try:
         environ = build_agent_environ(
             job.config, job.cluster, job.environ, run, job.host, watch_folder=folder.path if folder else ""

@@ -132,7 +132,7 @@ class Supervisor:
                 self.monitor.start()
                 self.monitor_ranks(agent, inbox)
                 if self.watching:
-                    self.watching.watcher.finish()
+                    self.watching.finish()
                 self.monitor.end()
             except BaseException:
                 self.monitor.viewer.release_log()

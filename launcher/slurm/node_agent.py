@@ -25,8 +25,7 @@ from launcher.launch.signal_channel import SignalChannel, open_signal_channel
 from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import Supervisor
 from launcher.launch.watch_folder import WatchFolder
-from launcher.launch.watcher_process import WatcherProcess, describe_watching
-from launcher.launch.watching import Watching
+from launcher.launch.watching import watch_node
 from launcher.probe.limits import count_oom_kills
 from launcher.report.viewer import OutputViewer, ViewOptions
 from launcher.runs.node_records import NodeRecord, RankFailure, write_node
@@ -70,8 +69,7 @@ def run_agent(
     supervisor = Supervisor(monitor, ranks, grace, control=control, exit_codes=codes)
     supervisor.helpers = helpers
     if folder:
-        settings = describe_watching(job, run, folder, place.node_rank)
-        supervisor.watching = Watching(WatcherProcess(folder, settings))
+        supervisor.watching = watch_node(job, run, folder, place.node_rank)
     signal.signal(signal.SIGTERM, lambda *_: None)  # from here on the supervisor's, and nothing after it
     outcome = supervisor.run(make_agent(job, monitor, control))
     if supervisor.watching:
