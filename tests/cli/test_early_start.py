@@ -159,7 +159,16 @@ rank_starter.ExecStarter.start_rank = start_rank
 exec({LAUNCH[2]!r})
 """
     done = subprocess.run(
-        [sys.executable, "-c", script, *EARLY[0][:1], "nproc_per_node=2", "logs.console=all", "x.py"],
+        [
+            sys.executable,
+            "-c",
+            script,
+            *EARLY[0][:1],
+            "nproc_per_node=2",
+            "restarts=1",
+            "logs.console=all",
+            "x.py",
+        ],
         env=clean_environ(),
         cwd=here,
         capture_output=True,

@@ -1,3 +1,0 @@
-"""A package that is run by `python -m`."""
-
-print("pkg is imported")

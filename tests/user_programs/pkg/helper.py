@@ -1,3 +1,0 @@
-"""A module of the package."""
-
-VALUE = 7
