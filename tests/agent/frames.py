@@ -1,4 +1,4 @@
-"""Runs a program by itself, by torchrun and by `launch`: what each rank writes, and how it ends."""
+"""Runs a program by itself and by `launch`: what each rank writes, and how it ends."""
 
 import contextlib
 import os
@@ -116,25 +116,6 @@ def run_alone(case: Case, work: Path) -> Ran:
     return Ran(next((to_status(code) for code in codes if code), 0), texts)
 
 
-def run_torchrun(case: Case, work: Path) -> Ran:
-    """Run it by torchrun."""
-    with tempfile.TemporaryDirectory(dir=work.parent) as folder:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={case.ranks}",
-        ]
-        command += [f"--log-dir={folder}", "--redirects=3", "--no-python", "--", *expand(case)]
-        done = run_command(command, case, work)
-        folders = sorted(Path(folder).glob("*/attempt_0/*"))
-        texts = tuple(mask(path / f"{name}.log") for name in ("stdout", "stderr") for path in folders)
-    found = re.findall(r"exitcode *: (-?\d+)", done.stderr)
-    return Ran(to_status(int(found[-1])) if found else done.returncode, texts)
-
-
 def make_launch(*settings: str) -> Callable[[Case, Path], Ran]:
     """Return how a program is run by `launch` with some settings."""
 
@@ -161,14 +142,6 @@ def make_launch(*settings: str) -> Callable[[Case, Path], Ran]:
             shutil.rmtree(work / "runs", ignore_errors=True)
 
     return run
-
-
-FRAMES: Mapping[str, Callable[[Case, Path], Ran]] = {
-    "torchrun": run_torchrun,
-    "launch, torchrun": make_launch("agent=torchrun"),
-    "launch, direct, exec": make_launch("agent=direct", "start.warm=off"),
-    "launch, direct, warm": make_launch("agent=direct", "start.warm=auto"),
-}
 
 
 def run_command(command: Sequence[str], case: Case, work: Path) -> "subprocess.CompletedProcess[str]":

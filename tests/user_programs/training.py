@@ -64,21 +64,6 @@ def train_ddp():
     dist.destroy_process_group()
 
 
-def train_fsdp():
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo")
-    model = Model()
-    fully_shard(model)
-    train(model, model.parameters())
-    dist.destroy_process_group()
-
-
-def train_compiled():
-    model = torch.compile(Model())
-    train(model, model.parameters())
-
-
 def train_hf():
     import transformers
 
@@ -167,8 +152,6 @@ if __name__ == "__main__":
     torch.manual_seed(7)
     {
         "ddp": train_ddp,
-        "fsdp": train_fsdp,
-        "compile": train_compiled,
         "hf": train_hf,
         "lightning": train_lightning,
         "accelerate": train_accelerate,
