@@ -157,6 +157,8 @@ class Supervisor:
 
     def monitor_ranks(self, agent: Agent, inbox: SignalQueue) -> None:
         """Watch ranks and pass on signals until the agent ends."""
+        # Before the agent ends others for one that has failed: the kernel then has the order of their ends.
+        self.watch_new_ranks(agent)
         while agent.poll() is None:
             # None comes while they end, and looking for it takes time in which the agent reaps others.
             if len(self.pidfds.alive) < self.expected and self.stop is None:
