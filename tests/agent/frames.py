@@ -1,4 +1,4 @@
-"""Runs a program by itself and by `launch`: what each rank writes, and how it ends."""
+"""Runs a program by itself and by `launch`: what it writes, and how it ends."""
 
 import contextlib
 import os
@@ -46,10 +46,8 @@ class Case:
     name: str
     words: tuple[str, ...]
     """The program's argv, with `python` for the interpreter."""
-    ranks: int = 1
     stdin: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
-    preload: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +55,11 @@ class Ran:
     """What came of a program."""
 
     code: int
-    """Of the rank that failed first, as a shell gives it; 0 if none did."""
+    """As a shell gives it."""
     texts: tuple[str, ...]
-    """Each rank's stdout, then each one's stderr, masked."""
+    """Its stdout and its stderr, masked."""
     said: str = ""
-    """What was written beside that: the launcher's lines in the ranks' stderr, and its own."""
+    """What was written beside that: the launcher's lines in its stderr, and its own."""
 
 
 def copy_programs(folder: Path) -> Path:
@@ -78,61 +76,39 @@ def make_environ(case: Case, folder: Path) -> dict[str, str]:
 
 
 def run_alone(case: Case, work: Path) -> Ran:
-    """Run each rank as a process of its own, with what torch.distributed needs."""
+    """Run it as a process of its own, with what torch.distributed needs."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with tempfile.TemporaryDirectory(dir=work.parent) as folder:
-        started, files = [], []
-        for rank in range(case.ranks):
-            names = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": case.ranks,
-                "LOCAL_WORLD_SIZE": case.ranks,
-            }
-            more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **names}
-            environ = {
-                **make_environ(case, work.parent),
-                **{name: str(value) for name, value in more.items()},
-            }
-            outputs = [Path(folder) / f"{rank}.{kind}" for kind in ("out", "err")]
-            files += outputs
-            with contextlib.ExitStack() as stack:
-                out, err = (stack.enter_context(path.open("wb")) for path in outputs)
-                stdin = stack.enter_context(open_stdin(case))
-                started.append(
-                    subprocess.Popen(
-                        expand(case),
-                        cwd=work,
-                        env=environ,
-                        stdin=stdin,
-                        stdout=out,
-                        stderr=err,
-                        start_new_session=True,
-                    )
-                )
-        codes = [process.wait(TIMEOUT) for process in started]
-        texts = tuple(mask(path) for path in (*files[::2], *files[1::2]))
-    return Ran(next((to_status(code) for code in codes if code), 0), texts)
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with tempfile.TemporaryDirectory(dir=work.parent) as folder, contextlib.ExitStack() as stack:
+        paths = [Path(folder) / kind for kind in ("out", "err")]
+        out, err = (stack.enter_context(path.open("wb")) for path in paths)
+        done = subprocess.run(
+            expand(case),
+            cwd=work,
+            env={**make_environ(case, work.parent), **place},
+            stdin=stack.enter_context(open_stdin(case)),
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+        return Ran(to_status(done.returncode), tuple(mask(path) for path in paths))
 
 
 def make_launch(*settings: str) -> Callable[[Case, Path], Ran]:
     """Return how a program is run by `launch` with some settings."""
 
     def run(case: Case, work: Path) -> Ran:
-        preload = [f"start.preload=[{case.preload}]"] if case.preload else []
-        command = [
-            str(Path(sys.executable).with_name("launch")),
-            f"nproc_per_node={case.ranks}",
-            *settings,
-            *preload,
-        ]
+        command = [str(Path(sys.executable).with_name("launch")), "nproc_per_node=1", *settings]
         done = run_command(
             [*command, "--", *(expand(case) if case.words[0] == "python" else case.words)], case, work
         )
         try:
             (logs,) = (work / "runs").glob("*/*/logs/0")
-            files = [logs / f"rank-{rank}.{kind}" for kind in ("out", "err") for rank in range(case.ranks)]
+            files = [logs / f"rank-0.{kind}" for kind in ("out", "err")]
             raw = "".join(path.read_text(errors="replace") for path in files)
             said = "".join(found.group() for found in OUR_LINE.finditer(raw)) + done.stderr
             return Ran(done.returncode, tuple(mask(path) for path in files), said)
