@@ -179,11 +179,7 @@ class Watching:
             self.hangs = [*others, hang][-MOST_HANGS:]
         if event == "straggler" and isinstance(straggler, dict):
             self.stragglers = [*self.stragglers, straggler][-MOST_HANGS:]
-        if event != "act":
-            return None
-        ranks, pids = take_numbers(message.get("ranks")), take_numbers(message.get("pids"))
-        sentence = escape_text(str(message.get("sentence") or ""))
-        return HangOrder(str(message.get("action")), ranks, sentence, pids)
+        return decode_order(message) if event == "act" else None
 
     def read_last_words(self) -> str:
         """Return the last line that it printed, for the warning; empty if it printed nothing."""
@@ -262,6 +258,13 @@ def watch_node(job: Job, run: RunDir, folder: WatchFolder, node_rank: int) -> Wa
 def encode_line(message: Mapping[str, object]) -> bytes:
     """Return a message as a line."""
     return json.dumps(message).encode() + b"\n"
+
+
+def decode_order(message: Mapping[str, object]) -> HangOrder:
+    """Return what a message asks for."""
+    ranks, pids = take_numbers(message.get("ranks")), take_numbers(message.get("pids"))
+    sentence = escape_text(str(message.get("sentence") or ""))
+    return HangOrder(str(message.get("action")), ranks, sentence, pids)
 
 
 def take_numbers(value: object) -> tuple[int, ...]:
