@@ -61,6 +61,8 @@ class NodeRecord:
     """Ranks of its last start that ended with 0, and when, in seconds since the epoch."""
     hang: str = ""
     """The hang, in words, for which its ranks were ended (`watch.on_hang`)."""
+    trouble: str = ""
+    """Why nothing could be written to the run directory when its ranks had ended."""
 
 
 def refuse_node(host: str, node_rank: int, status: int, said: str, started: float) -> NodeRecord:

@@ -188,11 +188,11 @@ held: dict[Path, int] = {}
 """What holds the space of each run: a file without a name, so that nothing is left of it after a SIGKILL."""
 
 
-def reserve_space(run: RunDir) -> None:
-    """Take some space while there is some, which `release_space` gives back; if that fails, there is none."""
+def reserve_space(run: RunDir, size: int = SIZE) -> None:
+    """Take some bytes while there are any, which `release_space` gives back; else there are none."""
     if run.path not in held:
         with contextlib.suppress(OSError):
-            held[run.path] = write_nameless(run, SIZE)
+            held[run.path] = write_nameless(run, size)
 
 
 def release_space(run: RunDir) -> str:

@@ -15,11 +15,14 @@ from launcher.runs.manifest import (
     take_earlier,
     take_list,
 )
-from launcher.runs.progress import find_latest, list_attempts
+from launcher.runs.progress import find_latest, find_newest, list_attempts
 from launcher.runs.run_directory import FULL, RunDir, is_full
 from launcher.runs.run_lookup import name_run
 from launcher.runs.run_process import check_process
+from launcher.text import describe_time
 
+LONG_SILENCE = 1800.0
+"""Seconds without anything written after which a run that cannot be seen from here may be over."""
 LIVE = ("queued", "running")
 """States of a run that is still to end."""
 STATES = {
@@ -144,11 +147,28 @@ def count_resumes(manifest: Mapping[str, object]) -> int:
 
 def check_local(status: RunStatus) -> RunStatus:
     """Find out whether the process of a run that says that it is running is there."""
-    if status.state != "running" or not status.process or check_process(status.process) is not False:
+    if status.state != "running" or not status.process:
+        return status
+    is_alive = check_process(status.process)
+    if is_alive is None:
+        return replace(status, reason=explain_silence(status))
+    if is_alive:
         return status
     pid, host = (status.process.get(key) for key in ("pid", "host"))
     full = f"; {FULL}" if is_full(RunDir(Path(status.path))) else ""
     return mark_lost(status, f"process {pid} on {host} is gone, and left no word{full}")
+
+
+def explain_silence(status: RunStatus) -> str:
+    """Say that a run on another host may have died: nothing has been written for long; empty if it has."""
+    path = Path(status.path)
+    found = [find_newest(folder) for folder in (path / "logs", path / "watch")]
+    written = [changed for changed in found if changed is not None]
+    silence = time.time() - max(written, default=0)
+    if not written or silence < LONG_SILENCE:
+        return ""
+    host = status.process.get("host")
+    return f"nothing was written for {describe_time(silence)}: whether it goes on can be seen on {host} alone"
 
 
 def mark_lost(status: RunStatus, reason: str) -> RunStatus:

@@ -289,7 +289,8 @@ def end_attempt(attempt: Attempt, step: StepReport) -> int:
     """Diagnose an attempt's end, requeue the job or not, log it, and return the batch script's exit code."""
     if not may_end(attempt):
         return EXIT_MACHINE
-    trouble = release_space(attempt.run)
+    troubles = [release_space(attempt.run), *(record.trouble for record in step.records)]
+    trouble = next(filter(None, troubles), "")
     if trouble:
         break_line()
     if attempt.prepared:

@@ -1,6 +1,7 @@
 """Why a job is pending, in words, its position in the queue, and the thread that asks SLURM about jobs."""
 
 import contextlib
+import io
 import math
 import os
 import queue
@@ -360,43 +361,34 @@ def read_outcome(run_path: Path, job_id: str) -> Mapping[str, object]:
 
 @dataclass(slots=True)
 class MarkedLines:
-    """Gives marked lines whole, and everything else at once, with what is unfinished."""
+    """Gives launch's own lines whole, and everything else at once, with what is unfinished."""
 
-    marks: tuple[bytes, ...]
-    """Beginnings of the lines."""
     kept: bytes = b""
     """The beginning of a line that is marked, or may be."""
     begins: bool = True
     """The next byte begins a line."""
 
     def split(self, data: bytes) -> Iterator[tuple[bool, bytes]]:
-        """Give the pieces of some bytes in their order: whether it is a marked line, and the piece."""
-        data, self.kept, at = self.kept + data, b"", 0
-        while at < len(data):
-            end = data.find(b"\n", at) + 1
-            line = data[at : end or None] if self.begins else b""
-            if line.startswith(self.marks) and end:
+        """Give the pieces of some bytes in their order: whether it is a line of launch's, and the piece."""
+        lines = io.BytesIO(self.kept + data).readlines()
+        if not lines:
+            return
+        self.kept, last = b"", lines[-1]
+        may_be_own = last.startswith(OWN_PREFIX) or OWN_PREFIX.startswith(last)
+        if may_be_own and (self.begins or len(lines) > 1) and len(last) < MOST_KEPT and last[-1:] != b"\n":
+            self.kept = lines.pop()
+        others = [] if self.begins or not lines else [lines.pop(0)]
+        for line in lines:
+            if line.startswith(OWN_PREFIX) and line.endswith(b"\n"):
+                if others:
+                    yield False, b"".join(others)
+                    others.clear()
                 yield True, line
-                at = end
-                continue
-            if line and not end and self.may_be_marked(line):
-                self.kept = line
-                return
-            begin, at = at, self.find_next(data, at)
-            self.begins = data[at - 1 : at] == b"\n"
-            yield False, data[begin:at]
-
-    def may_be_marked(self, line: bytes) -> bool:
-        """Tell whether an unfinished line is marked, or can become so."""
-        return len(line) < MOST_KEPT and any(line.startswith(m) or m.startswith(line) for m in self.marks)
-
-    def find_next(self, data: bytes, at: int) -> int:
-        """Return the position of the next line that is marked or may be; else the end."""
-        found = [position + 1 for mark in self.marks if (position := data.find(b"\n" + mark, at)) >= 0]
-        last = data.rfind(b"\n", at) + 1
-        if last and last < len(data) and self.may_be_marked(data[last:]):
-            found.append(last)
-        return min(found, default=len(data))
+            else:
+                others.append(line)
+        self.begins = bool(self.kept) or last.endswith(b"\n")
+        if others:
+            yield False, b"".join(others)
 
     def finish(self) -> bytes:
         """Return what was kept of a line that has no end."""
@@ -412,7 +404,7 @@ class JobLog:
     job_id: str
     console: JobConsole
     follower: Follower = field(init=False)
-    lines: MarkedLines = field(default_factory=lambda: MarkedLines((OWN_PREFIX,)))
+    lines: MarkedLines = field(default_factory=MarkedLines)
     ends_with_launch_line: bool = False
     """The last line is launch's."""
     changed: float = field(default_factory=time.monotonic)

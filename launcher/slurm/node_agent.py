@@ -30,7 +30,7 @@ from launcher.probe.limits import count_oom_kills
 from launcher.report.viewer import OutputViewer, ViewOptions
 from launcher.runs.node_records import NodeRecord, RankFailure, write_node
 from launcher.runs.rank_logs import Follower, read_tail
-from launcher.runs.run_directory import RunDir
+from launcher.runs.run_directory import RunDir, release_space, reserve_space
 from launcher.slurm.node_control import can_write
 from launcher.slurm.node_job import AgentMaker
 from launcher.slurm.slurm_environ import TaskIdentity
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 AGENT_LINES = 2000
 """Last lines of the agent's log that are searched for its report."""
+RECORD_SIZE = 16 << 10
+"""Bytes that are held for the node's record, with which its first failure would be lost on a full disk."""
 HOLD = 5.0
 """Seconds after which the plan is shown in any case, while nodes wait for each other."""
 
@@ -62,6 +64,7 @@ def run_agent(
     log = run.agent_log(place.host)
     monitor = RankMonitor(job, run, make_node_viewer(job, run, place), count_oom_kills, finds_children=True)
     control = open_signal_channel(0)
+    reserve_space(run, RECORD_SIZE)
     recorder = NodeRecorder(monitor, place, control, started)
     monitor.on_stop = recorder.record_stop
     grace = job.config.torchrun.shutdown_timeout
@@ -115,6 +118,8 @@ class NodeRecorder:
     """Seconds since the epoch."""
     clean: tuple[tuple[int, float], ...] = ()
     """See `NodeRecord.clean`."""
+    trouble: str = ""
+    """See `NodeRecord.trouble`."""
 
     def record_stop(self, number: int, by_first_node: bool) -> None:
         """Write a record at once: SLURM may kill this process before its ranks have ended."""
@@ -137,6 +142,7 @@ class NodeRecorder:
         said = "" if failure or hang or state != "failed" else f"{agent} {describe_agent_exit(ending)}"
         for line in check_success(self.monitor, ending) if state == "succeeded" else ():
             logger.warning(line)
+        self.trouble = release_space(self.monitor.run)
         try:
             failed = describe_failure(self.monitor, ending)
             self.write_record(state, ending.status, number, said, failed, hang=hang)
@@ -177,5 +183,6 @@ class NodeRecorder:
             len(self.monitor.job.plan.ranks),
             self.clean,
             hang,
+            self.trouble,
         )
         write_node(self.monitor.run.path, self.place.attempt, record)

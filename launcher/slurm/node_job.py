@@ -28,8 +28,7 @@ from launcher.runs.run_directory import RunDir, write_json
 from launcher.slurm.compiler_caches import open_caches
 from launcher.slurm.job_request import JobRequest, read_job_request
 from launcher.slurm.node_control import start_alive_sender
-from launcher.slurm.rendezvous import PORT_TAKEN
-from launcher.slurm.slurm_environ import TaskIdentity, drop_task_variables, read_task_identity
+from launcher.slurm.slurm_environ import PORT_TAKEN, TaskIdentity, drop_task_variables, read_task_identity
 
 AgentMaker = Callable[[Job, RankMonitor, SignalChannel], Agent]
 """Gives the agent of a planned node."""

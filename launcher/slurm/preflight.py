@@ -23,8 +23,7 @@ from launcher.slurm.attempt import Attempt, try_write_manifest
 from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.commands import count_restarts
 from launcher.slurm.notation import expand_hosts
-from launcher.slurm.rendezvous import pick_port
-from launcher.slurm.slurm_environ import clean_for_step, drop_task_variables
+from launcher.slurm.slurm_environ import clean_for_step, drop_task_variables, pick_port
 from launcher.slurm.srun import (
     Step,
     drop_prefix,

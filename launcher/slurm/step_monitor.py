@@ -20,7 +20,7 @@ from launcher.slurm.attempt_end import choose_stop_time
 from launcher.slurm.attempt_lifecycle import prepare_for_kill
 from launcher.slurm.commands import ask_job, ask_node_states, is_down
 from launcher.slurm.notation import parse_signal
-from launcher.slurm.rendezvous import PORT_TAKEN
+from launcher.slurm.slurm_environ import PORT_TAKEN
 
 logger = logging.getLogger(__name__)
 

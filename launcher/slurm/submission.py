@@ -91,6 +91,8 @@ def submit_script(script: Path, environ: Mapping[str, str]) -> str:
         raise SchedulerError(f"sbatch: {' '.join(str(error).split())}") from None
     except OSError as error:
         raise SchedulerError(explain_start(error, environ)) from None
+    except RuntimeError:  # submitit looks for srun, too
+        raise SchedulerError("there is no srun on PATH beside sbatch: load SLURM's module") from None
 
 
 def shorten_complaint(text: str) -> str:

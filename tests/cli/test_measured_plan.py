@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.runs.test_measured_memory import make_measured
+from tests.runs.test_run_lookup import make_measured
 from tests.seam import Launch
 
 SET = tuple(

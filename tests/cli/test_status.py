@@ -147,6 +147,21 @@ def test_a_run_whose_process_is_gone_is_lost(launch: Launch, here: Path) -> None
     assert run["state"] == "lost" and str(process.pid) in str(run["reason"])
 
 
+def test_a_run_on_another_host_that_is_silent_may_be_over(launch: Launch, here: Path) -> None:
+    elsewhere = {**identify_process(os.getpid()), "host": "elsewhere"}
+    path = make_run(here / "runs", state="running", process=elsewhere)
+    (path / "logs/0").mkdir(parents=True, exist_ok=True)
+    log = path / "logs/0/rank-0.out"
+    log.touch()
+    (run,) = read_runs(launch("status", "format=json"))
+    assert (run["state"], run["reason"]) == ("running", "")
+    for written in (*path.glob("logs/*/*"), *path.glob("logs/*"), *path.glob("watch/*")):
+        os.utime(written, (1e9, 1e9))
+    (run,) = read_runs(launch("status", "format=json"))
+    assert run["state"] == "running" and str(run["reason"]).startswith("nothing was written for ")
+    assert str(run["reason"]).endswith("can be seen on elsewhere alone")
+
+
 def test_a_process_is_known_by_more_than_its_number(tmp_path: Path) -> None:
     mine = identify_process(os.getpid())
     assert check_process(mine) is True

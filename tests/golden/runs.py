@@ -6,8 +6,7 @@ import tempfile
 from pathlib import Path
 
 from tests.runs.jobs import KINDS, LOCAL, run_local, run_on_slurm
-from tests.runs.recordings import DATA, REPOSITORY, record
-from tests.runs.shapes import FILE, find_keys, name_files
+from tests.runs.recordings import DATA, FILE, REPOSITORY, find_keys, name_files, record
 from tests.seam import clean_environ
 
 

@@ -1,10 +1,26 @@
-"""Following log files that are being written, cut, replaced, or hold anything at all."""
+"""What ranks print: as bytes and lines, and the steps, losses and early ends that are read from it."""
 
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launcher.runs import rank_logs
+from launcher.runs.progress import (
+    MOST_BYTES_OF_FILE,
+    MOST_LINES,
+    CleanEnd,
+    EarlyEnd,
+    ObjectiveError,
+    Progress,
+    ProgressReader,
+    describe_progress,
+    find_early_exits,
+    parse_progress,
+    read_objective,
+)
 from launcher.runs.rank_logs import (
     CHUNK,
     Chunk,
@@ -223,3 +239,238 @@ def test_a_log_that_is_a_folder_has_nothing(run: RunDir, lines: LineFollower) ->
     run.rank_log(0, 0, "out").mkdir()
     assert read(lines, final=True) == []
     assert read_tail(run.rank_log(0, 0, "out"), 3) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "step", "total", "metrics"),
+    [
+        (
+            "step 10/200 loss 5.54 tokens/s 12345 tflops 0.01 mfu 3.2%",
+            10,
+            200,
+            {"loss": "5.54", "tokens/s": "12345", "tflops": "0.01", "mfu": "3.2%"},
+        ),
+        ("step 10 / 200  loss 5.54", 10, 200, {"loss": "5.54"}),
+        ("Step: 7 | Loss: 1.2e-05, LR: 3e-4", 7, None, {"loss": "1.2e-05", "lr": "3e-4"}),
+        ("[rank0] step=7 loss=nan", 7, None, {"loss": "nan"}),
+        ("step 7 loss inf lr -1", 7, None, {"loss": "inf", "lr": "-1"}),
+        ("step 7 loss -inf", 7, None, {"loss": "-inf"}),
+        ("global step 1 loss 2.0, tokens/s 12,345.5,", 1, None, {"loss": "2.0", "tokens/s": "12,345.5"}),
+    ],
+)
+def test_lines_with_progress(line: str, step: int, total: int | None, metrics: dict[str, str]) -> None:
+    assert parse_progress(line) == Progress(step, total, tuple(metrics.items()))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "step 3",
+        "loss 5.54",
+        "steps 3 loss 1",
+        "step 3 loss function",
+        "stepping 3 loss 2",
+        "misstep 3 loss 2",
+        "step 1e5 losses 3",
+    ],
+)
+def test_other_lines(line: str) -> None:
+    assert parse_progress(line) is None
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            ["step", " ", "/", ":", "loss", "9" * 5000, "\u0661", "nan", "tokens/s", "-", ".", "e", ","]
+        )
+        | st.text(max_size=5)
+    )
+)
+def test_any_line_is_read_without_an_error(parts: list[str]) -> None:
+    found = parse_progress("".join(parts))
+    assert found is None or found.step >= 0
+
+
+def read_chunks(*chunks: bytes) -> list[int]:
+    """The first and the last step that a reader finds in chunks of one stream."""
+    reader = ProgressReader()
+    for chunk in chunks:
+        reader.add("out", chunk)
+    return [step.step for step in reader.steps]
+
+
+def make_lines(*steps: int) -> bytes:
+    return b"".join(b"step %d/9999 loss 1.5\nother\n" % step for step in steps)
+
+
+def test_of_many_steps_the_first_and_the_last_are_kept() -> None:
+    assert read_chunks(make_lines(*range(3, 2000))) == [3, 1999]
+    assert read_chunks(b"hello\n", make_lines(1), b"", b"x\n" * 9, make_lines(2, 3)) == [1, 3]
+    assert read_chunks(make_lines(7)) == [7]
+
+
+@pytest.mark.parametrize("at", range(1, 24))
+def test_a_line_that_is_cut_in_two_counts_once_it_is_whole(at: int) -> None:
+    line = b"step 12/200 Loss 1.25 x\n"
+    reader = ProgressReader()
+    assert not reader.add("out", line[:at])
+    assert not reader.add("err", b"some step of another stream")
+    assert reader.add("out", line[at:])
+    assert reader.steps == [Progress(12, 200, (("loss", "1.25"),))]
+
+
+def test_a_bar_that_is_drawn_anew_tells_its_states() -> None:
+    assert read_chunks(b"\rstep 1/9 loss 3", b"\rstep 2/9 loss 2", b"\rstep 3/9 los") == [1, 2]
+
+
+def test_a_last_line_without_end_counts_at_the_end() -> None:
+    reader = ProgressReader()
+    assert not reader.add("out", b"step 3/3 loss NaN")
+    assert reader.finish() and not reader.finish()
+    assert reader.steps == [Progress(3, 3, (("loss", "NaN"),))]
+
+
+def test_a_step_keeps_the_metrics_of_those_before_it() -> None:
+    reader = ProgressReader()
+    reader.add("out", b"step 1 loss 3\nstep 2 tokens/s 50\n")
+    reader.add("err", b"step 3 mfu 9%\n")
+    assert dict(reader.steps[-1].metrics) == {"loss": "3", "tokens/s": "50", "mfu": "9%"}
+    assert dict(reader.steps[0].metrics) == {"loss": "3"}
+
+
+def test_other_lines_with_the_word_do_not_take_for_ever() -> None:
+    noise = b"a misstep\n" * 200_000
+    assert read_chunks(noise, make_lines(5) + b"a misstep\n" * (MOST_LINES - 2), noise) == [5]
+    assert read_chunks(b"step" * 300_000 + b"\n", b"x" * 5_000_000 + b" step 4 loss 2\n") == [4]
+
+
+def logging_step(number: int, **metrics: str) -> Progress:
+    return Progress(number, 200, tuple((name.replace("_", "/"), value) for name, value in metrics.items()))
+
+
+def test_the_summary_goes_from_first_to_last() -> None:
+    steps = [
+        logging_step(1, loss="5.55", tokens_s="9"),
+        logging_step(100, loss="3.0", tokens_s="12345", tflops="0.5", mfu="3%"),
+        logging_step(200, loss="2.41"),
+    ]
+    assert describe_progress(steps) == "loss 5.55 to 2.41 over 200 steps, 12345 tokens/s, 0.5 TFLOPS, MFU 3%"
+    assert describe_progress([]) == ""
+    assert describe_progress([logging_step(1, lr="3")]) == ""
+
+
+def write_log(run: Path, attempt: int, text: str, ending: str = "out") -> None:
+    path = run / "logs" / str(attempt) / f"rank-0.{ending}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "loss"),
+    [
+        ("step 1 loss 3.5\nstep 2 loss 2.5\nstep 3 tokens/s 10\nbye\n", 2.5),
+        ("step 1 loss 1,234.5\n", 1234.5),
+        ("step 1 loss 1e-3", 1e-3),
+        ("step 9 loss -inf\n", float("-inf")),
+    ],
+)
+def test_the_last_loss(tmp_path: Path, text: str, loss: float) -> None:
+    write_log(tmp_path, 0, text)
+    assert read_objective(tmp_path, "loss") == loss
+
+
+def test_it_is_that_of_the_newest_attempt_that_has_one(tmp_path: Path) -> None:
+    write_log(tmp_path, 9, "step 5 loss 5\n")
+    write_log(tmp_path, 10, "step 3 loss 3\n", "err")
+    write_log(tmp_path, 10, "nothing\n")
+    write_log(tmp_path, 11, "killed\n")
+    assert read_objective(tmp_path, "loss") == 3
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("0.5", 0.5), (" 1e-3\n", 1e-3), ("1\n2.5 3\n", [1, 2.5, 3])])
+def test_the_numbers_of_the_file(tmp_path: Path, text: str, numbers: object) -> None:
+    (tmp_path / "objective.txt").write_text(text)
+    assert read_objective(tmp_path, "file") == numbers
+
+
+def test_what_there_is_none_in(tmp_path: Path) -> None:
+    def explain(kind: str) -> str:
+        with pytest.raises(ObjectiveError) as caught:
+            read_objective(tmp_path, kind)
+        return str(caught.value)
+
+    assert "no line with a step and a loss" in explain("loss")
+    assert "No such file" in explain("file")
+    for text, told in (("", "is empty"), ("loss 3", "no number"), ("1,5", "no number")):
+        (tmp_path / "objective.txt").write_text(text)
+        assert told in explain("file")
+    (tmp_path / "objective.txt").write_bytes(b"\xff")
+    assert "no number" in explain("file")
+    assert explain("loss").endswith("objective.txt: set objective=file")
+
+
+def test_what_is_no_file_of_numbers_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "objective.txt"
+    (tmp_path / "elsewhere").write_text("1")
+    for plant in (
+        lambda: path.symlink_to(tmp_path / "elsewhere"),
+        lambda: os.mkfifo(path),
+        lambda: path.symlink_to("/dev/zero"),
+        lambda: path.write_text("1 " * MOST_BYTES_OF_FILE),
+    ):
+        plant()
+        with pytest.raises(ObjectiveError, match="cannot be read"):
+            read_objective(tmp_path, "file")
+        path.unlink()
+
+
+def print_step(run: RunDir, rank: int, text: str) -> None:
+    log = run.rank_log(rank, 0, "out")
+    log.parent.mkdir(exist_ok=True)
+    log.write_text(f"noise\n{text}\nrank {rank} leaves\n")
+
+
+def end(rank: int, time: float, host: str = "n1") -> CleanEnd:
+    return CleanEnd(rank, host, time, 0)
+
+
+def describe(run: RunDir, ends: list[CleanEnd], before: float = 10.0, world: int = 8) -> str:
+    found = find_early_exits(run, ends, before, world)
+    return found.describe() if found else ""
+
+
+def test_one_rank(run: RunDir) -> None:
+    print_step(run, 3, "step 40/100 loss 2.5")
+    assert describe(run, [end(3, 9.0)]) == "rank 3 on n1 ended with 0 at step 40 while 7 ranks went on"
+    assert (
+        describe(run, [end(3, 9.0)], world=2) == "rank 3 on n1 ended with 0 at step 40 while 1 rank went on"
+    )
+    assert (
+        describe(run, [end(3, 9.0)], world=0) == "rank 3 on n1 ended with 0 at step 40 while others went on"
+    )
+
+
+def test_a_rank_that_prints_no_steps(run: RunDir) -> None:
+    print_step(run, 0, "step 41/100 loss 2.5")
+    told = "rank 3 on n1 ended with 0 while 7 ranks went on (rank 0 came to step 41)"
+    assert describe(run, [end(3, 9.0)]) == told
+
+
+def test_several(run: RunDir) -> None:
+    ends = [end(rank, 9.0 - rank / 10, f"n{rank // 2}") for rank in range(6)]
+    told = "ranks 0, 1, 2, 3 and 2 more on n0, n1, n2 ended with 0 while 2 ranks went on"
+    assert describe(run, ends) == told
+
+
+def test_what_ends_well_is_no_event(run: RunDir) -> None:
+    assert describe(run, []) == ""
+    assert describe(run, [end(3, 10.5)]) == "", "it came after the failure"
+    assert describe(run, [end(rank, 9.0) for rank in range(8)]) == "", "all did"
+    print_step(run, 3, "step 100/100 loss 2.5")
+    assert describe(run, [end(3, 9.0)]) == "", "its steps were done"
+
+
+def test_the_value(run: RunDir) -> None:
+    print_step(run, 3, "step 40/100 loss 2.5")
+    assert find_early_exits(run, [end(3, 9.0)], 10.0, 8) == EarlyEnd((3,), ("n1",), 7, 40, None)

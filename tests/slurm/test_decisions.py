@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config.settings import RequeueConfig
-from launcher.slurm import preflight_kind
+from launcher.slurm import first_node
 from launcher.slurm.attempt_end import (
     DESCRIPTIONS,
     LIMITED,
@@ -26,8 +26,8 @@ from launcher.slurm.attempt_end import (
     is_near_limit,
 )
 from launcher.slurm.commands import JobState
+from launcher.slurm.first_node import choose_preflight_kind
 from launcher.slurm.preflight import choose_hosts
-from launcher.slurm.preflight_kind import choose_preflight_kind
 
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("decisions.json").read_text())
 POLICY = RequeueConfig(
@@ -106,12 +106,12 @@ def test_the_nodes_that_a_job_goes_on_with() -> None:
 
 
 def test_whether_nodes_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight_kind, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(first_node, "PCI_DEVICES", tmp_path)
     for kind, environ, has_driver, chosen in TABLES["kinds"]:
-        monkeypatch.setattr(preflight_kind, "DRIVER_FILES", ("/",) if has_driver else ())
+        monkeypatch.setattr(first_node, "DRIVER_FILES", ("/",) if has_driver else ())
         assert choose_preflight_kind(kind, environ) == chosen, (kind, environ)
     # A GPU without its driver counts.
-    monkeypatch.setattr(preflight_kind, "DRIVER_FILES", ())
+    monkeypatch.setattr(first_node, "DRIVER_FILES", ())
     device = tmp_path / "0000:07:00.0"
     device.mkdir()
     (tmp_path / "0000:08:00.0").mkdir()

@@ -131,7 +131,7 @@ def test_what_has_no_end_is_shown_at_once_and_all_bytes_as_they_are(
     )
 )
 def test_lines_of_ours_are_told_apart_wherever_the_log_is_cut(pieces: list[bytes]) -> None:
-    lines = MarkedLines((b"launch: ",))
+    lines = MarkedLines()
     split = [found for piece in pieces for found in lines.split(piece)]
     whole = b"".join(pieces)
     assert b"".join(piece for _, piece in split) + lines.finish() == whole

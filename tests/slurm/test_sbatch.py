@@ -174,11 +174,13 @@ def test_a_refusal_is_told_with_the_values_and_what_there_is(case: dict[str, Any
         assert str(error) == complaint + told.replace("{nodes}", NODES)
 
 
-def test_an_environment_that_is_too_large_is_told(commands: Path, tmp_path: Path) -> None:
-    for name in ("sbatch", "srun"):
-        write_command(commands, name, "echo Submitted batch job 7")
+def test_what_keeps_sbatch_from_starting_is_told(commands: Path, tmp_path: Path) -> None:
     script = tmp_path / "submission.sh"
     script.write_text("#!/bin/bash\n")
+    write_command(commands, "sbatch", "echo Submitted batch job 7")
+    with pytest.raises(SchedulerError, match="there is no srun on PATH"):
+        submit_script(script, {"PATH": str(commands)})
+    write_command(commands, "srun", "")
     assert submit_script(script, {"PATH": str(commands)}) == "7"
     with pytest.raises(SchedulerError, match=r"environment has \d+ KiB, of which HUGE \(256 KiB\)"):
         submit_script(script, {"PATH": str(commands), "HUGE": "x" * (1 << 18)})

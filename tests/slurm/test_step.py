@@ -15,8 +15,13 @@ from launcher.agent.endpoint import DEFAULT_LOCAL, LOWEST, read_client_ports
 from launcher.slurm.commands import list_members
 from launcher.slurm.node_order import find_node_order, fold_in_order, order_nodes, parse_topology
 from launcher.slurm.notation import expand_hosts, fold_hosts
-from launcher.slurm.rendezvous import TRIALS, pick_port
-from launcher.slurm.slurm_environ import clean_for_step, drop_task_variables, read_task_identity
+from launcher.slurm.slurm_environ import (
+    TRIALS,
+    clean_for_step,
+    drop_task_variables,
+    pick_port,
+    read_task_identity,
+)
 from launcher.slurm.srun import Container, Step, give_cpus, render_step
 
 TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("srun.toml").read_text())

@@ -162,12 +162,11 @@ def test_the_run_directory_s_disk_is_full(sandbox: Sandbox, tmp_path: Path) -> N
                 pass
         sandbox.wait(run.job_id, "FAILED", timeout=60)
         told = f"the run directory's disk is full ({run.path})"
-        assert f"\nlaunch: {told}\n" in run.read_console() and "Traceback" not in "".join(own_lines(run))
-        assert (run.outcome["state"], run.outcome["exit_code"], run.outcome["cause"]) == (
-            "failed",
-            3,
-            "crash",
-        )
+        outcome, first = run.outcome, run.outcome["first_failure"]
+        assert f"\nlaunch: {told}\n" in run.read_console()
+        assert (outcome["state"], outcome["cause"]) == ("failed", "crash"), outcome
+        assert first["host"] in run.manifest["hosts"] and outcome["exit_code"] == first["exit_code"]
+        assert f"launch: rank {first['rank']} on {first['host']}" in run.read_console()
         status = sandbox.launch("status", run.path.name, "format=json", cwd=tmp_path)
         (shown,) = json.loads(status.out)["runs"]
         assert shown["state"] == "failed" and shown["reason"].startswith(told), status
