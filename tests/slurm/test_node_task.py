@@ -63,7 +63,7 @@ def test_the_processes_of_a_job_load_no_large_libraries(tmp_path: Path) -> None:
     loaded = list_modules("import launcher.slurm.node_job, launcher.slurm.first_node", tmp_path)
     large = {"hydra", "omegaconf", "torch", "numpy", "rich", "submitit", "psutil"}
     assert not {name.partition(".")[0] for name in loaded} & large
-    assert {name for name in loaded if "preflight" in name} == {"launcher.slurm.first_node"}
+    assert not {name for name in loaded if "preflight" in name}
 
 
 @contextmanager
