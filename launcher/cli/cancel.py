@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.cli.choose_runs import choose_named
-from launcher.cli.verbs import VerbCall
+from launcher.cli.runs import choose_named
+from launcher.cli.verbs import Call
 from launcher.errors import EXIT_MACHINE, MachineError, SchedulerError, UsageError
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.runs.manifest import OPEN, read_manifest, stamp_time, take_dict, write_manifest
@@ -32,7 +32,7 @@ EXIT_DECLINED = 1
 """Exit code if the user answers no."""
 
 
-def cancel_runs(call: VerbCall) -> int:
+def cancel_runs(call: Call) -> int:
     """Cancel runs; return 0 if all of them have ended, 1 if the user answers no, 3 if one is still ending.
 
     Raises UsageError for unknown runs and if there is nobody to ask, MachineError for another host's, and
@@ -45,39 +45,39 @@ def cancel_runs(call: VerbCall) -> int:
     if standing.error:
         raise standing.error
     for run in standing.runs:
-        check_cancellable(run)
+        _check_cancellable(run)
         if not run.is_live:
             logger.info(f"{run.run} has ended already: {run.state}{f' ({run.reason})' if run.reason else ''}")
     live = [run for run in standing.runs if run.is_live]
-    if not live:
-        return 0
-    if not config.yes and not confirm_cancellation(live):
+    if live and not config.yes and not _confirm(live):
         logger.info("nothing was cancelled")
         return EXIT_DECLINED
     jobs = [run for run in live if not run.process]
-    left = cancel_jobs(jobs) if jobs else 0
+    left = _cancel_jobs(jobs) if jobs else 0
     for run in live:
-        left += stop_process(run, config.torchrun.shutdown_timeout) if run.process else 0
+        left += _stop_process(run, config.torchrun.shutdown_timeout) if run.process else 0
     return EXIT_MACHINE if left else 0
 
 
-def check_cancellable(run: RunStatus) -> None:
+def _check_cancellable(run: RunStatus) -> None:
     """Raise MachineError for a run that cannot be cancelled from here."""
     if run.state == "unknown":
         raise MachineError(f"{run.run} is left alone: {run.reason} ({run.path})")
-    if run.is_live and run.process and check_process(run.process) is None:
-        host, pid = run.process.get("host"), run.process.get("pid")
-        raise MachineError(f"{run.run} is process {pid} on {host}: give this command there")
-    if run.is_live and run.process:
+    if not run.is_live:
+        return
+    if run.process:
+        if check_process(run.process) is None:
+            host, pid = run.process.get("host"), run.process.get("pid")
+            raise MachineError(f"{run.run} is process {pid} on {host}: give this command there")
         with contextlib.suppress(ProcessLookupError):
-            os.close(open_launch(run))
-    if run.is_live and not run.process and not run.job_id:
+            os.close(_open_launch(run))
+    elif not run.job_id:
         raise MachineError(
             f"{run.run} has no job, and its manifest names no process: end its `launch` where it was started"
         )
 
 
-def open_launch(run: RunStatus) -> int:
+def _open_launch(run: RunStatus) -> int:
     """Return a pidfd of the `launch` that a local run hangs on.
 
     Raises ProcessLookupError if it is gone, and MachineError if the process is no launch of this run.
@@ -88,58 +88,53 @@ def open_launch(run: RunStatus) -> int:
         raise MachineError(f"{run.run} is left alone: {error.strerror} ({run.path})") from None
 
 
-def confirm_cancellation(runs: Sequence[RunStatus]) -> bool:
-    """Ask whether to cancel; raises UsageError if there is no terminal."""
+def _confirm(runs: Sequence[RunStatus]) -> bool:
+    """Ask whether to cancel `tiny/ID, job 12, running on n[0-3] for 3 h 20 min`.
+
+    Raises UsageError if there is no terminal.
+    """
     if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError("launch cancel asks first, and there is no terminal to ask on: give yes=true")
-    if len(runs) == 1:
-        question = f"cancel {describe_live_run(runs[0])}?"
-    else:
-        sys.stderr.writelines(f"  {escape_text(describe_live_run(run))}\n" for run in runs)
+    described = []
+    for run in runs:
+        what = f"job {run.job_id}" if not run.process else f"process {run.process.get('pid')}"
+        where = f" on {run.nodelist}" if run.nodelist and run.state == "running" else ""
+        since = f" for {describe_time(run.seconds)}" if run.seconds is not None else ""
+        described.append(escape_text(f"{run.run}, {what}, {run.state}{where}{since}"))
+    question = f"cancel {described[0]}?"
+    if len(runs) > 1:
+        sys.stderr.writelines(f"  {one}\n" for one in described)
         question = f"cancel these {len(runs)} runs?"
-    sys.stderr.write(f"{escape_text(question)} [y/N] ")
+    sys.stderr.write(f"{question} [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def describe_live_run(run: RunStatus) -> str:
-    """Say what would be cancelled: `tiny/ID, job 12, running on n[0-3] for 3 h 20 min`."""
-    what = f"job {run.job_id}" if not run.process else f"process {run.process.get('pid')}"
-    where = f" on {run.nodelist}" if run.nodelist and run.state == "running" else ""
-    since = f" for {describe_time(run.seconds)}" if run.seconds is not None else ""
-    return f"{run.run}, {what}, {run.state}{where}{since}"
-
-
-def cancel_jobs(runs: Sequence[RunStatus]) -> int:
+def _cancel_jobs(runs: Sequence[RunStatus]) -> int:
     """Cancel jobs of SLURM, wait for their ends, and return how many are still ending."""
-    job_ids = [str(run.job_id) for run in runs]
-    run_slurm(["scancel", *job_ids])
-    end = time.monotonic() + CANCEL_SECONDS
-    left = list_live_jobs(job_ids)
-    if left:
-        logger.info(f"cancelling {', '.join(left)}, whose ranks have SLURM's KillWait to end")
-    while left and time.monotonic() < end:
+    left = [str(run.job_id) for run in runs]
+    run_slurm(["scancel", *left])
+    end, said = time.monotonic() + CANCEL_SECONDS, False
+    while True:
+        with contextlib.suppress(SchedulerError):  # all of them may live while it does not answer
+            jobs = ask_queue(left)
+            left = [job_id for job_id in left if job_id in jobs and jobs[job_id].state not in ENDED]
+        if not left or time.monotonic() >= end:
+            break
+        if not said:
+            said = True
+            logger.info(f"cancelling {', '.join(left)}, whose ranks have SLURM's KillWait to end")
         time.sleep(POLL_SECONDS)
-        left = list_live_jobs(left)
     for run in runs:
         if run.job_id in left:
             logger.info(f"{run.run}, job {run.job_id}, is still ending: see launch status {run.run}")
         else:
-            record_cancellation(run)
+            _record_cancellation(run)
             logger.info(f"{run.run}, job {run.job_id}, is cancelled")
     return len(left)
 
 
-def list_live_jobs(job_ids: Sequence[str]) -> list[str]:
-    """Return the jobs that have not ended, as far as SLURM says: all of them while it does not answer."""
-    try:
-        jobs = ask_queue(job_ids)
-    except SchedulerError:
-        return list(job_ids)
-    return [job_id for job_id in job_ids if job_id in jobs and jobs[job_id].state not in ENDED]
-
-
-def record_cancellation(run: RunStatus) -> None:
+def _record_cancellation(run: RunStatus) -> None:
     """Write that a run was cancelled, if its job has not: it never began, or was killed."""
     path = Path(run.path)
     manifest = read_manifest(path)
@@ -154,10 +149,10 @@ def record_cancellation(run: RunStatus) -> None:
         logger.warning(f"{path}/manifest.json could not be written ({error.strerror})")
 
 
-def stop_process(run: RunStatus, grace: float) -> int:
+def _stop_process(run: RunStatus, grace: float) -> int:
     """Send a local run's `launch` SIGTERM and wait for its end; returns 1 if it is still ending."""
     try:
-        descriptor = open_launch(run)
+        descriptor = _open_launch(run)
     except ProcessLookupError:
         logger.info(f"{run.run} has just ended")
         return 0
@@ -172,19 +167,3 @@ def stop_process(run: RunStatus, grace: float) -> int:
     (now,) = find_run_states([Path(run.path)]).runs
     logger.info(f"{run.run} has ended: {now.state}" if ready else f"{run.run} is still ending")
     return 0 if ready else 1
-
-
-HELP = """\
-usage: launch cancel RUN ... [KEY=VALUE ...]
-
-Ends runs after asking, and waits for their ends: jobs by scancel, also those
-that wait; runs on this machine by SIGTERM to their `launch`. RUN is NAME/ID, an
-ID, a NAME (its newest run), a run directory, or a job; an array's number means
-all of its members.
-
-  yes=true             do not ask
-  runs_dir=DIR         where the runs are (runs)
-
-  launch cancel train
-  launch cancel 12 13 yes=true
-"""

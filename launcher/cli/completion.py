@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from launcher.cli.arguments import group_words
-from launcher.cli.verbs import VERBS, takes_names
+from launcher.cli.verbs import VERBS, find_verb
 from launcher.config.hydra_flags import list_flag_values, make_parser, parse_flags
 from launcher.config.settings import Settings
 from launcher.config.sources import find_shipped
@@ -18,60 +18,10 @@ from launcher.runs.manifest import read_job, read_manifest, take_dict
 from launcher.runs.run_lookup import list_runs, name_run
 from launcher.runs.run_status import LIVE, STATES
 
-BASH = r"""_launch_complete() {
-  local IFS=$'\n' line="${COMP_LINE:0:COMP_POINT}" word="${COMP_WORDS[COMP_CWORD]}" prefix answer
-  [[ $word == [=:] ]] && word=
-  prefix="${line##*[[:space:]]}"
-  prefix="${prefix%"$word"}"
-  COMPREPLY=()
-  while read -r answer; do
-    COMPREPLY+=("${answer#"$prefix"}")
-  done < <(COMP_LINE="$line" "${COMP_WORDS[0]}" -sc query=bash 2>/dev/null)
-  if [[ ${#COMPREPLY[@]} != 1 || ${COMPREPLY[0]} == *[=./] ]]; then
-    compopt -o nospace 2>/dev/null
-  fi
-}
-if [ -n "${ZSH_VERSION-}" ]; then
-  eval "$(launch -sc install=zsh)"
-else
-  complete -o default -F _launch_complete launch
-fi
-"""
-"""In zsh too, which Hydra's users know `install=bash` for."""
-ZSH = r"""_launch_complete() {
-  local -a answers
-  answers=(${(f)"$(COMP_LINE="${(j: :)words[1,CURRENT-1]} $PREFIX" $words[1] -sc query=zsh 2>/dev/null)"})
-  if (( ! $#answers )); then
-    _files
-    return
-  fi
-  compadd -S '' -- ${(M)answers:#*[=./]}
-  compadd -- ${answers:#*[=./]}
-}
-(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i -D }
-compdef _launch_complete launch
-"""
-FISH = r"""function _launch_complete
-  set -lx COMP_LINE (commandline -cp)
-  set -l words (commandline -opc)
-  set -l answers ($words[1] -sc query=fish 2>/dev/null)
-  if set -q answers[1]
-    printf '%s\n' $answers
-  else
-    __fish_complete_path (commandline -ct)
-  end
-end
-complete -c launch -f -a '(_launch_complete)'
-"""
-SCRIPTS = {
-    "install=bash": BASH,
-    "install=zsh": ZSH,
-    "install=fish": FISH,
-    "uninstall=bash": "complete -r launch\nunset -f _launch_complete\n",
-    "uninstall=zsh": "compdef -d launch\nunfunction _launch_complete\n",
-    "uninstall=fish": "complete -e -c launch\nfunctions -e _launch_complete\n",
-}
-"""What a shell evaluates. If there are no answers, as for a program's arguments, it offers files."""
+SHELLS = Path(__file__).with_name("shells")
+"""What each shell evaluates, `install.bash`. If there are no answers, as for a program's arguments, it offers
+files."""
+SCRIPTS = [f"{what}={shell}" for what in ("install", "uninstall") for shell in ("bash", "zsh", "fish")]
 QUERIES = ("query=bash", "query=zsh", "query=fish")
 PLAIN = re.compile(r"[\w@%+=:,./~\[\]{}-]+")
 """Answers that a shell takes as they are; bash would expand `$(…)` in a value of somebody's conf/."""
@@ -86,7 +36,7 @@ def complete_line(request: Sequence[str]) -> int:
     """
     (asked,) = request if len(request) == 1 else ("",)
     if asked in SCRIPTS:
-        sys.stdout.write(SCRIPTS[asked])
+        sys.stdout.write((SHELLS / asked.replace("=", ".")).read_text(encoding="utf-8"))
     elif asked in QUERIES:
         for answer in answer_query(os.environ.get("COMP_LINE", "")):
             sys.stdout.write(f"{answer}\n")
@@ -104,8 +54,8 @@ def answer_query(line: str) -> list[str]:
     if len(last.split()) > 1:
         return []
     verb, after = (before[0], before[1:]) if before and before[0] in VERBS else ("run", before)
-    subjects = VERBS[verb].subjects if verb in VERBS else ()
-    if takes_names(verb):
+    subjects = find_verb(verb).subjects
+    if find_verb(verb).takes_names:
         answers = complete_names(verb, after, last)
     elif subjects and not after:
         answers = [subject for subject in subjects if subject.startswith(last)]

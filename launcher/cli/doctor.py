@@ -6,28 +6,40 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from launcher.cli.plan import plan_node
-from launcher.cli.verbs import VerbCall
+from launcher.cli.verbs import Call
 from launcher.codec import dump
 from launcher.config.run_path import EMPTY_PATH
 from launcher.config.settings import Settings
 from launcher.config.start import guess_kind
 from launcher.doctor.machine import BindingTrial, Case, judge_machine
 from launcher.doctor.model import Facts, PreflightReport, Wanted, choose_exit_code, found
-from launcher.errors import MachineError, UsageError
-from launcher.launch.job import SHIM
+from launcher.errors import EXIT_MACHINE, MachineError, UsageError
+from launcher.launch.job import SHIM, Job
+from launcher.launch.signals import STOPPING, catch_signals, name_signal
 from launcher.plan.model import Plan, RankPlan, plan_to_json
-from launcher.preflight.checks import SECONDS, judge_stored
+from launcher.preflight.checks import (
+    SECONDS,
+    CheckedNodes,
+    describe_report,
+    judge_stored,
+    make_request,
+    run_checks,
+    write_preflight_report,
+)
 from launcher.probe.health import read_health
 from launcher.probe.node import read_node_facts
-from launcher.protocol import LAUNCH_PLAN, LAUNCH_QUIET, LAUNCH_RECORD_DIR, PREFIX, name_plan_file
+from launcher.protocol import LAUNCH_PLAN, LAUNCH_QUIET, LAUNCH_RECORD_DIR, PREFIX, name_host, name_plan_file
 from launcher.report.console import make_console
-from launcher.report.findings import print_findings, summarise_preflight
+from launcher.report.findings import list_preflight_lines, print_findings, summarise_preflight
+from launcher.runs.manifest import stamp_time, write_manifest
+from launcher.runs.run_directory import RunDir
 from launcher.runs.run_records import RunRecords, compare_rank, find_last_run, read_run
 
 logger = logging.getLogger(__name__)
@@ -38,46 +50,36 @@ PATIENCE = 30
 """Seconds that a trial of the shim may take."""
 
 
-def show_checkup(call: VerbCall) -> int:
+def show_checkup(call: Call) -> int:
     """Print the findings; return 1 if one is an error or a warning, else 0."""
+    config, console = call.config, make_console(stderr=False)
     # A file may choose preflight for jobs: here the command line has to ask for it.
-    if {"preflight", "preflight.kind"} & {*call.given} and call.config.preflight.kind in SECONDS:
-        return show_nodes(call)
-    findings = judge_machine(gather_case(call))
-    if is_here(call.config) and find_spec("matplotlib") is None:
+    if {"preflight", "preflight.kind"} & call.given and config.preflight.kind in SECONDS:
+        report = _check_nodes(call)
+        if config.format == "json":
+            account = {"kind": report.kind, "seconds": round(report.seconds, 2), "sick": report.sick}
+            account |= {"silent": report.silent, "nodes": report.nodes}
+            listed = [{"host": one.host, **one.to_json()} for one in report.findings]
+            sys.stdout.write(dump({"schema": SCHEMA, "preflight": account, "findings": listed}, indent=1))
+        else:
+            troubled = {one.host for one in report.findings}
+            well = [node.host for node in report.nodes if node.host not in troubled]
+            passed = [found("checks.passed", "ok", host) for host in well]
+            print_findings(console, [*report.findings, *passed], by_node=True)
+            logger.info(summarise_preflight(report))
+        return choose_exit_code(report.findings)
+    findings = judge_machine(_gather_case(call))
+    if _is_here(config) and find_spec("matplotlib") is None:
         findings = (*findings, found("report.no_charts", "note"))
-    if call.config.format == "json":
-        print_json(findings=[finding.to_json() for finding in findings])
+    if config.format == "json":
+        listed = [finding.to_json() for finding in findings]
+        sys.stdout.write(dump({"schema": SCHEMA, "findings": listed}, indent=1))
     else:
-        print_findings(make_console(stderr=False), findings)
+        print_findings(console, findings)
     return choose_exit_code(findings)
 
 
-def show_nodes(call: VerbCall) -> int:
-    """Print what preflight finds now, or what a run's answers say; returns as `show_checkup`."""
-    report = check_nodes(call)
-    if call.config.format == "json":
-        account = {"kind": report.kind, "seconds": round(report.seconds, 2), "sick": report.sick}
-        account |= {"silent": report.silent, "nodes": report.nodes}
-        listed = [{"host": one.host, **one.to_json()} for one in report.findings]
-        print_json(preflight=account, findings=listed)
-    else:
-        findings = list(report.findings)
-        troubled = {one.host for one in report.findings}
-        findings += [
-            found("checks.passed", "ok", node.host) for node in report.nodes if node.host not in troubled
-        ]
-        print_findings(make_console(stderr=False), findings, by_node=True)
-        logger.info(summarise_preflight(report))
-    return choose_exit_code(report.findings)
-
-
-def print_json(**values: object) -> None:
-    """Print an answer for programs."""
-    sys.stdout.write(dump({"schema": SCHEMA, **values}, indent=1))
-
-
-def check_nodes(call: VerbCall) -> PreflightReport:
+def _check_nodes(call: Call) -> PreflightReport:
     """Check the nodes of the allocation that this is in, or this machine, or judge a run's answers again.
 
     Raises MachineError, and UsageError for a run whose nodes were not checked.
@@ -104,9 +106,7 @@ def check_nodes(call: VerbCall) -> PreflightReport:
         logger.info(f"checking {len(hosts)} nodes of SLURM job {environ['SLURM_JOB_ID']}")
         checked = check_allocation(config, environ, hosts)
     else:
-        from launcher.cli.run_preflight import check_this_machine
-
-        checked, stop = check_this_machine(config, environ, find_existing(Path(config.runs_dir)))
+        checked, stop = check_this_machine(config, environ, _find_existing(Path(config.runs_dir)))
     if stop:
         raise SystemExit(128 + stop)
     if checked.report is None:
@@ -114,25 +114,25 @@ def check_nodes(call: VerbCall) -> PreflightReport:
     return checked.report
 
 
-def find_existing(path: Path) -> Path:
+def _find_existing(path: Path) -> Path:
     """Return a folder, or the one above it that exists: `runs_dir` is made by the first run."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
-def is_here(config: Settings) -> bool:
+def _is_here(config: Settings) -> bool:
     """Tell whether the machine that is planned for is this one."""
     return config.machine.snapshot is None and os.path.realpath(config.machine.root) == "/"
 
 
-def gather_case(call: VerbCall) -> Case:
+def _gather_case(call: Call) -> Case:
     """Gather all that is judged of a machine; raises UsageError, and MachineError as a plan does."""
     # A placement that falls short is a finding here.
     config = replace(call.config, binding=replace(call.config.binding, strict=False))
-    plan, here = plan_node(config, call.environ), is_here(config)
+    plan, here = plan_node(config, call.environ), _is_here(config)
     if config.machine.snapshot is None:
         paths = [
-            (str(find_existing(Path(config.runs_dir))), "run directory"),
+            (str(_find_existing(Path(config.runs_dir))), "run directory"),
             (os.path.realpath("."), "working directory"),
             (tempfile.gettempdir(), "temporary directory"),
             *((path, "data") for path in config.preflight.paths),
@@ -142,11 +142,11 @@ def gather_case(call: VerbCall) -> Case:
         facts = replace(facts, health=read_health(config.machine.root, plan.machine))
     else:
         facts = Facts("", 0, 0.0, shm_kib=plan.machine.limits.shm_kib)
-    run, reason = find_run(config, here)
+    run, reason = _find_run(config, here)
     return Case(
         plan=plan,
         facts=facts,
-        trial=try_plan(plan) if here else BindingTrial(reason="another machine's plan"),
+        trial=_try_plan(plan) if here else BindingTrial(reason="another machine's plan"),
         num_workers=config.dataloader.num_workers,
         binding=config.binding.policy,
         environ=call.environ if here else None,
@@ -156,7 +156,7 @@ def gather_case(call: VerbCall) -> Case:
     )
 
 
-def find_run(config: Settings, here: bool) -> tuple[RunRecords | None, str]:
+def _find_run(config: Settings, here: bool) -> tuple[RunRecords | None, str]:
     """Return the run to compare, or why there is none; raises UsageError if the named one is no run."""
     if config.run_dir is None:
         if not here:
@@ -177,7 +177,7 @@ def find_run(config: Settings, here: bool) -> tuple[RunRecords | None, str]:
     return read_run(path), ""
 
 
-def try_plan(plan: Plan) -> BindingTrial:
+def _try_plan(plan: Plan) -> BindingTrial:
     """Let the shim apply the plan to short-lived processes: a rank for each memory policy that differs."""
     ranks = list({rank.memory: rank for rank in reversed(plan.ranks)}.values())
     refused: dict[str, None] = {}
@@ -186,14 +186,14 @@ def try_plan(plan: Plan) -> BindingTrial:
         with tempfile.TemporaryDirectory(prefix="launch-doctor-") as folder:
             Path(folder, "plan.json").write_text(json.dumps(plan_to_json(plan)), encoding="utf-8")
             for rank in ranks:
-                problems, is_memory = try_rank(rank, folder)
+                problems, is_memory = _try_rank(rank, folder)
                 (refused if is_memory else otherwise).update(dict.fromkeys(problems))
     except (OSError, subprocess.SubprocessError) as error:
         return BindingTrial(reason=f"the shim cannot be tried here ({error})")
     return BindingTrial(len(ranks), tuple(otherwise), tuple(refused))
 
 
-def try_rank(rank: RankPlan, folder: str) -> tuple[Sequence[str], bool]:
+def _try_rank(rank: RankPlan, folder: str) -> tuple[Sequence[str], bool]:
     """Start one rank's shim before a program that does nothing; raises OSError or SubprocessError.
 
     Returns what was not as planned, and whether that is its memory policy.
@@ -217,21 +217,85 @@ def try_rank(rank: RankPlan, folder: str) -> tuple[Sequence[str], bool]:
     return problems, rank.memory.policy != "default" and own.memory != rank.memory
 
 
-HELP = """\
-usage: launch doctor [KEY=VALUE ...]
+# Before a run on this machine
 
-Checks what slows or breaks training jobs on this machine, and compares what the
-last run's ranks had with their plan. Each finding says why it matters, and the
-fix. Nothing is changed. The exit code is 1 if a finding is an error (x) or a
-warning (!), and 0 if there are notes (i) and unmade checks (?) at most.
 
-  format=table|json    json: {"schema": 1, "findings":
-                       [{level, subject, what, why, fix, rule, values}]}
-  run_dir=DIR          compare this run, not the last one below runs_dir
-  preflight=light|deep make the checks before a job, now, on all nodes of the
-                       SLURM job that this is in, else here; findings by node;
-                       with run_dir=DIR judge what that run's nodes answered
+def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
+    """Check this machine, tell what was found, and return 0 if the run is to start.
 
-  launch doctor
-  launch doctor format=json
-"""
+    Raises MachineError if it is not, for `preflight.on_failure`; returns 128+n for a signal that stopped it.
+    A node of a job that is started by hand reports alone: the others would wait for it.
+    """
+
+    def write(report: PreflightReport | None = None, **facts: object) -> None:
+        """Write down what was found; if that cannot be, say so and go on."""
+        manifest.update(facts)
+        try:
+            if report:
+                write_preflight_report(run.path, run.first_attempt, report)
+            write_manifest(run, manifest)
+        except OSError as error:
+            logger.warning(f"preflight: what was found could not be written ({error})")
+
+    settings = job.config.preflight
+    try:
+        checked, stop = check_this_machine(job.config, job.environ, run.path, job.program)
+    except Exception as error:  # a mistake of the checks' own ends no run
+        checked, stop = CheckedNodes(None, f"{type(error).__name__}: {error}: report it"), 0
+    report, problem = checked.report, checked.problem
+    if stop:
+        outcome = {"state": "stopped", "exit_code": 128 + stop, "signal": name_signal(stop)}
+        write(ended=stamp_time(), outcome=outcome)
+        return 128 + stop
+    if report is None:
+        logger.warning(f"preflight: this machine was not checked: {problem}")
+        write(preflight={"kind": settings.kind, "problem": problem})
+        return 0
+    for line in list_preflight_lines(report):
+        logger.info(f"preflight: {line}")
+    stops = bool(report.sick) and settings.on_failure != "report" and job.cluster.kind != "manual"
+    if report.sick and not stops and settings.on_failure != "report":
+        logger.info("preflight: this node starts all the same: the job's others wait for it")
+    action = "stop" if stops else "start"
+    write(report, preflight={**describe_report(report), "action": action, "left_out": []})
+    if stops:
+        reason = f"preflight found this machine sick (preflight.on_failure={settings.on_failure})"
+        outcome = {"state": "failed", "cause": "sick_node", "exit_code": EXIT_MACHINE, "reason": reason}
+        write(ended=stamp_time(), outcome=outcome)
+        raise MachineError(f"{reason}: see above for the fixes, or set preflight.on_failure=report")
+    return 0
+
+
+def check_this_machine(
+    config: Settings, environ: Mapping[str, str], run_path: Path, words: Sequence[str] = ("-m",)
+) -> tuple[CheckedNodes, int]:
+    """Return what was found, or why nothing was, and the signal that ended the checks, else 0.
+
+    `words` are the program and its arguments.
+    """
+    hosts, directory = (name_host(environ),), Path.cwd()
+    request = make_request(
+        config, hosts, directory=directory, run_path=run_path, words=words, environ=environ
+    )
+    signals: list[int] = []
+    with catch_signals() as inbox:
+
+        def is_stopped() -> bool:
+            signals.extend(number for number in inbox.take() if number in STOPPING)
+            return bool(signals)
+
+        try:
+            answers = run_checks(
+                request.command, request, environ, wakeup=inbox.wakeup, is_stopped=is_stopped
+            )
+        except OSError as error:
+            return CheckedNodes(None, f"no process can be made ({error.strerror})"), 0
+        except Exception as error:  # what a signal has asked for holds all the same
+            checked = CheckedNodes(None, f"{type(error).__name__}: {error}: report it")
+        else:
+            if answers.ended and not answers.final:
+                checked = CheckedNodes(None, answers.last_error)
+            else:
+                checked = CheckedNodes(answers.make_report(answers.missing, {}))
+        is_stopped()
+    return checked, signals[0] if signals else 0

@@ -19,7 +19,7 @@ from launcher.fit.gpus import find_gpu
 from launcher.fit.training import Device
 from launcher.launch.job import render_shim
 from launcher.launch.processes import prepare_agent
-from launcher.launch.signals import STOPPING, SignalQueue, catch_signals
+from launcher.launch.signals import STOPPING, catch_signals
 from launcher.protocol import LAUNCH_BINDING, LAUNCH_FIT, LAUNCH_QUIET, LAUNCH_RUN_DIR
 from launcher.text import strip_sequences
 
@@ -96,25 +96,20 @@ class StepRecord:
 
 
 def pretend_gpu(device: Device, count: int) -> PretendedGpu | None:
-    """Return the GPU that a program is to see; None for CPUs."""
+    """Return the GPU that a program is to see; None for CPUs.
+
+    Its name is as the driver writes it, so that programs find it in their tables.
+    """
     if device.kind != "gpu":
         return None
-    name = device.name.lower()
-    known = next(
-        (
-            found
-            for words, found in CAPABILITIES
-            if re.search(rf"(?<![a-z0-9])(rtx ?)?({words})(?![0-9])", name)
-        ),
-        (8, 0),
-    )
-    return PretendedGpu(show_gpu_name(device), (device.memory_mib << 20) or 80 << 30, known, count)
-
-
-def show_gpu_name(device: Device) -> str:
-    """Return a name as the driver writes it, so that programs find it in their tables."""
+    capability = (8, 0)
+    for words, number in CAPABILITIES:
+        if re.search(rf"(?<![a-z0-9])(rtx ?)?({words})(?![0-9])", device.name.lower()):
+            capability = number
+            break
     found = find_gpu(device.name)
-    return f"NVIDIA {found.name.upper()}" if found and "NVIDIA" not in device.name else device.name
+    name = f"NVIDIA {found.name.upper()}" if found and "NVIDIA" not in device.name else device.name
+    return PretendedGpu(name, (device.memory_mib << 20) or 80 << 30, capability, count)
 
 
 def run_steps(
@@ -131,9 +126,29 @@ def run_steps(
     A signal that stops this process ends the program, too: raises SystemExit.
     `shape` are the ranks of a node and the nodes. `folder` is for the program's output and the result.
     """
-    result, output = folder / "result.json", folder / "output"
+    result, output, (local, nodes) = folder / "result.json", folder / "output", shape
     order = {"result": str(result), "gpu": asdict(gpu) if gpu else None, "steps": STEPS}
-    variables = {**environ, **describe_step_rank(shape), **hide_gpus(folder), LAUNCH_FIT: json.dumps(order)}
+    variables = {
+        **environ,
+        # The first rank of the job, as torchrun has it.
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(local * nodes),
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "fit",
+        # No real GPU is touched, and no service keeps the losses.
+        "CUDA_VISIBLE_DEVICES": "",
+        "WANDB_MODE": "disabled",
+        "PYTHONUNBUFFERED": "1",
+        LAUNCH_BINDING: "none",
+        LAUNCH_QUIET: "1",
+        LAUNCH_RUN_DIR: str(folder),
+        LAUNCH_FIT: json.dumps(order),
+    }
     parent = os.getpid()
     with output.open("wb") as stream, catch_signals() as inbox:
         try:
@@ -148,68 +163,25 @@ def run_steps(
             )
         except OSError as error:
             raise MachineError(f"the program could not be started ({error})") from None
-        status = await_end(process, inbox, timeout)
-    return judge_end(result, output, status, timeout)
-
-
-def describe_step_rank(shape: tuple[int, int]) -> dict[str, str]:
-    """Return torchrun's variables for the first rank of a job."""
-    local, nodes = shape
-    return {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(local * nodes),
-        "LOCAL_WORLD_SIZE": str(local),
-        "GROUP_WORLD_SIZE": str(nodes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "fit",
-    }
-
-
-def hide_gpus(folder: Path) -> dict[str, str]:
-    """Return variables by which the program touches no real GPU, and no service that keeps its losses."""
-    return {
-        "CUDA_VISIBLE_DEVICES": "",
-        "WANDB_MODE": "disabled",
-        "PYTHONUNBUFFERED": "1",
-        LAUNCH_BINDING: "none",
-        LAUNCH_QUIET: "1",
-        LAUNCH_RUN_DIR: str(folder),
-    }
-
-
-def await_end(process: "subprocess.Popen[bytes]", inbox: SignalQueue, timeout: float) -> int | None:
-    """Wait for a program's end and return its exit code; None if it was ended after the time.
-
-    A signal that stops this process stops the program first: raises SystemExit.
-    """
-    deadline = time.monotonic() + timeout
-    try:
-        while (left := deadline - time.monotonic()) > 0:
-            for number in inbox.take():
-                if number in STOPPING:
-                    raise SystemExit(128 + number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(min(TICK, left))
-        return None
-    finally:
-        end_group(process)
-
-
-def end_group(process: "subprocess.Popen[bytes]") -> None:
-    """End what is left of a program and of what it has started."""
-    for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, GRACE)):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
+        status, deadline = None, time.monotonic() + timeout
         try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
+            while status is None and (left := deadline - time.monotonic()) > 0:
+                for number in inbox.take():
+                    if number in STOPPING:
+                        raise SystemExit(128 + number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(min(TICK, left))
+        finally:
+            # What is left of it, and of what it has started.
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+    return _judge_end(result, output, status, timeout)
 
 
-def judge_end(result: Path, output: Path, status: int | None, timeout: float) -> StepRecord:
+def _judge_end(result: Path, output: Path, status: int | None, timeout: float) -> StepRecord:
     """Return the result; raises MachineError if there is none."""
     failed = None
     try:
@@ -221,7 +193,7 @@ def judge_end(result: Path, output: Path, status: int | None, timeout: float) ->
         pass
     except (OSError, DecodeError) as error:
         raise MachineError(f"the program's result cannot be read ({error}): report it") from None
-    show_last_lines(output)
+    _show_last_lines(output)
     pretended = (
         "it has fake tensors and no GPU here: if it runs without `launch fit`, this cannot be pretended;"
         " measure it in a run instead, which the next `launch fit` reads"
@@ -246,7 +218,7 @@ def judge_end(result: Path, output: Path, status: int | None, timeout: float) ->
     raise MachineError(what)
 
 
-def show_last_lines(output: Path) -> None:
+def _show_last_lines(output: Path) -> None:
     """Show the end of a program's output, a line of ours for each."""
     try:
         with output.open("rb") as stream:

@@ -4,28 +4,37 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from launcher.cli.choose_runs import choose_one
-from launcher.cli.run_watch import RunWatch, describe_run_state
-from launcher.cli.verbs import VerbCall
+from launcher.cli.runs import choose_one
+from launcher.cli.verbs import Call
 from launcher.errors import UsageError
 from launcher.report.viewer import open_stream
 from launcher.runs.rank_logs import Output, RunOutputReader
-from launcher.slurm.run_states import find_run_states
+from launcher.runs.run_status import RunStatus, read_status
+from launcher.slurm.commands import JobState
+from launcher.slurm.run_states import find_run_states, update_run
 from launcher.text import escape_text, print_text
+
+if TYPE_CHECKING:
+    from launcher.slurm.follow import Poller
 
 logger = logging.getLogger(__name__)
 
+STATE_SECONDS = 1.0
+"""Seconds between two looks at the manifest."""
+NETWORK_SECONDS = 3.0
+"""Seconds that a network filesystem has to show the last lines of a job on other machines."""
 LOG_SECONDS = 0.25
 """Seconds between two looks at the logs."""
 LONGEST_HOST = 80
 """Characters of a host's name."""
 
 
-def show_logs(call: VerbCall) -> int:
+def show_logs(call: Call) -> int:
     """Print the output of a run's last attempt, or follow it; returns 0. Raises UsageError."""
     config, names = call.config, call.names
     path = choose_one(config, names, "logs")
@@ -124,21 +133,78 @@ class OutputWriter:
         return f"[{escape_text(line.host, LONGEST_HOST)}:{line.rank}] "
 
 
-HELP = """\
-usage: launch logs [-f] [rank=K] [RUN] [KEY=VALUE ...]
+def describe_run_state(run: RunStatus) -> str:
+    """Say how a run stands: `tiny/20260801-120000 is queued, job 12: Resources`."""
+    job = f", job {run.job_id}" if run.job_id else ""
+    verb = "is" if run.is_live or run.state in ("lost", "unknown") else "has"
+    return f"{run.run} {verb} {run.state}{job}" + (f": {run.reason}" if run.reason else "")
 
-Prints what the ranks of a run's last attempt have printed, each line with its
-host and rank; if no rank has printed anything, the job's own log. RUN is the
-newest run, or NAME/ID, an ID, a NAME (its newest run), a run directory, or a
-job (12, or 12_3 of an array).
 
-  -f                   go on to the run's end, over all attempts; it begins
-                       with the last lines of each rank
-  logs.tail=N          how many of those (20)
-  rank=K               this rank alone, without host and rank before each line
-  runs_dir=DIR         where the runs are (runs)
+@dataclass(slots=True)
+class RunWatch:
+    """The state of a run that is followed, from its manifest and from SLURM, which a thread asks."""
 
-  launch logs
-  launch logs rank=1
-  launch logs -f train logs.tail=100
-"""
+    path: Path
+    say: Callable[[str], None] = logger.info
+    """Says what is new of a run that waits, and that SLURM does not answer."""
+    error_note: str = "the logs are followed on"
+    """What goes on if SLURM does not answer."""
+    run: RunStatus | None = None
+    job: JobState | None = None
+    answered: bool = False
+    """SLURM has said something."""
+    poller: "Poller | None" = None
+    updated: float = 0.0
+    """When the manifest was read, in monotonic seconds."""
+    changed: float = field(default_factory=time.monotonic)
+    """When something was last printed or happened."""
+    lived: bool = False
+    """The run had not ended at the first update."""
+    reported: tuple[str, ...] = ()
+
+    def update(self) -> RunStatus:
+        """Return the run's state, and report if it waits."""
+        now = time.monotonic()
+        if self.run is None or now - self.updated > STATE_SECONDS:
+            self.updated = now
+            run = read_status(self.path)
+            run = self.ask_slurm(run) if run.job_id and run.is_live else run
+            if self.run is None or run.is_live != self.run.is_live:
+                self.changed = now
+            self.run, self.lived = run, self.lived or run.is_live
+            self.report_waiting(run)
+        return self.run
+
+    def ask_slurm(self, run: RunStatus) -> RunStatus:
+        """Return how the run stands by SLURM's newest answer, if there is one."""
+        if self.poller is None:
+            from launcher.slurm.follow import Poller
+
+            self.poller = Poller((str(run.job_id),))
+        for answer in self.poller.take_answers():
+            if answer.error:
+                self.report_once(f"{answer.error}; {self.error_note}")
+            else:
+                self.job, self.answered = answer.jobs.get(str(run.job_id)), True
+        return update_run(run, self.job) if self.answered else run
+
+    def report_waiting(self, run: RunStatus) -> None:
+        """Report that a run waits, and why, if that is new."""
+        if run.state == "queued" and self.answered and run.reason:
+            self.report_once(describe_run_state(run))
+
+    def report_once(self, text: str) -> None:
+        """Say something, but once."""
+        if (text,) != self.reported:
+            self.reported = (text,)
+            self.say(text)
+
+    def may_still_print(self) -> bool:
+        """Tell whether lines of a job that ended while it was followed may still come."""
+        is_job = self.run is not None and self.run.job_id is not None
+        return self.lived and is_job and time.monotonic() - self.changed < NETWORK_SECONDS
+
+    def close(self) -> None:
+        """Ask no more."""
+        if self.poller:
+            self.poller.close()

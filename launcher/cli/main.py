@@ -1,17 +1,24 @@
-"""`launch`: reads the command line, and calls the verb that it names."""
+"""`launch`: reads the command line, composes the configuration, and calls the verb."""
 
 import contextlib
 import io
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from launcher.cli.arguments import Command, parse_command
-from launcher.cli.early_start import EarlyStart, start_early
-from launcher.config.sources import check_here
+from launcher.cli.arguments import Command, check_words, parse_command
+from launcher.cli.verbs import Call, Takes, call_verb, find_verb, print_full_help, print_help
 from launcher.errors import EXIT_DEFECT, EXIT_MACHINE, LaunchError
 from launcher.protocol import LAUNCH_RANK_PLAN, OWN_VARIABLES
 from launcher.text import leave, log_defect, log_error, set_up_logging
+
+if TYPE_CHECKING:
+    from launcher.cli.early_start import EarlyStart
+    from launcher.config.compose import Composed
+
+logger = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -75,21 +82,31 @@ def drop_output() -> None:
 
 
 def run_command(command: Command, argv: Sequence[str]) -> int:
-    """Do what a command line asks."""
-    if (status := answer_about_launch(command)) is not None:
-        return status
+    """Do what a command line asks, and return the exit code; raises LaunchError."""
+    if "--help-all" in command.words:
+        return print_full_help()
+    if {"-h", "--help"} & set(command.words):
+        return print_help(command.verb)
+    if "--version" in command.words:
+        from launcher.runs.provenance import DISTRIBUTION, find_version
+
+        sys.stdout.write(f"launch {find_version(DISTRIBUTION) or 'is not installed'}\n")
+        return 0
+    from launcher.cli.early_start import start_early
+    from launcher.config.sources import check_here
+
     check_here()
     with start_early(command, os.environ) as early:
-        return carry_out(command, argv, early)
+        return compose_and_call(command, argv, early)
 
 
-def carry_out(command: Command, argv: Sequence[str], early: EarlyStart) -> int:
-    """Do what a command line asks that is not about `launch` itself."""
+def compose_and_call(command: Command, argv: Sequence[str], early: "EarlyStart") -> int:
+    """Compose what the words ask for, and call the verb with it: once, or for each job of a sweep."""
     from launcher.config.hydra_flags import parse_flags
+    from launcher.config.overrides import asks_sweep, refuse_other_mode
+    from launcher.config.sources import Sources, find_shipped
 
     if not {"-sc", "--shell-completion"} & set(command.words):
-        from launcher.cli.command_corrections import check_words
-
         check_words(command)
     flags = parse_flags(command.words)
     if flags.completion:
@@ -100,8 +117,6 @@ def carry_out(command: Command, argv: Sequence[str], early: EarlyStart) -> int:
         from launcher.config.hydra_output import show_flags
 
         return show_flags(flags)
-    from launcher.config.overrides import asks_sweep, refuse_other_mode
-
     sweep = asks_sweep(flags, command.verb)
     refuse_other_mode(flags, sweep=sweep)
     if sweep:
@@ -109,24 +124,33 @@ def carry_out(command: Command, argv: Sequence[str], early: EarlyStart) -> int:
         from launcher.cli.sweep import run_sweep
 
         return run_sweep(flags, command, argv)
-    from launcher.cli.dispatch import run_verb
+    overrides = add_pet(flags.overrides, os.environ)
+    if find_verb(command.verb).takes_names and not overrides and flags.sources == Sources((find_shipped(),)):
+        # Without a setting these verbs need no Hydra, which takes longer than all of the rest.
+        return call_verb(Call(command.verb, None, command.names, argv=argv))
+    from launcher.config.compose import compose
 
-    return run_verb(flags, command, argv, early)
+    return call_composed(compose(flags.sources, overrides), command, argv, early)
 
 
-def answer_about_launch(command: Command) -> int | None:
-    """Print the help or the version and return 0; None if neither is asked for."""
-    if "--help-all" in command.words:
-        from launcher.cli.help import print_full_help
+def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Put the overrides that `PET_*` variables stand for before the user's own, which win."""
+    from launcher.config.overrides import quote_value
+    from launcher.config.start import pet_overrides
 
-        return print_full_help()
-    if {"-h", "--help"} & set(command.words):
-        from launcher.cli.help import print_help
+    given = {word.lstrip("+").partition("=")[0] for word in overrides}
+    pet = {key: value for key, value in pet_overrides(environ).items() if key not in given}
+    return [*(f"{key}={quote_value(value)}" for key, value in pet.items()), *overrides]
 
-        return print_help(command.verb)
-    if "--version" in command.words:
-        from launcher.runs.provenance import DISTRIBUTION, find_version
 
-        sys.stdout.write(f"launch {find_version(DISTRIBUTION) or 'is not installed'}\n")
-        return 0
-    return None
+def call_composed(
+    composed: "Composed", command: Command, argv: Sequence[str], early: "EarlyStart | None" = None
+) -> int:
+    """Call the verb with a configuration; return the exit code, raise LaunchError."""
+    for warning in composed.warnings:
+        logger.warning(warning)
+    if find_verb(command.verb).takes is Takes.PROGRAM:
+        from launcher.cli.job_warnings import warn_unread
+
+        warn_unread(composed.sources, command.program or ())
+    return call_verb(Call(command.verb, composed, command.names, command.program, argv, early))

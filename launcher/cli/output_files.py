@@ -1,12 +1,11 @@
 """Files that a user names: written whole or not at all, and none of the user's own lost."""
 
 import errno
-import json
 import os
 from pathlib import Path
 
 from launcher.errors import MachineError, UsageError
-from launcher.files import LARGEST, ON_THE_WAY, write_whole
+from launcher.files import ON_THE_WAY, write_whole
 from launcher.runs.run_directory import closing_descriptor
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -27,25 +26,6 @@ def check_target(key: str, name: str) -> None:
         raise explain(key, name, error) from None
 
 
-def check_snapshot(name: str) -> None:
-    """Raise UsageError if another file than a snapshot is there already."""
-    path = Path(name)
-    if path.is_file() and not is_replaceable(path):
-        raise UsageError(f"save={name} is there already and is no machine snapshot: name another file")
-
-
-def is_replaceable(path: Path) -> bool:
-    """Tell whether a file is a snapshot of any version, or empty."""
-    from launcher.plan.model import KIND
-
-    try:
-        size = path.stat().st_size
-        data = json.loads(path.read_bytes()) if 0 < size <= LARGEST else {}
-    except (OSError, ValueError, RecursionError):
-        return False
-    return size == 0 or (isinstance(data, dict) and data.get("kind") == KIND)
-
-
 def write_file(key: str, name: str, data: bytes) -> None:
     """Write a file whole or not at all, with the mode of the one that it replaces.
 
@@ -54,21 +34,17 @@ def write_file(key: str, name: str, data: bytes) -> None:
     path = Path(name)
     try:
         if path.exists() and not path.is_file():
-            write_special(path, data)
+            # A device, or a pipe that somebody reads.
+            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            with os.fdopen(descriptor, "wb") as file:
+                os.set_blocking(descriptor, True)
+                file.write(data)
         else:
             target = path.resolve()  # a link goes on pointing at the file
             with closing_descriptor(os.open(target.parent, ON_THE_WAY)) as folder:
                 write_whole(folder, target.name, data, private=False, sync=True)
     except OSError as error:
         raise explain(key, name, error) from None
-
-
-def write_special(path: Path, data: bytes) -> None:
-    """Write to a device, or to a pipe that somebody reads; raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    with os.fdopen(descriptor, "wb") as file:
-        os.set_blocking(descriptor, True)
-        file.write(data)
 
 
 def explain(key: str, name: str, error: OSError) -> UsageError | MachineError:

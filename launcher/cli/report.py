@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from launcher.cli.choose_runs import choose_one
 from launcher.cli.output_files import check_target, explain, write_file
-from launcher.cli.verbs import VerbCall
+from launcher.cli.runs import choose_one
+from launcher.cli.verbs import Call
 from launcher.codec import load
 from launcher.errors import MachineError, UsageError
 from launcher.files import LARGEST, read_file
@@ -28,7 +28,7 @@ NAME = "report.html"
 INSTALL = "pip install 'launch-ranks[report]'"
 
 
-def write_run_report(call: VerbCall) -> int:
+def write_run_report(call: Call) -> int:
     """Write the page of the named run, or of the newest, and print its path; return 0.
 
     Raises UsageError or MachineError.
@@ -91,21 +91,3 @@ def read_host_plan(text: str) -> Plan:
     from launcher.plan.model import parse_machine
 
     return Plan(parse_machine(text), load(WrittenPlan, text).ranks)
-
-
-HELP = """\
-usage: launch report [RUN] [KEY=VALUE ...]
-
-Writes one HTML page on a run, which needs neither network nor scripts: what
-ran and how it ended, warnings with their fixes, hangs with their stacks, the
-time of steps with what happened, where each rank's time went, GPU, CPU and
-memory, where the ranks ran, and attempts. A run that goes on is told of so far.
-RUN is the newest run, or NAME/ID, an ID, a NAME (its newest run), a run
-directory, or a job. The path of the page is printed.
-
-  save=FILE            another place than RUN_DIR/report.html
-  runs_dir=DIR         where the runs are (runs)
-
-  launch report
-  launch report train save=train.html
-"""

@@ -1,40 +1,44 @@
 """`launch` without a verb: runs a program where the configuration says."""
 
+import difflib
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.agent.read_ahead import reading_ahead
-from launcher.cli.allocator_check import settle_allocator, unset_settings
-from launcher.cli.config_programs import name_files, report_config_programs
 from launcher.cli.early_start import EarlyStart
-from launcher.cli.resume import check_earlier, check_resume, keep_chosen
-from launcher.cli.unused_settings import (
+from launcher.cli.job_warnings import (
+    name_files,
+    report_config_programs,
+    settle_allocator,
+    unset_settings,
     warn_elsewhere,
     warn_overruled,
-    warn_unforked,
     warn_unused,
     warn_visible,
 )
+from launcher.cli.verbs import Call
 from launcher.config.compose import Composed, read_values, resolve
-from launcher.config.config_file import render_config
+from launcher.config.config_file import find_changes, read_config_value, render_config
 from launcher.config.environment_files import fill_env, read_env_files
 from launcher.config.program import BUNDLED, clear_sections, describe_interpreter, find_program, find_unused
 from launcher.config.rules import Context, check, check_placed
 from launcher.config.run_path import RunPath, choose_run_path
 from launcher.config.settings import Settings
 from launcher.config.start import check_command, choose_agent, choose_cluster
-from launcher.errors import LaunchError
+from launcher.errors import LaunchError, UsageError
 from launcher.launch.job import Job, JobSpec, render_start
 from launcher.plan.model import plan_to_json
 from launcher.protocol import name_host
 from launcher.runs.memory_records import keep_prediction
 from launcher.runs.run_directory import RunIdTakenError
-from launcher.text import join_words, print_text
+from launcher.runs.run_lookup import MOST_NEAR, list_runs
+from launcher.text import join_words, name_some, print_text
 
 logger = logging.getLogger(__name__)
 
@@ -45,54 +49,49 @@ if TYPE_CHECKING:
     from launcher.report.viewer import OutputViewer
     from launcher.runs.run_directory import RunDir
 
+MAX_CHANGES = 12
+"""Settings that are listed as changed since a run's earlier start."""
 
-def run_job(
+
+def run_job(call: Call) -> int:
+    """Run a program where the configuration says, and return the exit code; raises LaunchError."""
+    early = call.early or EarlyStart()
+    return try_anew(lambda: _start_job(call.composition, call.program, call.argv, early))
+
+
+def _start_job(
     composed: Composed, program: tuple[str, ...] | None, argv: Sequence[str], early: EarlyStart
 ) -> int:
-    """Run a program where the configuration says, and return the exit code; raises LaunchError.
+    """Run a program once; raises LaunchError, or RunIdTakenError before anything is started.
 
-    `program` is the one on the command line, None for the configured one; `argv` is the whole command line.
     `early` may have a process from which the ranks can be forked.
     """
-    return try_anew(lambda: start_job(composed, program, argv, early))
-
-
-def start_job(
-    composed: Composed, program: tuple[str, ...] | None, argv: Sequence[str], early: EarlyStart
-) -> int:
-    """Run a program once; raises LaunchError, or RunIdTakenError before anything is started."""
     run_path = choose_run_path(composed, program, submits=is_for_slurm(composed))
     spec = specify_job(composed, program, run_path, os.environ)
     check_resume(spec)
-    if spec.cluster.kind in ("slurm", "allocation"):
+    start, kind = spec.config.start, spec.cluster.kind
+    if kind in ("slurm", "allocation"):
         early.close()
-    elif not may_fork(spec):
-        early.drop_warm()
+    elif spec.agent.kind != "direct" or start.warm == "off" or start.preload:
+        early.drop_warm()  # it has imported torch and nothing else, and nobody forks from it
     name_files(composed.own_files)
     report_config_programs([spec], composed.own_files)
-    if spec.cluster.kind == "slurm":
+    if kind == "slurm":
         from launcher.slurm.submission import submit_jobs
 
         return submit_jobs([spec], argv)
-    if spec.cluster.kind == "allocation":
+    if kind == "allocation":
         from launcher.slurm.allocation import run_allocation
 
         return run_allocation(spec, argv)
     if spec.config.dry_run:
-        _, job = check_local_fit(spec, plan_job(spec))
-        return preview_job(job)
+        _, job = settle_fit(spec, plan_job(spec))
+        return _preview_job(job)
     program_argv = find_program(spec.program, spec.config, spec.environ)
-    mode = spec.config.start.read_ahead
-    reader = early.take_reader(program_argv, mode)
-    with reading_ahead(mode, program_argv, spec.environ, reader) as helpers:
-        spec, job = check_local_fit(spec, plan_job(spec))
-        return execute_here(spec, job, argv, helpers, early)
-
-
-def may_fork(spec: JobSpec) -> bool:
-    """Tell whether ranks can be forked from a process that has imported torch and nothing else."""
-    start = spec.config.start
-    return spec.agent.kind == "direct" and start.warm != "off" and not start.preload
+    reader = early.take_reader(program_argv, start.read_ahead)
+    with reading_ahead(start.read_ahead, program_argv, spec.environ, reader) as helpers:
+        spec, job = settle_fit(spec, plan_job(spec))
+        return _execute_here(spec, job, argv, helpers, early)
 
 
 def try_anew(start: Callable[[], int]) -> int:
@@ -128,8 +127,9 @@ def specify_job(
     config = resolve(composed, run_path.path)
     variables = read_env_files(config)
     config = fill_env(config, variables)
-    check_earlier(run_path, Path(config.runs_dir))
-    config = keep_chosen(config, run_path)
+    if run_path.key == "run_dir":
+        _check_earlier(run_path.path, Path(config.runs_dir))
+        config = _keep_chosen(config, run_path.path)
     context = Context(config, verb, given, composed.sources)
     check(context)
     merged = {**environ, **config.env}
@@ -150,12 +150,12 @@ def specify_job(
     argv = find_program(program, config, merged)
     if program and (remark := describe_interpreter(program)):
         logger.info(remark)
-    warn_unused(config, cluster, given)
+    warn_unused(config, cluster, agent.kind, given)
     warn_visible(config, cluster, given)
-    warn_unforked(config, agent.kind, given)
     if cluster.kind != "slurm":
         warn_elsewhere(config, environ)
-    fit_model = find_job_model(config, program, given)
+    is_bundled = not program and config.program.get("command") == list(BUNDLED)
+    fit_model = _find_job_model(config, program, given, is_bundled=is_bundled)
     if program is not None and "model" in given:
         name = composed.choices.get("model")
         use = "says what the job needs of memory, and is not passed on" if fit_model else "is not used"
@@ -178,16 +178,15 @@ def specify_job(
         run_path=run_path.path,
         run_key=run_path.key,
         fit_model=fit_model,
-        is_bundled=not program and config.program.get("command") == list(BUNDLED),
+        is_bundled=is_bundled,
     )
 
 
-def find_job_model(
-    config: Settings, program: tuple[str, ...] | None, given: Collection[str]
+def _find_job_model(
+    config: Settings, program: tuple[str, ...] | None, given: Collection[str], *, is_bundled: bool
 ) -> "ModelDimensions | None":
     """Return the model whose memory is judged before the start; None if there is no claim."""
     asked = any(key.partition(".")[0] == "model" for key in given)
-    is_bundled = not program and config.program.get("command") == list(BUNDLED)
     if (config.fit.check == "off" and not is_bundled) or not config.model or (program and not asked):
         return None
     from launcher.config.fit_check import find_start_model
@@ -195,23 +194,60 @@ def find_job_model(
     return find_start_model(config, program, given)
 
 
-def check_local_fit(spec: JobSpec, job: Job) -> tuple[JobSpec, Job]:
-    """Return a job with what is chosen of the bundled program; raises MachineError if it cannot fit here."""
-    if spec.fit_model is None:
-        return spec, job
-    from launcher.config.fit_check import settle_job, settle_planned
+# A run that goes on: `run_dir=DIR`
 
-    config = settle_planned(
-        spec.config,
-        job.plan,
-        spec.fit_model,
-        nodes=spec.cluster.min_nodes,
-        is_bundled=spec.is_bundled,
-        environ=spec.environ,
-    )
-    return settle_job(spec, config), replace(
-        job, config=config, program=find_program(spec.program, config, spec.environ)
-    )
+
+def _check_earlier(path: Path, runs_dir: Path) -> None:
+    """Raise UsageError if a directory is no run's, with the paths of near runs, or of the newest."""
+    try:
+        if any(entry.name.startswith("manifest") for entry in path.iterdir()):
+            return
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        pass
+    except OSError:  # of which the opening tells
+        return
+    shown = os.path.relpath(path)
+    known = [os.path.relpath(path) for path in islice(list_runs(runs_dir), MOST_NEAR)]
+    hint = f", the newest is {known[0]}" if known else ""
+    if near := difflib.get_close_matches(shown, known, n=3, cutoff=0.6):
+        hint = f": did you mean {' or '.join(near)}?"
+    raise UsageError(f"run_dir={shown}: there is no run{hint}; new_run_dir={shown} makes a new one")
+
+
+def _keep_chosen(config: Settings, path: Path) -> Settings:
+    """Return the configuration of a run that goes on: what was chosen for the bundled program stays.
+
+    Micro-steps are counted again, since the global batch stays on other nodes too.
+    """
+    earlier = read_config_value(path, "program")
+    if not isinstance(earlier, dict):
+        return config
+    kept = {
+        key: earlier[key]
+        for key in ("batch_size", "activation_checkpointing", "parallel", "global_batch")
+        if config.program.get(key) == "auto" and key in earlier
+    }
+    return replace(config, program={**config.program, **kept}) if kept else config
+
+
+def check_resume(spec: JobSpec) -> None:
+    """Refuse a run that has not ended, and list the settings that differ from those of its earlier start.
+
+    Raises UsageError, or SchedulerError if SLURM, which is to get the job, cannot tell. Nodes that are
+    started by hand share their run.
+    """
+    if spec.run_key != "run_dir":
+        return
+    if spec.cluster.kind != "manual" and not spec.config.dry_run:
+        from launcher.slurm.run_states import refuse_run_in_use
+
+        refuse_run_in_use(spec.run_path, submits=spec.cluster.kind == "slurm")
+    if changes := find_changes(spec.run_path, spec.config_text):
+        listed = name_some(changes, MAX_CHANGES)
+        logger.warning(f"other settings than those of the earlier start in {spec.run_path}: {listed}")
+
+
+# A job on this machine
 
 
 def plan_job(spec: JobSpec) -> Job:
@@ -229,7 +265,30 @@ def plan_job(spec: JobSpec) -> Job:
     )
 
 
-def execute_here(
+def settle_fit(spec: JobSpec, job: Job, *, judges: bool = True) -> tuple[JobSpec, Job]:
+    """Return a job with what is chosen of the bundled program; raises MachineError if it cannot fit here.
+
+    Without `judges` nothing is said of that, and nothing refused.
+    """
+    if spec.fit_model is None:
+        return spec, job
+    from launcher.config.fit_check import settle_job, settle_planned
+
+    config = settle_planned(
+        spec.config,
+        job.plan,
+        spec.fit_model,
+        nodes=spec.cluster.min_nodes,
+        is_bundled=spec.is_bundled,
+        environ=spec.environ,
+        judges=judges,
+    )
+    return settle_job(spec, config), replace(
+        job, config=config, program=find_program(spec.program, config, spec.environ)
+    )
+
+
+def _execute_here(
     spec: JobSpec, job: Job, argv: Sequence[str], helpers: Sequence[int], early: EarlyStart
 ) -> int:
     """Run a planned job on this machine to its end, and return the exit code; raises LaunchError.
@@ -243,9 +302,12 @@ def execute_here(
     check_open_files()
     run, manifest = local_run.prepare_run(spec, argv, [job.host])
     local_run.write_plan(spec, run, job.host, plan_to_json(job.plan))
-    keep_local_prediction(spec, job, run)
+    # What the job is expected to take, for later estimates to learn from.
+    device = "gpu" if any(rank.gpu for rank in job.plan.ranks) else "cpu"
+    predicted = _predict_memory(spec, job.plan) if spec.fit_model else 0
+    keep_prediction(run, job.program, device, job.world_size, predicted)
     if spec.config.preflight.kind not in ("off", "auto"):
-        from launcher.cli.run_preflight import check_before_run  # only if it is asked for
+        from launcher.cli.doctor import check_before_run  # only if it is asked for
 
         if status := check_before_run(job, run, manifest):
             return status
@@ -253,7 +315,7 @@ def execute_here(
         job,
         run,
         manifest,
-        make_local_viewer,
+        _make_viewer,
         count_oom_kills,
         make_direct=partial(make_agent_on_machine, early=early),
         helpers=helpers,
@@ -267,16 +329,9 @@ def make_agent_on_machine(request: "AgentRequest", early: EarlyStart | None = No
     return make_local_agent(request, early.take if early else None)
 
 
-def keep_local_prediction(spec: JobSpec, job: Job, run: "RunDir") -> None:
-    """Keep in the run directory what the job is expected to take, for later estimates to learn from."""
-    device = "gpu" if any(rank.gpu for rank in job.plan.ranks) else "cpu"
-    ranks = job.world_size
-    keep_prediction(run, job.program, device, ranks, predict_local(spec, job.plan) if spec.fit_model else 0)
-
-
-def predict_local(spec: JobSpec, plan: "Plan") -> int:
+def _predict_memory(spec: JobSpec, plan: "Plan") -> int:
     """Return the bytes that a rank is expected to take, 0 if that is not known."""
-    from launcher.cli.measured_fit import predict_request
+    from launcher.cli.fit import predict_request
     from launcher.config.fit_request import make_fit_request
 
     try:
@@ -289,7 +344,7 @@ def predict_local(spec: JobSpec, plan: "Plan") -> int:
             environ=spec.environ,
         )
         return predict_request(request) if request else 0
-    except LaunchError:  # `check_local_fit` has told of it
+    except LaunchError:  # `settle_fit` has told of it
         return 0
     except Exception as error:  # a mistake of the estimate ends no run
         what = f"{type(error).__name__}: {error}"
@@ -297,30 +352,25 @@ def predict_local(spec: JobSpec, plan: "Plan") -> int:
         return 0
 
 
-def preview_job(job: Job) -> int:
+def _preview_job(job: Job) -> int:
     """Show the plan and the command, and start nothing: `dry_run=true`."""
     from launcher.report.console import make_console
     from launcher.report.placement import print_placement
 
     print_placement(make_console(), job.plan, explain=job.config.explain)
-    logger.info(f"{describe_agent(job)}:")
+    logger.info(f"{_describe_agent(job)}:")
     print_text(join_words(render_start(job, "RUN_ID")) + "\n")
     return 0
 
 
-def describe_agent(job: Job) -> str:
+def _describe_agent(job: Job) -> str:
     """Say what starts the ranks, and why."""
-    starter = (
-        "launch starts each rank" if job.agent.kind == "direct" else f"{job.agent.kind} starts the ranks"
-    )
-    return (
-        f"{starter} ({job.agent.why})"
-        if job.agent.why.startswith("agent=")
-        else f"{starter} (agent={job.agent.kind}: {job.agent.why})"
-    )
+    kind, why = job.agent.kind, job.agent.why
+    starter = "launch starts each rank" if kind == "direct" else f"{kind} starts the ranks"
+    return f"{starter} ({why})" if why.startswith("agent=") else f"{starter} (agent={kind}: {why})"
 
 
-def make_local_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
+def _make_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
     """Return what shows a job that runs on this machine."""
     from launcher.launch.monitor import STARTING, describe_job
     from launcher.report.viewer import OutputViewer, ViewOptions
@@ -330,7 +380,7 @@ def make_local_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
     options = ViewOptions(
         job.config.logs.console,
         None if alone else lambda _: job.host,
-        heading=(*describe_job(job, run), *((describe_agent(job),) if job.config.explain else ())),
+        heading=(*describe_job(job, run), *((_describe_agent(job),) if job.config.explain else ())),
         plan=job.plan,
         explain=job.config.explain,
         notice=STARTING if job.config.logs.console != "none" and job.cluster.max_nodes == 1 else "",

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher.cli.arguments import Command
-from launcher.cli.config_programs import list_targets, name_files, report_config_programs
-from launcher.cli.dispatch import add_pet, run_composed
-from launcher.cli.resume import check_resume
-from launcher.cli.run import is_for_slurm, specify_job, try_anew
+from launcher.cli.job_warnings import list_targets, name_files, report_config_programs
+from launcher.cli.main import add_pet, call_composed
+from launcher.cli.run import check_resume, is_for_slurm, specify_job, try_anew
 from launcher.config.compose import Composed, compose
 from launcher.config.hydra_flags import Flags
 from launcher.config.run_path import choose_run_path, use_sweep_folder
@@ -47,7 +46,7 @@ def run_jobs(
     first = 0
     for number, (each, overrides) in enumerate(zip(composed, jobs, strict=True), 1):
         logger.info(f"job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}")
-        status = run_composed(each, command, argv)
+        status = call_composed(each, command, argv)
         first = first or status
         if status - 128 in STOPPING:
             break
@@ -112,7 +111,7 @@ def run_batch(batch: Sequence[Composed], command: Command, argv: Sequence[str]) 
         yield from (read_end(spec.run_path, status) for spec in specs)
         return
     for each in batch:
-        code = run_composed(each, command, argv)
+        code = call_composed(each, command, argv)
         if code - 128 in STOPPING:
             sys.exit(code)
         yield code

@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.config_programs import name_files, report_config_programs
+from launcher.cli.job_warnings import name_files, report_config_programs
 from launcher.cli.output_files import check_target, explain, write_file
 from launcher.cli.run import plan_job, specify_job, try_anew
 from launcher.cli.tune_trial import (
@@ -22,19 +23,26 @@ from launcher.cli.tune_trial import (
     describe_program,
     plan_trial,
     run_trial,
+    specify_trial,
 )
+from launcher.cli.verbs import Call, print_json
 from launcher.config.compose import read_values
 from launcher.config.run_path import choose_run_path
+from launcher.config.settings import Settings
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_file
 from launcher.launch.job import Job, JobSpec, render_start
 from launcher.launch.local_run import prepare_run
+from launcher.plan.model import Plan
+from launcher.plan.resources import limit_workers
+from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
 from launcher.report.console import make_console
-from launcher.report.fit import announce_trial
+from launcher.report.fit import announce_trial, describe_workers, print_workers, tabulate_workers
 from launcher.runs.manifest import stamp_time, write_manifest
 from launcher.runs.run_directory import RunDir, write_json
 from launcher.text import count_things, join_words, print_text
-from launcher.tune.trials import MeasureError, Trial
+from launcher.tune.search import choose_best, choose_next, price_all
+from launcher.tune.trials import FAILED, MeasureError, MismatchError, Trial, measure_workers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,6 +55,23 @@ CHOICE_FILES = ("conf/dataloader/tuned.yaml", "conf/program/tuned.yaml")
 """Files that later runs find from the working directory; their folders are made."""
 MARK = "# Written by `launch tune "
 """Beginning of a file that may be replaced; the subject follows."""
+WORKERS_PER_CORE = 2
+"""Workers for each core: those that read from a disk or a network wait more than they compute."""
+MIN_WORKERS, MAX_WORKERS = 4, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """What the trials say."""
+
+    value: int | None
+    """The value to use; None if there is none."""
+    facts: Mapping[str, object]
+    """What was found, with the trials, for programs; what is not known is null."""
+    lines: Sequence[str]
+    """The same for people, with how it is used; why there is none."""
+    settings: Mapping[str, object]
+    """What the file of the choice holds, as YAML."""
 
 
 class Strategy(ABC):
@@ -58,6 +83,10 @@ class Strategy(ABC):
     """The group of the configuration of which the choice is an option."""
     variables: tuple[str, ...]
     """Variables of the environment that a trial sets."""
+    describe: Callable[[Trial], str]
+    """Says a trial in a line, or a few."""
+    tabulate: Callable[[Sequence[Trial]], Sequence[Sequence[str]]]
+    """Returns the table of the trials, the head first."""
 
     def __init__(self, composed: "Composed", spec: JobSpec, argv: Sequence[str]) -> None:
         self.composed = composed
@@ -70,12 +99,11 @@ class Strategy(ABC):
         """The file in which the choice is kept."""
 
     @abstractmethod
-    def set_bounds(self, job: Job) -> str:
-        """Decide what the search keeps to, and say it; raises UsageError."""
+    def set_bounds(self, job: Job) -> tuple[str, str]:
+        """Decide what the search keeps to; returns it in words, and which values would be tried.
 
-    @abstractmethod
-    def preview(self) -> str:
-        """Say which values would be tried."""
+        Raises UsageError.
+        """
 
     @abstractmethod
     def next(self) -> int | None:
@@ -92,10 +120,6 @@ class Strategy(ABC):
     def specify(self, value: int, run_path: Path) -> JobSpec:
         """Return the trial of a value, which is kept in the run directory of the search."""
 
-    def is_starved(self) -> bool:
-        """Tell whether a trial has to end since the machine's memory runs out."""
-        return False
-
     @abstractmethod
     def judge(self, finished: FinishedTrial, value: int) -> Trial:
         """Return what a trial has brought; raises MeasureError, or InterruptedTrialError for a signal."""
@@ -105,38 +129,20 @@ class Strategy(ABC):
         """Return the trial of a failure that is put down to its value; None if the program can't be tuned."""
 
     @abstractmethod
-    def describe(self, trial: Trial) -> str:
-        """Return a trial in a line, or a few."""
-
-    @abstractmethod
-    def conclude(self) -> int | None:
-        """Return the value to use; None if there is none."""
-
-    @abstractmethod
-    def render_choice(self) -> tuple[Sequence[Sequence[str]], Mapping[str, object]]:
-        """Return the table of the trials, the head first, and the settings of the choice's file as YAML."""
-
-    @abstractmethod
-    def to_json(self) -> dict[str, object]:
-        """Return what was found, with the trials, for programs; what is not known is null."""
+    def conclude(self) -> Conclusion:
+        """Return what the trials say."""
 
     @abstractmethod
     def show(self, console: "Console") -> None:
         """Print the trials for people."""
 
-    @abstractmethod
-    def advise(self, saved: str | None, *, is_early: bool) -> list[str]:
-        """Say what was chosen and how it is used, or why nothing is; `saved` is the file that was written."""
 
-
-def tune_program(
-    composed: "Composed", names: Sequence[str], program: tuple[str, ...] | None, argv: Sequence[str]
-) -> int:
+def tune_program(call: Call) -> int:
     """Tune what is named for a program, and return the exit code; raises LaunchError."""
-    from launcher.cli.tune_batch import BatchStrategy
-    from launcher.cli.tune_dataloader import WorkersStrategy
+    from launcher.cli.tune_batch import BatchStrategy  # which builds on this module
 
     strategies = {kind.subject: kind for kind in (WorkersStrategy, BatchStrategy)}
+    composed, names = call.composition, call.names
     if len(names) != 1 or names[0] not in strategies:
         given = f"`{names[0]}` cannot be tuned" if names else "tune what?"
         raise UsageError(
@@ -147,12 +153,12 @@ def tune_program(
 
     def search() -> int:
         _measure_here(composed)
-        run_path = choose_run_path(composed, program, suffix="-tune")
-        spec = specify_job(composed, program, run_path, os.environ, "launch tune")
+        run_path = choose_run_path(composed, call.program, suffix="-tune")
+        spec = specify_job(composed, call.program, run_path, os.environ, "launch tune")
         for name in kind.variables:
             if name in spec.config.env:
                 raise UsageError(f"env.{name} is set, which `launch tune` chooses: leave it out")
-        return _search(kind(composed, spec, argv))
+        return _search(kind(composed, spec, call.argv))
 
     return try_anew(search)
 
@@ -191,49 +197,57 @@ def _search(strategy: Strategy) -> int:
     if strategy.target is not None:
         check_choice_file(strategy.target, replaces=spec.config.yes)
     job = plan_job(spec)
-    bounds = strategy.set_bounds(job)
+    bounds, preview = strategy.set_bounds(job)
     if spec.config.dry_run:
-        return _preview(strategy)
+        trial = strategy.specify(strategy.next() or 0, Path("RUN_DIR"))
+        variables = [f"{name}={trial.environ[name]}" for name in strategy.variables]
+        command = join_words(["env", *variables, *render_start(plan_trial(trial)[1], "RUN_ID")])
+        written = f"would write {strategy.target}\n" if strategy.target else ""
+        print_text(
+            f"would try {preview}, each for {spec.config.tune.steps} steps at most\n{written}{command}\n"
+        )
+        return 0
     run, manifest = prepare_run(spec, strategy.argv, [job.host])
     name_files(composed.own_files)
     report_config_programs([spec], composed.own_files)
-    where = f"{describe_program(spec)} on {count_things(len(job.plan.ranks), 'rank')} of {job.host}"
+    program = describe_program(spec)
+    where = f"{program} on {count_things(len(job.plan.ranks), 'rank')} of {job.host}"
     logger.info(f"{where}, {bounds}")
     logger.info(f"run directory {run.path}")
-    interrupted, value = 0, None
+    interrupted = 0
     try:
         _try_values(strategy, run)
-        value = strategy.conclude()
-        if value is None:
-            raise MachineError(f"{strategy.advise(None, is_early=False)[0]} (run directory {run.path})")
+        if strategy.conclude().value is None:
+            raise MachineError(f"{strategy.conclude().lines[0]} (run directory {run.path})")
     except InterruptedTrialError as error:
         interrupted = error.args[0]
     except KeyboardInterrupt:  # between two runs
         interrupted = signal.SIGINT
     except (MeasureError, LaunchError) as error:
         return _give_up(error, run, manifest)
-    saved = strategy.target if not interrupted and value is not None else None
+    found = strategy.conclude()
+    saved = None if interrupted else strategy.target
     if saved is not None:
-        rows, settings = strategy.render_choice()
-        write_choice(saved, strategy.subject, rows, where, settings)
-    result = {
-        "schema": 1,
-        "subject": strategy.subject,
-        "complete": not interrupted,
-        **strategy.to_json(),
-        "saved": saved,
-    }
+        write_choice(saved, strategy.subject, strategy.tabulate(strategy.trials), where, found.settings)
+    state = {"schema": 1, "subject": strategy.subject, "complete": not interrupted}
+    result = {**state, **found.facts, "saved": saved}
     with contextlib.suppress(OSError):
         write_json(run.path / "tuning.json", result)
     status = 128 + interrupted if interrupted else 0
     _end_run(run, manifest, "stopped" if interrupted else "succeeded", status)
     if spec.config.format == "json":
-        sys.stdout.write(json.dumps(result, indent=1) + "\n")
+        print_json(result)
     elif strategy.trials:
         strategy.show(make_console(stderr=False))
         sys.stdout.flush()
-    for line in strategy.advise(saved, is_early=bool(interrupted)):
-        logger.info(line)
+    if interrupted and found.value is None:
+        logger.info("interrupted before anything was measured")
+        return status
+    for line in found.lines:
+        logger.info(f"interrupted, and no file is written: {line}" if interrupted else line)
+    if saved is not None:
+        use = describe_use(saved, strategy.group, f" -- {program}" if spec.program else "")
+        logger.info(f"{saved} written: {use}")
     return status
 
 
@@ -242,9 +256,7 @@ def _try_values(strategy: Strategy, run: RunDir) -> None:
     while (value := strategy.next()) is not None:
         progress = announce_trial(make_console(), f"trying {strategy.argument(value)} …")
         try:
-            finished = run_trial(
-                strategy.specify(value, run.path), strategy.argv, progress, strategy.is_starved
-            )
+            finished = run_trial(strategy.specify(value, run.path), strategy.argv, progress)
             trial = strategy.judge(finished, value)
         except MeasureError as error:
             excused = strategy.excuse(error, value)
@@ -254,17 +266,6 @@ def _try_values(strategy: Strategy, run: RunDir) -> None:
         strategy.trials.append(trial)
         for line in strategy.describe(trial).splitlines():
             logger.info(line)
-
-
-def _preview(strategy: Strategy) -> int:
-    """Show what would be tried, and start nothing."""
-    trial = strategy.specify(strategy.next() or 0, Path("RUN_DIR"))
-    variables = [f"{name}={trial.environ[name]}" for name in strategy.variables]
-    command = join_words(["env", *variables, *render_start(plan_trial(trial)[1], "RUN_ID")])
-    written = f"would write {strategy.target}\n" if strategy.target else ""
-    steps = strategy.spec.config.tune.steps
-    print_text(f"would try {strategy.preview()}, each for {steps} steps at most\n{written}{command}\n")
-    return 0
 
 
 def _give_up(error: MeasureError | LaunchError, run: RunDir, manifest: dict[str, object]) -> int:
@@ -347,41 +348,96 @@ def describe_use(name: str, group: str, program: str = "") -> str:
     return f"`launch --config-dir {os.path.relpath(path.parent.parent)} {option}{program}` uses it"
 
 
-HELP = """\
-usage: launch tune dataloader|batch [KEY=VALUE ...] [PROGRAM ARGUMENT ...]
+# The number of DataLoader workers
 
-Runs the program on this machine with several values of a setting, for some
-dozens of steps each, and ends it when its speed is clear. The program is not
-changed. It starts from its beginning each time, and writes what it writes.
 
-dataloader  The number of DataLoader workers. A DataLoader(...) without
-            num_workers gets the number to be tried, and so do
-            LAUNCH_NUM_WORKERS and `{num_workers}` among the arguments. The
-            choice, the fewest workers that are as fast as any, is kept as an
-            option of the group dataloader.
-batch       The largest micro-batch that fits in memory, and the fastest one, by
-            the program's own option. The argument to use is printed.
+class WorkersStrategy(Strategy):
+    """Tries the most telling number until it is clear which one is best."""
 
-  format=table|json    json: {"schema": 1, "trials": [...], ...} and the choice:
-                       num_workers, or batch, largest, fastest, argument
-  dry_run=true         show what would be tried
-  save=FILE            where to keep the choice (dataloader: by default
-                       conf/dataloader/tuned.yaml, which
-                       `launch dataloader=tuned` takes; batch: for the bundled
-                       program, such as conf/program/tuned.yaml)
-  yes=true             replace a file there that launch has not written
-  tune.option=OPTION   batch: the program's option, as --batch-size or
-                       train.batch_size= (for Hydra's); the bundled program's
-                       is known
-  tune.max_batch=N     largest micro-batch to try (4096)
-  tune.max_workers=N   workers of a rank at most (auto: two for each of its
-                       cores, if memory allows)
-  tune.steps=N         measured steps at most for each value (48)
-  tune.seconds=N       seconds of measuring for each value (60)
-  tune.timeout=N       seconds that a run of the program may take (900)
+    subject = group = "dataloader"
+    variables = (LAUNCH_NUM_WORKERS, LAUNCH_LOADER_DEFAULT, LAUNCH_METER)
+    describe, tabulate = staticmethod(describe_workers), staticmethod(tabulate_workers)
 
-  launch tune dataloader train.py --epochs 1
-  launch tune dataloader nproc_per_node=2 tune.max_workers=8 train.py
-  launch tune batch tune.option=--batch-size train.py --epochs 1
-  launch tune batch +model=gpt2 save=conf/program/tuned.yaml
-"""
+    def __init__(self, composed: "Composed", spec: JobSpec, argv: Sequence[str]) -> None:
+        super().__init__(composed, spec, argv)
+        self.target = CHOICE_FILES[0] if spec.config.save is None else spec.config.save
+        self.max_workers, self.thrift = 0, 0.0
+
+    def set_bounds(self, job: Job) -> tuple[str, str]:
+        most, why = find_max_workers(job.config, job.plan)
+        self.max_workers, self.thrift = most, price_all(most, self.spec.config.tune.steps) / 2
+        preview = f"0 workers, then up to {most} ({why}) until it is clear"
+        return f"with 0 to {most} workers each ({why})", preview
+
+    def next(self) -> int | None:
+        return choose_next(self.trials, self.max_workers, self.thrift)
+
+    def argument(self, value: int) -> str:
+        return count_things(value, "worker")
+
+    def specify(self, value: int, run_path: Path) -> JobSpec:
+        variables = {LAUNCH_NUM_WORKERS: str(value), LAUNCH_LOADER_DEFAULT: "1"}
+        return specify_trial(self.composed, self.spec, run_path / f"workers-{value}", variables)
+
+    def judge(self, finished: FinishedTrial, value: int) -> Trial:
+        finished.check()
+        return measure_workers(finished.read_records(), value, finished.ranks)
+
+    def excuse(self, error: MeasureError, value: int) -> Trial | None:
+        """Once a trial with fewer workers has succeeded, a failure is put down to the number."""
+        known = [trial.value for trial in self.trials if trial.rate]
+        if not known or (isinstance(error, MismatchError) and not any(known)):
+            return None
+        self.max_workers = min(self.max_workers, value - 1)
+        return Trial(value, verdict=FAILED, reason=str(error))
+
+    def conclude(self) -> Conclusion:
+        best, loader = choose_best(self.trials), self.spec.config.dataloader
+        value = best.value if best else None
+        rows = [
+            {
+                "workers": trial.value,
+                "steps_per_second": round(trial.rate, 4) if trial.rate else None,
+                "wait_share": round(trial.wait, 4) if trial.rate else None,
+                "memory_kib": trial.memory_kib or None,
+                "steps": trial.steps,
+                "unit": trial.unit,
+                "failure": trial.reason or None,
+            }
+            for trial in sorted(self.trials, key=lambda trial: trial.value)
+        ]
+        return Conclusion(
+            value,
+            facts={"max_workers": self.max_workers, "num_workers": value, "trials": rows},
+            lines=[f"fastest with {self.argument(value or 0)}"],
+            settings={
+                "workload": json.dumps(Path(str(self.target)).stem),
+                "num_workers": value,
+                "worker_gib": loader.worker_gib,
+                "worker_shm_mib": loader.worker_shm_mib,
+                "default": "true",
+                "measured": "true",
+            },
+        )
+
+    def show(self, console: "Console") -> None:
+        print_workers(console, self.trials, self.conclude().value)
+
+
+def find_max_workers(config: Settings, plan: Plan) -> tuple[int, str]:
+    """Return the most workers of a rank that a search is to try, with why."""
+    asked = config.tune.max_workers
+    if isinstance(asked, int):
+        return asked, f"tune.max_workers={asked}"
+    ranks, machine = len(plan.ranks), plan.machine
+    # The cores of the rank that has fewest, shared ones and a quota on CPU time counted in part.
+    core_of = {cpu.id: cpu.core for cpu in machine.cpus}
+    sets = [{core_of[cpu] for cpu in rank.worker_cpus if cpu in core_of} for rank in plan.ranks]
+    quota = [] if machine.limits.cpus is None else [machine.limits.cpus / ranks]
+    cores = min(len(set().union(*sets)) / ranks, *map(len, sets), *quota)
+    highest = min(MAX_WORKERS, max(MIN_WORKERS, int(WORKERS_PER_CORE * cores)))
+    bounds = limit_workers(config.dataloader, machine, ranks, highest)
+    tight = min(bounds, key=lambda bound: bound.max_workers, default=None)
+    if tight is not None and tight.max_workers < highest:
+        return max(1, tight.max_workers), tight.what
+    return highest, f"{WORKERS_PER_CORE} for each of a rank's cores, and at least {MIN_WORKERS}"

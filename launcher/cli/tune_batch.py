@@ -7,7 +7,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.tune import Strategy, describe_use
+from launcher.cli.tune import Conclusion, Strategy
 from launcher.cli.tune_trial import FinishedTrial, specify_trial
 from launcher.config.fit_request import find_fit_model, is_bundled_program, make_fit_request
 from launcher.config.settings import Settings
@@ -15,7 +15,7 @@ from launcher.errors import UsageError
 from launcher.fit.memory import estimate_memory
 from launcher.launch.job import Job, JobSpec
 from launcher.plan.model import Plan
-from launcher.probe.limits import find_usable_memory, is_memory_low
+from launcher.probe.limits import find_usable_memory
 from launcher.protocol import LAUNCH_METER
 from launcher.report.fit import describe_batch_size, print_batches, tabulate_batches
 from launcher.runs.rank_logs import read_tail
@@ -63,6 +63,7 @@ class BatchStrategy(Strategy):
 
     subject, group = "batch", "program"
     variables = (LAUNCH_METER,)
+    describe, tabulate = staticmethod(describe_batch_size), staticmethod(tabulate_batches)
 
     def __init__(self, composed: "Composed", spec: JobSpec, argv: Sequence[str]) -> None:
         super().__init__(composed, spec, argv)
@@ -74,7 +75,7 @@ class BatchStrategy(Strategy):
             )
         self.bounds = BatchBounds(0, 0, 0, 0, 0)
 
-    def set_bounds(self, job: Job) -> str:
+    def set_bounds(self, job: Job) -> tuple[str, str]:
         """Begin with the size that the command line sets, else with one that is expected to fill a GPU.
 
         Else with the configured program's, else with FIRST_BATCH.
@@ -91,17 +92,13 @@ class BatchStrategy(Strategy):
         start = min(asked or expected or option.start or FIRST_BATCH, tune.max_batch)
         memory_kib = find_usable_memory(job.plan.machine)
         self.bounds = BatchBounds(start, tune.max_batch, memory_kib, tune.seconds, tune.timeout)
-        return f"{option.render(start)} first, at most {tune.max_batch}{self._describe_memory()}"
-
-    def preview(self) -> str:
+        most = f"{tune.max_batch}"
+        most += f", within {format_size(memory_kib)} of memory" if memory_kib else ""
+        first = option.render(start)
         return (
-            f"{self.argument(self.bounds.start)}, then twice as much until it does not fit, up to"
-            f" {self.bounds.max_batch}{self._describe_memory()}"
+            f"{first} first, at most {most}",
+            f"{first}, then twice as much until it does not fit, up to {most}",
         )
-
-    def _describe_memory(self) -> str:
-        memory_kib = self.bounds.memory_kib
-        return f", within {format_size(memory_kib)} of memory" if memory_kib else ""
 
     def next(self) -> int | None:
         check_effect(self.trials, self.option.name)
@@ -121,9 +118,6 @@ class BatchStrategy(Strategy):
         else:
             spec = replace(spec, program=set_argument(spec.program, name, value))
         return specify_trial(self.composed, spec, run_path / f"batch-{value}")
-
-    def is_starved(self) -> bool:
-        return is_memory_low()
 
     def judge(self, finished: FinishedTrial, value: int) -> Trial:
         """Tell whether a size fits, and how fast it is.
@@ -148,22 +142,7 @@ class BatchStrategy(Strategy):
         lines = [line.strip().removeprefix("| ").strip() for line in str(error).splitlines()]
         return Trial(value, verdict=FAILED, reason=next((line for line in reversed(lines) if line), ""))
 
-    def describe(self, trial: Trial) -> str:
-        return describe_batch_size(trial)
-
-    def conclude(self) -> int | None:
-        choice = self._search.conclude()
-        return choice.batch if choice else None
-
-    def render_choice(self) -> tuple[Sequence[Sequence[str]], Mapping[str, object]]:
-        base = self.spec.choices.get("program", "train")
-        key = self.option.name.removeprefix(PREFIX)
-        return tabulate_batches(self.trials), {
-            "defaults": f"[{json.dumps(base)}, _self_]",
-            key: self.conclude(),
-        }
-
-    def to_json(self) -> dict[str, object]:
+    def conclude(self) -> Conclusion:
         choice = self._search.conclude()
         rows = [
             {
@@ -181,7 +160,7 @@ class BatchStrategy(Strategy):
             }
             for trial in sorted(self.trials, key=lambda trial: trial.value)
         ]
-        return {
+        facts: dict[str, object] = {
             "option": self.option.name,
             "batch": choice.batch if choice else None,
             "largest": choice.largest if choice else None,
@@ -192,29 +171,32 @@ class BatchStrategy(Strategy):
             "argument": self.argument(choice.batch) if choice else None,
             "trials": rows,
         }
-
-    def show(self, console: "Console") -> None:
-        print_batches(console, self.trials, self._search.conclude())
-
-    def advise(self, saved: str | None, *, is_early: bool) -> list[str]:
-        choice = self._search.conclude()
-        if choice is None and is_early:
-            return ["interrupted before anything was measured"]
         if choice is None:
-            last = self.trials[-1]
-            return [
+            last = self.trials[-1] if self.trials else Trial(self.bounds.start)
+            why = (
                 f"{self.argument(last.value)} does not fit ({last.reason}), nor does any larger one: use"
                 " a smaller model or shorter sequences, activation checkpointing, or more sharding"
-            ]
-        early = "interrupted: " if is_early else ""
+            )
+            return Conclusion(None, facts, [why], {})
         safe = "none is known to have 5% to spare" if choice.largest_safe is None else choice.largest_safe
         fast = "not measured" if choice.fastest is None else choice.fastest
         sizes = f"with 5% of the memory to spare: {safe}; fastest: {fast}; use {choice.batch}"
-        return [
-            f"{early}largest micro-batch that fits: {choice.largest} ({choice.why})",
-            f"{early}{sizes}: `{self._render_command(choice.batch)}`",
-            *([f"{saved} written: {describe_use(saved, self.group)}"] if saved else []),
-        ]
+        base = self.spec.choices.get("program", "train")
+        return Conclusion(
+            choice.batch,
+            facts,
+            lines=[
+                f"largest micro-batch that fits: {choice.largest} ({choice.why})",
+                f"{sizes}: `{self._render_command(choice.batch)}`",
+            ],
+            settings={
+                "defaults": f"[{json.dumps(base)}, _self_]",
+                self.option.name.removeprefix(PREFIX): choice.batch,
+            },
+        )
+
+    def show(self, console: "Console") -> None:
+        print_batches(console, self.trials, self._search.conclude())
 
     def _render_command(self, batch: int) -> str:
         """Return the command that uses a size, with the settings of this one that later runs need too."""
@@ -319,28 +301,27 @@ def _parse_size(text: str | None) -> int | None:
 
 def read_argument(program: Sequence[str], name: str) -> str | None:
     """Return the last value of an option among a program's arguments; None if it is not there."""
-    found = None
-    for at, word in enumerate(program):
-        if name.endswith("=") and word.startswith(name):
-            found = word.removeprefix(name)
-        elif word == name and at + 1 < len(program):
-            found = program[at + 1]
-        elif word.startswith(f"{name}="):
-            found = word.removeprefix(f"{name}=")
-    return found
+    values = [program[at].removeprefix(before) for at, before in _find_values(program, name)]
+    return values[-1] if values else None
 
 
 def set_argument(program: Sequence[str], name: str, batch: int) -> tuple[str, ...]:
     """Return a program's arguments with an option set: where it stands, each time, or else at the end."""
-    words, at = list(program), 0
-    joined = name if name.endswith("=") else f"{name}="
-    found = False
-    while at < len(words):
-        if words[at].startswith(joined):
-            words[at], found = f"{joined}{batch}", True
-        elif words[at] == name and at + 1 < len(words):
-            words[at + 1], found = str(batch), True
+    words, places = list(program), list(_find_values(program, name))
+    for at, before in places:
+        words[at] = f"{before}{batch}"
+    if not places:
+        words += [f"{name}{batch}"] if name.endswith("=") else [name, str(batch)]
+    return tuple(words)
+
+
+def _find_values(program: Sequence[str], name: str) -> Iterator[tuple[int, str]]:
+    """Give the number of each word that holds an option's value, and what stands before it there."""
+    joined, at = name if name.endswith("=") else f"{name}=", 0
+    while at < len(program):
+        if program[at].startswith(joined):
+            yield at, joined
+        elif program[at] == name and at + 1 < len(program):
             at += 1
+            yield at, ""
         at += 1
-    new = () if found else (f"{name}{batch}",) if name.endswith("=") else (name, str(batch))
-    return (*words, *new)

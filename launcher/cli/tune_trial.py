@@ -8,12 +8,11 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.cli.allocator_check import unset_settings
-from launcher.cli.run import make_agent_on_machine, plan_job
+from launcher.cli.job_warnings import unset_settings
+from launcher.cli.run import make_agent_on_machine, plan_job, settle_fit
 from launcher.config.compose import Composed, resolve
 from launcher.config.config_file import render_config
 from launcher.config.environment_files import fill_env
-from launcher.config.program import find_program
 from launcher.config.settings import Settings
 from launcher.errors import MachineError
 from launcher.launch.agent_process import AgentRequest
@@ -24,7 +23,7 @@ from launcher.launch.outcome import JobOutcome, complete_manifest, explain_failu
 from launcher.launch.supervisor import Supervisor
 from launcher.launch.torchrun_agent import check_open_files
 from launcher.plan.model import plan_to_json
-from launcher.probe.limits import count_oom_kills
+from launcher.probe.limits import count_oom_kills, is_memory_low
 from launcher.protocol import LAUNCH_METER
 from launcher.runs.progress import Progress
 from launcher.runs.rank_logs import read_tail
@@ -119,6 +118,8 @@ class FinishedTrial:
                 " smaller task"
             )
         self.check_signal()
+        if self.starved:
+            raise MeasureError("the machine's memory ran out, so it was ended")
         if self.ending.status:
             raise FailedTrialError(
                 explain_failure(self.monitor, self.ending, output_shown=False), self.ending.status
@@ -157,9 +158,8 @@ def run_trial(
     trial: JobSpec,
     argv: Sequence[str],
     progress: AbstractContextManager[object],
-    is_starved: Callable[[], bool],
 ) -> FinishedTrial:
-    """Run the program to its end, or until it has been measured, or `is_starved` says that it must end.
+    """Run the program to its end, or until it has been measured, or the machine's memory runs out.
 
     Raises UsageError and MachineError as any job does.
     """
@@ -167,7 +167,7 @@ def run_trial(
     job, run = monitor.job, monitor.run
     supervisor = Supervisor(monitor, len(job.plan.ranks), job.config.torchrun.shutdown_timeout)
     supervisor.deadline = time.monotonic() + trial.config.tune.timeout
-    supervisor.is_starved = is_starved
+    supervisor.is_starved = is_memory_low
     environ = build_agent_environ(job.config, job.cluster, job.environ, run, job.host)
     try:
         outcome = supervisor.run(make_agent(AgentRequest(job, run, environ), monitor, make_agent_on_machine))
@@ -196,24 +196,11 @@ def plan_trial(trial: JobSpec) -> tuple[JobSpec, Job]:
     job = plan_job(trial)
     if trial.fit_model is None or not trial.is_bundled:
         return trial, job
-    from launcher.config.fit_check import settle_job, settle_planned
-
     # Steps of one micro-step: sequences a second do not depend on how many there are.
     program = {**trial.config.program, "global_batch": "auto"}
     if program.get("grad_accumulation") == "auto":
         program["grad_accumulation"] = 1
-    config = settle_planned(
-        replace(trial.config, program=program),
-        job.plan,
-        trial.fit_model,
-        nodes=1,
-        is_bundled=True,
-        environ=trial.environ,
-        judges=False,
-    )
-    return settle_job(trial, config), replace(
-        job, config=config, program=find_program(trial.program, config, trial.environ)
-    )
+    return settle_fit(replace(trial, config=replace(trial.config, program=program)), job, judges=False)
 
 
 def describe_program(spec: JobSpec) -> str:

@@ -1,6 +1,5 @@
 """`launch watch`: a live table of what a run's ranks do, from its directory."""
 
-import json
 import logging
 import os
 import signal
@@ -9,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.choose_runs import choose_live
-from launcher.cli.run_watch import RunWatch, describe_run_state
-from launcher.cli.verbs import VerbCall
+from launcher.cli.logs import RunWatch, describe_run_state
+from launcher.cli.runs import choose_live
+from launcher.cli.verbs import Call, print_json
 from launcher.config.config_file import read_config_value
 from launcher.errors import UsageError
 from launcher.report.viewer import open_stream
@@ -30,7 +29,7 @@ SCHEMA = 1
 """Version of the JSON form."""
 
 
-def show_watch(call: VerbCall) -> int:
+def show_watch(call: Call) -> int:
     """Show what a run's ranks do, to its end; without a terminal, as it is now. Returns 0.
 
     Raises UsageError for a run, or a rank, that there is not.
@@ -38,7 +37,7 @@ def show_watch(call: VerbCall) -> int:
     config = call.config
     path = choose_live(config, call.names, "watch")
     if config.format == "json":
-        print_json(path)
+        print_state(path)
         return 0
     from launcher.report.console import make_console
     from launcher.report.watch import print_once
@@ -59,21 +58,22 @@ def show_watch(call: VerbCall) -> int:
     return 0
 
 
-def print_json(path: Path) -> None:
+def print_state(path: Path) -> None:
     """Print how a run stands, what its nodes have reported, and what is known of the job."""
     (run,) = find_run_states([path]).runs
     snapshot = RunReader(path).read()
-    found = {
-        "schema": SCHEMA,
-        "run": asdict(run),
-        "progress": asdict(snapshot.progress) if snapshot.progress else None,
-        "job": asdict(snapshot.job) if snapshot.job else None,
-        "nodes": [
-            {"age": round(view.age, 3), "is_silent": view.is_silent, **asdict(view.report)}
-            for view in snapshot.nodes
-        ],
-    }
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    print_json(
+        {
+            "schema": SCHEMA,
+            "run": asdict(run),
+            "progress": asdict(snapshot.progress) if snapshot.progress else None,
+            "job": asdict(snapshot.job) if snapshot.job else None,
+            "nodes": [
+                {"age": round(view.age, 3), "is_silent": view.is_silent, **asdict(view.report)}
+                for view in snapshot.nodes
+            ],
+        }
+    )
 
 
 def check_rank(snapshot: RunSnapshot, rank: int | None) -> None:
@@ -150,29 +150,3 @@ def watch_live(path: Path, rank: int | None) -> "View":
         signal.signal(ended_by, signal.SIG_DFL)
         os.kill(os.getpid(), ended_by)
     return app.view
-
-
-HELP = """\
-usage: launch watch [RUN] [rank=K] [KEY=VALUE ...]
-
-Shows live what the ranks of a run do: the job's step, rate and time left, who
-holds the others up, and a row for each rank, of a job of more than 32 ranks for
-each node, the slowest first. It reads the run directory alone, so it works from
-any machine that has it. RUN is the newest run that has not ended, or NAME/ID,
-an ID, a NAME (its newest run), a run directory, or a job (12, or 12_3 of an
-array). Without a terminal, the table is printed once.
-
-Keys: arrows choose a row and the column to sort by, Enter opens a node or a
-rank, whose node then takes its stack (t takes it again), Esc goes back, p
-pauses, q quits, ? shows all keys and columns.
-
-  rank=K               begin with this rank: its stack, its last lines, and its
-                       placement against its plan
-  format=table|json    json: print what is known now: {"schema": 1, "run": {…},
-                       "progress": {…}, "job": {…}, "nodes": [{…}]}
-  runs_dir=DIR         where the runs are (runs)
-
-  launch watch
-  launch watch rank=3
-  launch watch train format=json
-"""

@@ -43,6 +43,7 @@ from launcher.config.sources import (
     MOST_BYTES,
     PRIMARY,
     Sources,
+    find_shipped,
     read_text,
     read_yaml,
 )
@@ -169,12 +170,11 @@ def is_within(key: str, keys: Iterable[str]) -> bool:
 
 RUN_DIR = "RUN_DIR"
 """Stands for the run directory if there is none."""
-FAILURES = (
-    *(HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError),
-    # Hydra raises these for files of a shape that it does not expect.
-    *(AssertionError, AttributeError, LookupError, TypeError),
-)
-"""What Hydra raises for a user's mistake."""
+MISTAKES = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
+"""What Hydra and OmegaConf raise for a user's mistake."""
+SHAPES = (AssertionError, AttributeError, LookupError, TypeError)
+"""What Hydra raises for a file of a shape that it does not expect, or for a wrong call of ours."""
+FAILURES = (*MISTAKES, *SHAPES)
 NOUNS = {int: "number", str: "text"}
 
 
@@ -210,7 +210,7 @@ def read_values(composed: Composed, keys: Sequence[str]) -> dict[str, object]:
         if composed.interpolated is not None:
             restore_hydra_config(composed.interpolated, RUN_DIR)
         found = {key: OmegaConf.select(composed.tree, key) for key in keys}
-    except FAILURES as error:
+    except MISTAKES as error:
         raise UsageError(shorten_message(error)) from None
     if "run_dir" in found and found["run_dir"] == composed.chosen_run_dir:
         found["run_dir"] = composed.given_run_dir  # another run may have taken the one that was chosen
@@ -233,7 +233,7 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> Settings:
         if composed.interpolated is not None:
             restore_hydra_config(composed.interpolated, str(tree.run_dir))
         config = OmegaConf.to_object(tree)
-    except FAILURES as error:
+    except MISTAKES as error:
         raise UsageError(shorten_message(error)) from None
     if not isinstance(config, Settings):
         raise UsageError("the configuration does not build on launch_schema: put it first in its defaults")
@@ -338,7 +338,11 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
     del tree["hydra"]
     if OmegaConf.get_type(tree) is not Settings:
         raise UsageError(explain_primary(sources))
-    if "dataloader.num_workers" in map(read_key, words) or any(map(sets_workers, own_files)):
+    own = {file: read_yaml(Path(file)) for file in own_files}
+    for file, found in own.items():
+        if found is not None and not isinstance(found, dict):  # OmegaConf takes a text for a key
+            raise UsageError(f"{file} holds no settings: write them a line each, as KEY: VALUE")
+    if "dataloader.num_workers" in map(read_key, words) or any(map(sets_workers, own.values())):
         tree.dataloader.workload = ""  # the user's own number is not derived from a workload
     doubts = dict.fromkeys(" ".join(str(entry.message).split()) for entry in caught)
     return Composed(
@@ -353,9 +357,8 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
     )
 
 
-def sets_workers(file: str) -> bool:
+def sets_workers(found: object) -> bool:
     """Tell whether a file that is no workload of its own sets the number of DataLoader workers."""
-    found = read_yaml(Path(file))
     section = found.get("dataloader") if isinstance(found, dict) else None
     return isinstance(section, dict) and "num_workers" in section
 
@@ -426,7 +429,17 @@ def check_override_syntax(word: str, given: str) -> None:
 
 
 def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], error: BaseException) -> str:
-    """Say in one line what is wrong, with the nearest right name; raises UsageError for Hydra's settings."""
+    """Say in one line what is wrong, with the nearest right name; raises UsageError for Hydra's settings.
+
+    What the shipped configuration by itself raises too is no mistake of the user's: it is raised again.
+    """
+    if isinstance(error, SHAPES) and not isinstance(error, MISTAKES):
+        shipped = Sources((find_shipped(),))
+        with open_hydra(shipped) as own_loader:
+            try:
+                compose_tree(own_loader, shipped, [])
+            except SHAPES:
+                raise error from None
     if early := explain_known(sources, words, error):
         return early
     chosen = [word for word in words if is_choice(sources, word)]
@@ -469,6 +482,13 @@ def explain_known(sources: Sources, words: Sequence[str], error: BaseException) 
         if lists:
             return f"{lists[0]} holds a list: write settings, a line each, as KEY: VALUE"
     if isinstance(error, RecursionError):
+        for file, content in sources.read_own_files(MOST_BYTES):
+            try:
+                OmegaConf.create(content.decode("utf-8", "replace"))
+            except RecursionError:
+                return f"{os.path.relpath(file)} holds a list or a mapping that holds itself: leave that out"
+            except MISTAKES:
+                continue
         path = sources.find_file(sources.primary)
         return (
             f"{path or sources.primary} is built on itself, or has too many levels: the shipped defaults are"

@@ -231,6 +231,8 @@ class WatchApp(App[int]):
 
     def _show_lines(self) -> None:
         """Show the lines above and below."""
+        if not self.query("#head"):  # the application ends, and its screen is empty already
+            return
         lines = list_job_lines(self.view, self.size.width)
         lines = lines[:1] if self.rank is not None else lines
         since = self._looking_since

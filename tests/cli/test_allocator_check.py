@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import allocator_check
+from launcher.cli import job_warnings
 from launcher.probe import health
 from tests.seam import Launch, run_outside
 from tests.specify import specify
@@ -16,7 +16,7 @@ def test_programs_that_share_gpu_memory_are_warned_of_in_a_container(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("nodes=2", "cluster=slurm", "dry_run=true", "--", "python", "-m", "verl.trainer.main_ppo")
-    monkeypatch.setattr(allocator_check, "MARKS", ())
+    monkeypatch.setattr(job_warnings, "CONTAINER_MARKS", ())
     assert "165685" not in launch(*words).err
     contained = launch("cluster.container.image=a.sif", *words)
     assert contained.code == 0
@@ -27,7 +27,7 @@ def test_a_container_that_may_trace_is_as_good_as_none(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (*RUN, "--", "echo", "verl.trainer")
-    monkeypatch.setattr(allocator_check, "MARKS", ("/",))
+    monkeypatch.setattr(job_warnings, "CONTAINER_MARKS", ("/",))
     for capabilities in (0, 1 << 19):
         monkeypatch.setattr(health, "read_capabilities", lambda _, found=capabilities: found)
         assert ("165685" in launch(*words).err) == (capabilities == 0)

@@ -1,10 +1,12 @@
 """Where the program begins on a command line, with `--` and without."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from launcher.cli.arguments import parse_command
+from tests.data_files import DATA
 from tests.seam import Launch
 
 
@@ -17,52 +19,13 @@ def files(here: Path) -> Path:
     return here
 
 
-def split(line: str) -> tuple[str, str, str | None]:
-    """The verb, the words before the program, and the program."""
-    command = parse_command(line.split())
-    program = None if command.program is None else " ".join(command.program)
-    return command.verb, " ".join(command.words), program
-
-
-@pytest.mark.parametrize(
-    ("line", "words", "program"),
-    [
-        ("train.py --lr 1e-4", "", "train.py --lr 1e-4"),
-        ("nothere.py", "", "nothere.py"),
-        ("nproc_per_node=2 train.py a=1 plan -- b", "nproc_per_node=2", "train.py a=1 plan -- b"),
-        ("nodes=1 train -x", "nodes=1", "train -x"),
-        ("./train", "", "./train"),
-        ("-- train.py -- x", "", "train.py -- x"),
-        ("a=1 -- python train.py", "a=1", "python train.py"),
-        ("conf=x", "conf=x", None),
-        ("x=1.py train.py", "x=1.py", "train.py"),
-        ("~a.py train.py", "~a.py", "train.py"),
-        ("-cd train nodes=1 train.py", "-cd train nodes=1", "train.py"),
-        ("--cfg job train.py", "--cfg job", "train.py"),
-        ("-i train.py", "-i", "train.py"),
-        ("-i config train.py", "-i config", "train.py"),
-        ("--nproc-per-node 2 train.py --nnodes 2", "--nproc-per-node 2", "train.py --nnodes 2"),
-        ("--standalone train.py", "--standalone", "train.py"),
-        ("--unknown train.py", "--unknown", "train.py"),
-        ("--unknown 3 train.py", "--unknown 3", "train.py"),
-        ("package", "package", None),
-        ("-m package.train --lr 1", "", "-m package.train --lr 1"),
-        ("nodes=1 -m package a=1", "nodes=1", "-m package a=1"),
-        ("-m lr=1,2 train.py", "-m lr=1,2", "train.py"),
-        ("-m lr=1,2 -m package", "-m lr=1,2", "-m package"),
-        ("lr=1,2 -m train.py --x", "lr=1,2 -m", "train.py --x"),
-        ("lr=1,2 -m", "lr=1,2 -m", None),
-        ("-m -cd x lr=1,2", "-m -cd x lr=1,2", None),
-        ("-m +model=gpt2,tiny", "-m +model=gpt2,tiny", None),
-        ("-m ~model", "-m ~model", None),
-        ("-m -- train.py", "-m", "train.py"),
-        ("--multirun package", "--multirun package", None),
-    ],
-)
-def test_where_the_program_begins(files: Path, line: str, words: str, program: str | None) -> None:
-    assert split(line) == ("run", words, program)
-    assert split(f"plan {line}") == ("plan", words, program)
-    assert split(f"tune dataloader {line}") == ("tune", words, program)
+def test_where_the_program_begins(files: Path) -> None:
+    lines = tomllib.loads((DATA / "command_lines.toml").read_text())["lines"]
+    for line, words, *program in lines:
+        for verb, first in (("run", ""), ("plan", "plan "), ("tune", "tune dataloader ")):
+            command = parse_command(f"{first}{line}".split())
+            found = (command.verb, " ".join(command.words), command.program)
+            assert found == (verb, words, tuple(program[0].split()) if program else None), line
 
 
 def test_a_program_without_dashes_is_the_one_with_them(launch: Launch, files: Path) -> None:

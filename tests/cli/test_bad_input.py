@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from tests.seam import LAUNCH, Launch, drop_powers, in_shell, run_inside, run_outside
 
@@ -267,6 +268,10 @@ def test_a_defect_of_ours_is_one_line_that_says_so(launch: Launch, monkeypatch: 
     with monkeypatch.context() as patch:  # from Hydra, such an error would be a user's mistake
         patch.setattr("launcher.config.compose.mentions_hydra", None)
         launch(DRY, "name=odd").assert_error(70, "internal error", "TypeError")
+    load: Callable[..., object] = ConfigLoaderImpl.load_configuration
+    with monkeypatch.context() as patch:  # a wrong argument, for which Hydra fails inside
+        patch.setattr(ConfigLoaderImpl, "load_configuration", lambda self, _, *more: load(self, 3, *more))
+        launch(DRY, "name=odd").assert_error(70, "internal error", "Error: ")
     monkeypatch.setattr(compose, "compose", fail)
     launch(DRY).assert_error(70, "internal error", "ZeroDivisionError: of ours", "HYDRA_FULL_ERROR=1")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")

@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.make_runs import make_run
+from tests.data_files import prepare, read_cases
 from tests.launch.terminals import open_terminal
-from tests.seam import Launch, clean_environ, run_inside
+from tests.seam import Launch, clean_environ, list_loaded, run_inside
 
 
 def ask(line: str) -> list[str]:
@@ -23,125 +25,20 @@ def ask(line: str) -> list[str]:
     return done.out.splitlines()
 
 
-def test_the_first_word_is_a_verb_a_group_or_a_key(here: Path) -> None:
-    answers = ask("launch ")
-    assert {"plan", "model=", "binding=", "nproc_per_node=", "torchrun.", "env."} <= set(answers)
-    assert ask("launch pl") == ["plan"]
+@pytest.mark.parametrize("case", read_cases("completions", "completion"), ids=lambda case: case["about"])
+def test_answers(case: dict[str, Any], here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(case, here, monkeypatch)
+    for line, *answers in case["lines"]:
+        found = ask(line)
+        assert not answers or found == answers[0], line
+    for line, some in case.get("has", {}).items():
+        assert set(some) <= set(ask(line)), line
+    for line, some in case.get("lacks", {}).items():
+        assert not set(some) & set(ask(line)), line
 
 
-def test_after_a_verb_come_keys_and_no_verb(here: Path) -> None:
-    assert "plan" not in ask("launch plan ")
-    assert "nproc_per_node=" in ask("launch plan nproc")
-
-
-@pytest.mark.parametrize(
-    "prefix", ["", "plan ", "nodes=1 ", "+model=gpt2 ", "-m ", "binding=numa model=tiny ", "-cd . "]
-)
-def test_options_of_a_group(here: Path, prefix: str) -> None:
-    assert ask(f"launch {prefix}model=llama") == [
-        "model=llama13b",
-        "model=llama1b",
-        "model=llama3_8b",
-        "model=llama70b",
-        "model=llama7b",
-    ]
-    assert ask(f"launch {prefix}+model=gp") == ["+model=gpt2"]
-
-
-def test_keys_below_a_key_and_the_present_value(here: Path) -> None:
-    assert "torchrun.max_restarts=" in ask("launch torchrun.max")
-    assert ask("launch model.lay") == ["model.layers="]
-    assert ask("launch model=llama7b model.layers=") == ["model.layers=32"]
-
-
-def test_files_after_an_equals_sign(here: Path) -> None:
-    (here / "data").mkdir()
-    assert ask("launch data.path=./da") == ["data.path=./data"]
-
-
-def test_scripts_and_folders_before_the_program_and_nothing_in_it(here: Path) -> None:
-    (here / "train.py").touch()
-    (here / "tr.txt").touch()
-    (here / ".tr.py").touch()
-    (here / "tried").mkdir()
-    (here / "tried/eval.py").touch()
-    assert ask("launch nodes=1 tr") == ["train.py", "tried/"]
-    assert ask("launch tried/") == ["tried/eval.py"] == ask("launch plan tried/e")
-    assert ask("launch train.py mod") == [] == ask("launch -m tried.eval --c") == ask("launch plan train.py ")
-    assert ask("launch -m tr") == ["train.py", "tried/"]
-    assert "model=" in ask("launch -m ")
-
-
-def test_values_of_flags(here: Path) -> None:
-    assert ask("launch --cfg ") == ["job", "hydra", "all"]
-    assert ask("launch -i de") == ["defaults", "defaults-tree"]
-    assert ask("launch -cd ") == []
-
-
-def test_flags(here: Path) -> None:
-    assert ask("launch --c") == ["--cfg", "--config-dir", "--config-name", "--config-path"]
-    assert ask("launch nodes=1 --hel") == ["--help", "--help-all"]
-
-
-def test_nothing_after_the_two_dashes(here: Path) -> None:
-    assert ask("launch -- ") == []
-    assert ask("launch -- --c") == []
-    assert ask("launch nodes=1 -- train.py mod") == []
-    assert ask("launch --") != []
-
-
-def test_groups_of_the_working_directory_and_of_a_named_folder(here: Path) -> None:
-    for folder, name in (("conf", "mine"), ("team", "theirs")):
-        (here / folder / "model").mkdir(parents=True)
-        (here / folder / "model" / f"{name}.yaml").write_text("name: x\n")
-    assert ask("launch model=mi") == ["model=mine", "model=mistral7b", "model=mixtral8x7b"]
-    assert ask("launch -cd team model=th") == ["model=theirs"]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "launch",
-        "launch 'open",
-        'launch "open model=',
-        "launch --nonsense ",
-        "launch a=b=c ",
-        "launch model=nonsuch x",
-        "launch =",
-        "launch +",
-        "launch ~mod",
-        "launch \\",
-        "launch 'a -x",
-        "launch ${",
-        "launch $(x) `",
-        "launch model.layers.x.",
-        "launch é",
-        "launch -cd nowhere model=",
-        "launch env.A='a -x' model=gp",
-        "launch \udcff",
-        "launch -p ",
-        "launch @",
-        "launch a@b=",
-        "launch\tmodel=gp",
-    ],
-)
-def test_a_line_that_makes_no_sense_yet_is_no_error(
-    here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
-    monkeypatch.setenv("COMP_LINE", line)
-    result = launch("-sc", "query=bash")
-    assert (result.code, result.err) == (0, ""), result
-
-
-def test_broken_configuration_is_no_error_either(
-    here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (here / "conf").mkdir()
-    (here / "conf/launch.yaml").write_text("a: [1\n")
-    monkeypatch.setenv("COMP_LINE", "launch pl")
-    result = launch("-sc", "query=bash")
-    assert (result.code, result.out, result.err) == (0, "plan\n", "")
+def test_a_line_that_is_no_text_is_no_error(here: Path) -> None:
+    assert ask("launch \udcff") == []
 
 
 def test_the_environment_is_as_it_was(here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,3 +180,51 @@ def test_tab_in_a_real_fish(project: Path, binaries: Path) -> None:
     assert done.stderr == ""
     answers = [[each.split("\t")[0] for each in block.split()] for block in done.stdout.split(">\n")[1:]]
     assert answers == [[word] for _, word in TYPED]
+
+
+@pytest.fixture
+def runs(here: Path) -> Path:
+    make_run(here / "runs", "llama", "20260801-120000", slurm={"job_id": "12_3"})
+    make_run(here / "runs", "llama", "20260801-120001", "running", slurm={"job_id": "14"})
+    make_run(here / "runs", "evil$(touch x)", "20260801-120002")
+    make_run(here / "other", "gpt", "20260801-120003")
+    return here
+
+
+def test_runs_the_newest_first_then_jobs(runs: Path) -> None:
+    names = ["llama/20260801-120001", "llama/20260801-120000"]
+    assert ask("launch status ") == ["format=", "runs_dir=", *names, "14", "12_3"]
+    assert ask("launch logs ll") == names
+    assert ask("launch status 1") == ["14", "12_3"]
+    assert ask("launch cancel ") == ["yes=true", "runs_dir=", "llama/20260801-120001", "14"]
+    assert ask("launch cancel llama/20260801-120001 l") == []
+    assert ask("launch logs -f rank=0 lo") == ["logs.tail="]
+    assert {"-f", "--config-dir"} <= set(ask("launch logs -"))
+    assert ask("launch status -- ") == []
+
+
+def test_runs_of_another_folder_and_of_the_users_configuration(runs: Path) -> None:
+    assert ask("launch status runs_dir=other g") == ["gpt/20260801-120003"]
+    (runs / "conf").mkdir()
+    (runs / "conf/launch.yaml").write_text("defaults: [launch_schema, _self_]\nruns_dir: other\n")
+    assert ask("launch status g") == ["gpt/20260801-120003"]
+    (runs / "conf/launch.yaml").write_text("a: [1\n")
+    assert ask("launch status g") == []
+
+
+def test_no_runs_yet(here: Path) -> None:
+    assert ask("launch status ") == ["format=", "runs_dir="]
+
+
+def test_it_is_quick_since_nothing_heavy_is_loaded(runs: Path) -> None:
+    loaded = list_loaded(["-sc", "query=bash"], runs, COMP_LINE="launch status l")
+    assert "launcher.cli.completion" in loaded
+    assert not {"hydra", "omegaconf", "rich", "torch", "submitit"} & loaded
+
+
+def test_runs_in_a_real_bash(binaries: Path, runs: Path) -> None:
+    lines = ["launch status llama/20260801-12000", "launch logs -f ", "launch cancel 1"]
+    names, logs, jobs = complete_in_bash(binaries, runs, *lines)
+    assert names == ["llama/20260801-120001", "llama/20260801-120000"]
+    assert {"rank=", *names} <= set(logs)
+    assert jobs == ["14"]

@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.seam import Launch, clean_environ, run_outside
 from tests.strangers import give_away
 
@@ -15,57 +13,6 @@ PRIMARY = "defaults: [launch_defaults, _self_]\n"
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "words", "told"),
-    [
-        ("program/train.yaml", "command: [sh, -c, 'exit 3']\n", [], "has this run: sh -c 'exit 3'"),
-        ("launch.yaml", f"{PRIMARY}program: {{command: [sh, -c, x]}}\n", [], "has this run: sh -c x"),
-        ("launch.yaml", f"{PRIMARY}program: {{command: [sh, --token, x]}}\n", [], "sh --token '***'"),
-        ("launch.yaml", f'{PRIMARY}program: {{command: [sh, "\\x1b[2J"]}}\n', [], r"sh $'\x1b[2J'"),
-        ("launch.yaml", f"{PRIMARY}env: {{LD_PRELOAD: ./x.so}}\n", ["--", "true"], "LD_PRELOAD=./x.so"),
-        ("launch.yaml", f"{PRIMARY}env: {{from_file: x.env}}\n", ["--", "true"], "PYTHONPATH=evil"),
-        ("launch.yaml", f"{PRIMARY}nproc_per_node: 1\n", [], ""),
-        ("launch.yaml", f"{PRIMARY}program: {{command: [sh, x]}}\n", ["--", "true"], ""),
-        ("launch.yaml", PRIMARY, ["program.command=[sh,x]"], ""),
-        ("launch.yaml", PRIMARY, ["env.LD_PRELOAD=./x.so", "--", "true"], ""),
-        ("launch.yaml", PRIMARY, ["env.from_file=x.env", "--", "true"], ""),
-        (
-            "cluster/site.yaml",
-            "kind: slurm\nsetup: [./evil]\n",
-            ["cluster=site", "--", "true"],
-            "cluster.setup: ./evil",
-        ),
-        (
-            "cluster/site.yaml",
-            "kind: slurm\nsrun: {task-prolog: ./evil}\n",
-            ["cluster=site", "--", "true"],
-            "cluster.srun.task-prolog: ./evil",
-        ),
-        (
-            "cluster/site.yaml",
-            "kind: slurm\nsrun: {task_prolog: ./evil}\n",
-            ["cluster=site", "cluster.srun.task_prolog=mine", "--", "true"],
-            "",
-        ),
-        (
-            "cluster/site.yaml",
-            "kind: slurm\ncontainer: {image: evil.sqsh}\n",
-            ["cluster=site", "--", "true"],
-            "cluster.container.image: evil.sqsh",
-        ),
-        ("launch.yaml", f"{PRIMARY}env: {{BASH_ENV: ./x.sh}}\n", ["--", "true"], "BASH_ENV=./x.sh"),
-    ],
-)
-def test_it_is_named(
-    launch: Launch, here: Path, name: str, *, text: str, words: list[str], told: str
-) -> None:
-    write(here / "x.env", "PYTHONPATH=evil\n")
-    write(here / "conf" / name, text)
-    result = launch("dry_run=true", *words)
-    assert f"launch: configuration from conf/{name}\n" in result.err, result
-    assert told in result.err and ("has this run" in result.err) == bool(told), result.err
 
 
 def test_what_a_sweeper_calls_is_named_before_it_is(here: Path) -> None:

@@ -114,6 +114,9 @@ def test_a_model_alone_is_answered_about_memory_alone(launch: Launch) -> None:
     planned = read_fit(launch, *words)
     alone = json.loads(launch("fit", "format=json", *words).out)
     assert alone["memory"] == planned["memory"] and alone["verdict"] == "fits"
+    set_one = ("program.batch_size=1", "program.activation_checkpointing=full")
+    alone = json.loads(launch("fit", "format=json", *words, *set_one).out)
+    assert alone["memory"] == read_fit(launch, *words, *set_one)["memory"] != planned["memory"]
     done = launch("fit", "+model=llama70b", "fit.gpu=A100-40GB", "nproc_per_node=1")
     assert done.code == 3 and "does not fit" in done.out and "nodes=55" in done.out
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launcher.cli import run_preflight
+from launcher.cli import doctor
 from launcher.doctor.model import Facts, PathFacts
 from launcher.preflight.checks import NodeAnswer, PreflightRequest
 from launcher.protocol import name_host
@@ -94,7 +94,7 @@ def test_checks_that_fail_after_a_stop_do_not_start_the_run(
         os.kill(os.getpid(), signal.SIGTERM)
         raise ValueError("a mistake of the checks' own")
 
-    monkeypatch.setattr(run_preflight, "run_checks", fail)
+    monkeypatch.setattr(doctor, "run_checks", fail)
     done = launch(*WORDS, "--", "true")
     assert done.code == 128 + signal.SIGTERM and STARTED not in done.err
     assert read_manifest(here)["outcome"]["state"] == "stopped"

@@ -15,8 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launcher.cli import cancel
-from launcher.cli.arguments import Command
-from launcher.cli.dispatch import show_runs
+from launcher.cli.verbs import Call, call_verb
 from launcher.config.settings import Settings
 from launcher.errors import LaunchError
 from launcher.files import open_append, open_below
@@ -201,10 +200,11 @@ def name_victim(tree: dict[str, Planted], victim: "subprocess.Popen[bytes]") -> 
 def run_verb(verb: str, place: Place, names: list[str], **settings: object) -> tuple[int, str]:
     """Run a verb as on a terminal; what it refuses is an error of `launch`'s own."""
     out, err = Terminal(), Terminal()
-    config = replace(Settings(), runs_dir=str(place.folder / "runs"), yes=True, **settings)  # type: ignore[arg-type]
+    call = Call(verb, names=names)
+    call.config = replace(Settings(), runs_dir=str(place.folder / "runs"), yes=True, **settings)  # type: ignore[arg-type]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = show_runs(config, Command(verb, (), tuple(names), None))
+            code = call_verb(call)
         except LaunchError as error:
             from launcher.text import log_error
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from launcher.cli.tune import find_max_workers
 from launcher.cli.tune_batch import expect_batch
-from launcher.cli.tune_dataloader import find_max_workers
 from launcher.config.fit_request import find_fit_model, make_fit_request
 from launcher.config.program import BUNDLED
 from launcher.config.settings import FitConfig, Settings, TuneConfig

@@ -28,8 +28,8 @@ def test_two_ranks_are_tuned_and_later_runs_use_it(tmp_path: Path) -> None:
     trials = {trial["workers"]: trial for trial in result["trials"]}
     assert trials[0]["wait_share"] > 0.5
     assert trials[chosen]["steps_per_second"] > 1.5 * trials[0]["steps_per_second"]
-    assert f"{chosen} workers chosen; conf/dataloader/tuned.yaml written" in done.err
-    assert "`launch dataloader=tuned -- train.py` uses it" in done.err
+    assert f"fastest with {chosen} workers" in done.err
+    assert "conf/dataloader/tuned.yaml written: `launch dataloader=tuned -- train.py` uses it" in done.err
     assert list_living(tmp_path) == []
     (run,) = tmp_path.glob("runs/train-tune/*")
     assert json.loads((run / "manifest.json").read_text())["outcome"] == {
@@ -74,7 +74,7 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(tmp_path: Path) -> No
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
     assert process.returncode == 130, (said, out, err)
-    assert "interrupted: 0 workers is the best so far, and no file was written" in err
+    assert "interrupted, and no file is written: fastest with 0 workers" in err
     assert "waiting for data" in out and "█" in out
     assert not (tmp_path / "conf").exists()
     assert list_living(tmp_path) == []

@@ -1,0 +1,207 @@
+"""Runs that there are: those that a command line means, `launch status`, and `launch nodes`."""
+
+import logging
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from launcher.cli.verbs import Call, print_json
+from launcher.config.settings import Settings
+from launcher.errors import UsageError
+from launcher.files import read_file
+from launcher.runs.manifest import parse_manifest
+from launcher.runs.run_lookup import RunLookupError, choose_runs, list_runs, name_run
+from launcher.runs.run_status import RunStatus, add_progress, read_status
+from launcher.slurm.notation import expand_hosts, fold_hosts
+from launcher.slurm.run_states import WAITING, find_run_states
+from launcher.text import print_text
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+"""Version of the JSON forms."""
+NEWEST_RUNS = 10
+"""Runs that are shown if none is named, together with those that are running or queued."""
+MOST_RUNS = 1000
+"""Newest runs that are looked through for those."""
+MOST_MANIFESTS = 5000
+"""Newest runs that are looked through for nodes."""
+MOST_BYTES = 4 << 20
+"""Of a manifest that is looked at: one of a hundred attempts on a thousand nodes has less."""
+MOST_NODES = 100
+"""Nodes that are shown if none is named."""
+HUGE_LIST = re.compile(r"\[.*\d{6}|\].*\[")
+"""A list of nodes with more of them than are worth naming one by one."""
+SILENT = 30.0
+"""Seconds since the last word of the node that judges, after which there will hardly be another."""
+
+
+def choose_named(config: Settings, names: Sequence[str]) -> list[Path]:
+    """Return the runs that are named, each once; raises UsageError with the near names."""
+    try:
+        return choose_runs(Path(config.runs_dir), names)
+    except RunLookupError as error:
+        raise UsageError(str(error)) from None
+
+
+def choose_live(config: Settings, names: Sequence[str], verb: str) -> Path:
+    """Return the one run that is named; if none is, the newest that has not ended, or else the newest.
+
+    Raises UsageError for several.
+    """
+    newest = islice(list_runs(Path(config.runs_dir)), MOST_RUNS) if not names else ()
+    live = next((path for path in newest if read_status(path).is_live), None)
+    if live is None:
+        return choose_one(config, names, verb)
+    logger.info(f"{verb} of {name_run(live)}, the newest run that has not ended")
+    return live
+
+
+def choose_one(config: Settings, names: Sequence[str], verb: str) -> Path:
+    """Return the one run that is named, the newest if none is; raises UsageError for several."""
+    if not names:
+        newest = next(list_runs(Path(config.runs_dir)), None)
+        if newest is None:
+            raise UsageError(f"launch {verb}: no run below runs_dir={config.runs_dir} yet")
+        logger.info(f"{verb} of {name_run(newest)}, the newest run")
+        return newest
+    found = choose_named(config, names)
+    if len(found) > 1:
+        raise UsageError(
+            f"{' '.join(names)} are {len(found)} runs, and launch {verb} takes one, such as {found[0]}"
+        )
+    return found[0]
+
+
+# launch status
+
+
+def show_status(call: Call) -> int:
+    """Print how the named runs stand, or the newest ones; returns 0. Raises UsageError for an unknown one."""
+    config = call.config
+    if call.names:
+        paths = choose_named(config, call.names)
+    else:
+        newest = list(islice(list_runs(Path(config.runs_dir)), MOST_RUNS))
+        paths = newest[:NEWEST_RUNS] + [path for path in newest[NEWEST_RUNS:] if read_status(path).is_live]
+    standing = find_run_states(paths)
+    runs = [_add_watch(add_progress(run)) for run in standing.runs]
+    if standing.error:
+        logger.warning(f"{standing.error}: the runs' states are as they were written down")
+    if config.format == "json":
+        print_json({"schema": SCHEMA, "runs": [asdict(run) for run in runs]})
+        return 0
+    if not runs:
+        print_text(f"no run below runs_dir={config.runs_dir} yet\n")
+        return 0
+    from launcher.report.console import make_console
+    from launcher.report.runs import print_details, print_runs
+
+    console = make_console(stderr=False)
+    for at, run in enumerate(runs):
+        if "[" not in run.nodelist:  # the list of a job that SLURM still knows is in this form
+            runs[at] = replace(run, nodelist=fold_hosts(run.nodelist.split(",")))
+    print_runs(console, runs)
+    if call.names and len(runs) == 1:  # of an array's members and the like, the rows are what is asked for
+        (run,) = runs
+        if run.slurm_state in WAITING:
+            from launcher.slurm.follow import explain_reason
+
+            run = replace(run, reason=explain_reason(run.reason))
+        print_details(console, run)
+    return 0
+
+
+def _add_watch(status: RunStatus) -> RunStatus:
+    """Add what the node that judges has written last; a hang that goes on is the reason that is shown.
+
+    `step_age` is what was written last: steps may have been made since, unless nothing is written any more.
+    """
+    from launcher.watch.run_files import ReportCache
+
+    stored = ReportCache(Path(status.path)).read_job()
+    if stored is None:
+        return status
+    state = stored.value
+    running = status.state == "running" and state.state != "ended"
+    hang, reason, age = state.hangs[-1] if state.hangs else None, status.reason, state.step_age
+    if running and hang and hang.recovered is None and not reason:
+        where = f"after step {hang.step}" if hang.step else "before the first step"
+        reason = f"hang {hang.number} {where}: {hang.verdict.sentence}"
+    silence = time.monotonic() - stored.seen
+    if age is not None and running and silence > SILENT:
+        age += silence
+    watch = {
+        "state": state.state if running else "ended",
+        "time": state.time,
+        "step": state.step,
+        "step_age": None if age is None else round(age, 3),
+        "step_seconds": state.p50,
+        "verdict": asdict(hang.verdict) if hang else None,
+        "hang": None if hang is None else {"number": hang.number, "recovered": hang.recovered},
+        "hangs": len(state.hangs),
+        "restarts": state.restarts,
+        "stragglers": len({one.rank for one in state.stragglers}),
+        "silent": list(state.silent),
+    }
+    return replace(status, reason=reason, watch=watch)
+
+
+# launch nodes
+
+
+def show_nodes(call: Call) -> int:
+    """Print what is known of the nodes; returns 0. Raises UsageError for a name that no node has."""
+    from launcher.runs.node_history import collect_history
+
+    config = call.config
+    nodes = list(collect_history(_read_manifests(Path(config.runs_dir))))
+    if call.names:
+        chosen: set[str] = set()
+        for name in call.names:
+            hosts = {node.host for node in nodes if _matches(node.host, name)}
+            if not hosts:
+                known = ", ".join(sorted(node.host for node in nodes)[:8]) or "none is known"
+                raise UsageError(f"no run below runs_dir={config.runs_dir} was on a node {name!r}: {known}")
+            chosen |= hosts
+        nodes = [node for node in nodes if node.host in chosen]
+    if config.format == "json":
+        listed = [{**asdict(node), "trouble": node.trouble} for node in nodes]
+        print_json({"schema": SCHEMA, "nodes": listed})
+        return 0
+    if not nodes:
+        print_text(f"no run below runs_dir={config.runs_dir} yet\n")
+        return 0
+    from launcher.report.console import make_console
+    from launcher.report.runs import print_nodes
+
+    shown = nodes if call.names else nodes[:MOST_NODES]
+    print_nodes(make_console(stderr=False), shown, detailed=bool(call.names))
+    if len(shown) < len(nodes):
+        print_text(
+            f"and {len(nodes) - len(shown)} nodes with less trouble: name them, as in `launch nodes n1*`\n"
+        )
+    return 0
+
+
+def _read_manifests(runs_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Give the newest runs' names and manifests; those that cannot be read are left out."""
+    for path in islice(list_runs(runs_dir), MOST_MANIFESTS):
+        try:
+            yield name_run(path), parse_manifest(read_file(path / "manifest.json", MOST_BYTES))
+        except OSError:
+            continue
+
+
+def _matches(host: str, name: str) -> bool:
+    """Tell whether a name, a pattern (`n1*`) or a list of SLURM's (`n[08-12]`) means a host."""
+    try:
+        is_list = not {*"*?!"} & {*name} and not HUGE_LIST.search(name)
+        return host in expand_hosts(name) if is_list else fnmatchcase(host, name)
+    except ValueError:
+        return fnmatchcase(host, name)

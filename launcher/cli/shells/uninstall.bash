@@ -1,0 +1,2 @@
+complete -r launch
+unset -f _launch_complete

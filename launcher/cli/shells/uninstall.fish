@@ -1,0 +1,2 @@
+complete -e -c launch
+functions -e _launch_complete

@@ -1,0 +1,2 @@
+compdef -d launch
+unfunction _launch_complete
