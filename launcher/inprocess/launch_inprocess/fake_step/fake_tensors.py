@@ -186,7 +186,7 @@ class FakeDispatch(TorchDispatchMode):
             try:
                 result = self._run_fake(func, args, kwargs, kind, fakes)
             except Exception as error:
-                self.session.note_failure(_name_operator(func), error)
+                self.session.failure = _name_operator(func), error
                 raise
         self.session.note_result(result)
         return result

@@ -7,8 +7,8 @@ own functions make.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import inspect
 import os
 import sys
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from ..import_hook import when_imported
 from .fake_tensors import CPU, GPU, find_kind, find_value, get_device, local, show_devices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
     from types import ModuleType
 
     from .session import StepMemory, StepSession
@@ -37,15 +37,11 @@ LIKE = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
 NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 OF_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")
 """These look for the GPU before they dispatch."""
-NO_WORKERS = {
-    "num_workers": 0,
-    "prefetch_factor": None,
-    "persistent_workers": False,
-    "multiprocessing_context": None,
-    "timeout": 0,
-    "pin_memory": False,
-    "worker_init_fn": None,
+OF_WORKERS = {
+    *("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"),
+    *("pin_memory", "worker_init_fn"),
 }
+"""Arguments of a DataLoader that are left out."""
 SAVERS = (
     ("torch.serialization", "", ("save",)),
     ("torch.distributed.checkpoint.state_dict_saver", "", ("save", "async_save", "save_state_dict")),
@@ -58,14 +54,35 @@ SAVERS = (
     ("pytorch_lightning.trainer.trainer", "Trainer", ("save_checkpoint",)),
 )
 """What saves, which is left out: modules, a class in them, functions or methods."""
+WITHOUT_RESULT = (
+    *("broadcast_object_list", "barrier", "monitored_barrier", "_store_based_barrier"),
+    *("_verify_params_across_processes", "_broadcast_coalesced"),
+)
+"""Collectives after which a rank has what it had."""
 FAKE = "fake"
 """torch's backend that sends nothing."""
 NO_EFFECT = (
-    *("_lazy_init", "init", "synchronize", "empty_cache", "ipc_collect", "set_stream", "manual_seed"),
-    *("manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all", "set_sync_debug_mode"),
-    *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_accumulated_memory_stats"),
-    *("reset_max_memory_cached", "set_per_process_memory_fraction", "_set_stream_by_id"),
+    "_lazy_init init synchronize empty_cache ipc_collect set_stream manual_seed manual_seed_all seed "
+    "seed_all set_rng_state set_rng_state_all set_sync_debug_mode set_per_process_memory_fraction set_device "
+    "reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached _set_stream_by_id "
+    "reset_accumulated_memory_stats"
 )
+"""Functions of `torch.cuda`."""
+PROPERTIES = {
+    "multi_processor_count": 132,
+    "is_integrated": False,
+    "is_multi_gpu_board": False,
+    "max_threads_per_multi_processor": 2048,
+    "regs_per_multiprocessor": 65536,
+    "shared_memory_per_block": 49152,
+    "shared_memory_per_block_optin": 232448,
+    "shared_memory_per_multiprocessor": 233472,
+    "warp_size": 32,
+    "L2_cache_size": 50 << 20,
+    "gcnArchName": "",
+    "uuid": "00000000-0000-0000-0000-000000000000",
+}
+"""Of the pretended GPU, beside its name, memory and capability: an H100's."""
 kernels: list[Any] = []
 """That torch is told of, as long as this lives."""
 loose: Any = torch
@@ -296,166 +313,103 @@ def return_none(*_: object, **__: object) -> None:
     """Stand for what has an effect on a GPU or on files alone."""
 
 
-class PretendedWork:
-    """Work on fake tensors is done at once."""
+class Pretended:
+    """In place of CUDA's streams, events and contexts: work on fake tensors is done at once."""
 
-    synchronize = wait_stream = wait_event = record = wait = return_none
+    device, device_index, stream_id, cuda_stream, priority = GPU, 0, 0, 0, 0
+    synchronize = wait_stream = wait_event = record = wait = __exit__ = return_none
 
     def __init__(self, *_: object, **__: object) -> None:
-        self.device = GPU
+        pass
+
+    def __enter__(self) -> Pretended:
+        return self
 
     def query(self) -> bool:
         """All work is done."""
         return True
 
+    def is_capturing(self) -> bool:
+        """No graph is being captured."""
+        return False
 
-class PretendedEvent(PretendedWork):
-    """In place of `torch.cuda.Event`."""
+    def record_event(self, event: Pretended | None = None) -> Pretended:
+        """Return the event."""
+        return event or Pretended()
 
     def elapsed_time(self, _other: object) -> float:
         """Return a millisecond."""
         return 1.0
 
 
-class PretendedStream(PretendedWork):
-    """In place of `torch.cuda.Stream`."""
-
-    device_index = stream_id = cuda_stream = priority = 0
-    __exit__ = return_none
-
-    def __enter__(self) -> PretendedStream:
-        return self
-
-    def record_event(self, event: PretendedEvent | None = None) -> PretendedEvent:
-        """Return the event."""
-        return event or PretendedEvent()
-
-    def is_capturing(self) -> bool:
-        """No graph is being captured."""
-        return False
-
-
-@contextlib.contextmanager
-def use_nothing(*_: object, **__: object) -> Iterator[None]:
-    """Stand for `torch.cuda.device` and `torch.cuda.stream`."""
-    yield
-
-
 def pretend_cuda(gpu: dict[str, Any], memory: StepMemory) -> None:
     """Put functions about a pretended GPU into `torch.cuda`; see `launch fit` for what `gpu` has."""
-    cuda: Any = torch.cuda
-    for name in NO_EFFECT:
-        setattr(cuda, name, return_none)
-    total = int(gpu["memory"])
-    answers: dict[str, Any] = {
-        **describe_devices(gpu, total),
-        **describe_usage(memory, total),
-        "current_stream": PretendedStream,
-        "default_stream": PretendedStream,
-        "stream": use_nothing,
-        "device": use_nothing,
-        "device_of": use_nothing,
-        "Stream": PretendedStream,
-        "ExternalStream": PretendedStream,
-        "Event": PretendedEvent,
-        "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
-        "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
-        "initial_seed": lambda: 0,
-    }
-    for name, value in answers.items():
-        setattr(cuda, name, value)
-    loose.Stream, loose.Event, loose.Generator = PretendedStream, PretendedEvent, make_generator_class()
-    loose.version.cuda = loose.version.cuda or "12.8"
-    cuda.nccl.version = lambda: (2, 27, 5)
-    pretend_accelerator()
+    total, (major, minor) = int(gpu["memory"]), gpu["capability"]
+    known = {"name": gpu["name"], "total_memory": total, "major": major, "minor": minor}
+    properties = SimpleNamespace(**known, **PROPERTIES)
 
-
-def describe_devices(gpu: dict[str, Any], total: int) -> dict[str, Any]:
-    """Return the functions about which devices there are."""
-    major, minor = gpu["capability"]
-    properties = SimpleNamespace(
-        name=gpu["name"],
-        total_memory=total,
-        major=major,
-        minor=minor,
-        multi_processor_count=132,
-        is_integrated=False,
-        is_multi_gpu_board=False,
-        max_threads_per_multi_processor=2048,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block=49152,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472,
-        warp_size=32,
-        L2_cache_size=50 << 20,
-        gcnArchName="",
-        uuid="00000000-0000-0000-0000-000000000000",
-    )
-    return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_is_compiled": lambda: True,
-        "device_count": lambda: int(gpu["count"]),
-        "current_device": lambda: int(gpu.get("local_rank", 0)),
-        "set_device": return_none,
-        "_exchange_device": lambda _: 0,
-        "_maybe_exchange_device": lambda _: 0,
-        "get_device_name": lambda *_: gpu["name"],
-        "get_device_capability": lambda *_: (major, minor),
-        "get_device_properties": lambda *_: properties,
-        "get_arch_list": lambda: [f"sm_{major}{minor}"],
-        "is_bf16_supported": lambda *_, **__: major >= 8,
-        "is_tf32_supported": lambda: major >= 8,
-        "can_device_access_peer": lambda *_: True,
-        "is_current_stream_capturing": lambda: False,
-        "utilization": lambda *_: 0,
-    }
-
-
-def describe_usage(memory: StepMemory, total: int) -> dict[str, Any]:
-    """Return the functions about memory: what the fake tensors would take."""
-
-    def measure_now(*_: object) -> int:
+    def measure_now() -> int:
         return memory.totals.get("cuda", 0)
 
-    def measure_most(*_: object) -> int:
+    def measure_most() -> int:
         return memory.peaks.get("cuda", (0, 0))[0]
 
-    now = ("memory_allocated", "memory_reserved", "memory_cached")
-    most = ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
-    return {
-        **dict.fromkeys(now, measure_now),
-        **dict.fromkeys(most, measure_most),
-        "mem_get_info": lambda *_: (max(0, total - measure_now()), total),
-        "memory_summary": lambda *_, **__: "",
-        "memory_stats": lambda *_: {
-            "num_alloc_retries": 0,
-            "num_ooms": 0,
-            "allocated_bytes.all.current": measure_now(),
-            "allocated_bytes.all.peak": measure_most(),
-            "reserved_bytes.all.current": measure_now(),
-            "reserved_bytes.all.peak": measure_most(),
-            "active_bytes.all.current": measure_now(),
-            "active_bytes.all.peak": measure_most(),
+    def describe_memory() -> dict[str, int]:
+        kinds = [f"{kind}_bytes.all" for kind in ("allocated", "reserved", "active")]
+        now, most = ({f"{kind}.{when}": 0 for kind in kinds} for when in ("current", "peak"))
+        now, most = dict.fromkeys(now, measure_now()), dict.fromkeys(most, measure_most())
+        return {"num_alloc_retries": 0, "num_ooms": 0, **now, **most}
+
+    answer_by_names(
+        torch.cuda,
+        {
+            NO_EFFECT: return_none,
+            "is_available is_initialized _is_compiled can_device_access_peer": lambda: True,
+            "is_current_stream_capturing": lambda: False,
+            "is_bf16_supported is_tf32_supported": lambda: major >= 8,
+            "device_count": lambda: int(gpu["count"]),
+            "current_device _exchange_device _maybe_exchange_device utilization initial_seed": lambda: 0,
+            "get_device_name": lambda: gpu["name"],
+            "get_device_capability": lambda: (major, minor),
+            "get_device_properties": lambda: properties,
+            "get_arch_list": lambda: [f"sm_{major}{minor}"],
+            "get_rng_state": lambda: torch.zeros(16, dtype=torch.uint8),
+            "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
+            "memory_allocated memory_reserved memory_cached": measure_now,
+            "max_memory_allocated max_memory_reserved max_memory_cached": measure_most,
+            "mem_get_info": lambda: (max(0, total - measure_now()), total),
+            "memory_stats": describe_memory,
+            "memory_summary": lambda: "",
+            "memory_snapshot": lambda: [],
+            "current_stream default_stream": Pretended,
         },
-        "memory_snapshot": lambda *_: [],
-    }
-
-
-def pretend_accelerator() -> None:
-    """Have `torch.accelerator` name the same GPU."""
+    )
+    for name in ("Stream", "ExternalStream", "Event", "stream", "device", "device_of"):
+        setattr(torch.cuda, name, Pretended)
+    loose.Stream, loose.Event, loose.Generator = Pretended, Pretended, make_generator_class()
+    loose.version.cuda = loose.version.cuda or "12.8"
+    loose.cuda.nccl.version = lambda: (2, 27, 5)
     if hasattr(torch._C, "_get_accelerator"):  # FSDP2 asks there
         loose._C._get_accelerator = lambda *_: torch.device("cuda")
-    accelerator: Any = getattr(torch, "accelerator", None)
-    if accelerator is None:
-        return
-    accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
-    accelerator.is_available = lambda: True
-    accelerator.device_count = torch.cuda.device_count
-    accelerator.current_device_index = accelerator.current_device_idx = torch.cuda.current_device
-    accelerator.current_stream = PretendedStream
-    for name in ("set_device_index", "set_device_idx", "set_stream", "synchronize", "empty_cache"):
-        setattr(accelerator, name, return_none)
+    if hasattr(torch, "accelerator"):
+        answer_by_names(
+            torch.accelerator,
+            {
+                "set_device_index set_device_idx set_stream synchronize empty_cache": return_none,
+                "current_accelerator": lambda: torch.device("cuda"),
+                "is_available": lambda: True,
+                "device_count": torch.cuda.device_count,
+                "current_device_index current_device_idx": torch.cuda.current_device,
+                "current_stream": Pretended,
+            },
+        )
+
+
+def answer_by_names(module: ModuleType, answers: dict[str, Callable[[], Any]]) -> None:
+    """Put functions into a module that give an answer whatever they are asked; several names have one."""
+    for names, give in answers.items():
+        for name in names.split():
+            setattr(module, name, lambda *_, _give=give, **__: _give())
 
 
 def make_generator_class() -> type:
@@ -499,15 +453,23 @@ def pretend_group() -> None:
     def rendezvous(*_: object, **__: object) -> Any:
         return iter([(make_store(), rank, world)])
 
+    # What the others would send is what this rank has.
+    def gather_object(value: object, found: list[Any] | None = None, *_: object, **__: object) -> None:
+        if found is not None:
+            found[:] = [value] * len(found)
+
+    def scatter_object_list(found: list[Any], values: list[Any] | None, *_: object, **__: object) -> None:
+        found[0] = values[0] if values else None
+
     replacements = {
         "init_process_group": init_process_group,
         "_new_process_group_helper": make_group,
-        "_verify_params_across_processes": lambda *_, **__: None,
-        "_broadcast_coalesced": lambda *_, **__: None,
-        "_store_based_barrier": lambda *_, **__: None,
         "is_nccl_available": lambda: True,
         "get_backend": lambda *_, **__: "nccl" if torch.cuda.is_available() else "gloo",
-        **make_object_collectives(world),
+        "gather_object": gather_object,
+        "all_gather_object": lambda found, value, *_, **__: gather_object(value, found),
+        "scatter_object_list": scatter_object_list,
+        **dict.fromkeys(WITHOUT_RESULT, return_none),
     }
     for name, value in replacements.items():
         setattr(module, name, value)
@@ -539,29 +501,6 @@ def answer_reducer(module: ModuleType) -> None:
 
     kind.__init__ = init
     kind.register_comm_hook = kind._register_builtin_comm_hook = lambda *_, **__: None
-
-
-def make_object_collectives(world: int) -> dict[str, Any]:
-    """Return the collectives for Python objects: what the others would send is what this rank has."""
-
-    def all_gather_object(found: list[Any], value: object, *_: object, **__: object) -> None:
-        found[:] = [value] * len(found)
-
-    def gather_object(value: object, found: list[Any] | None = None, *_: object, **__: object) -> None:
-        if found is not None:
-            found[:] = [value] * len(found)
-
-    def scatter_object_list(found: list[Any], values: list[Any] | None, *_: object, **__: object) -> None:
-        found[0] = values[0] if values else None
-
-    return {
-        "all_gather_object": all_gather_object,
-        "gather_object": gather_object,
-        "scatter_object_list": scatter_object_list,
-        "broadcast_object_list": lambda *_, **__: None,
-        "barrier": lambda *_, **__: None,
-        "monitored_barrier": lambda *_, **__: None,
-    }
 
 
 def make_store() -> Any:
@@ -627,23 +566,11 @@ def leave_out_saving(kind: str, names: tuple[str, ...], module: ModuleType) -> N
 def leave_out_workers(module: ModuleType) -> None:
     """Have a DataLoader read in this process: fake tensors cannot be sent."""
     original = module.DataLoader.__init__
+    signature = inspect.signature(original)
 
-    def init(
-        loader: Any,
-        dataset: Any,
-        batch_size: Any = 1,
-        shuffle: Any = None,
-        sampler: Any = None,
-        batch_sampler: Any = None,
-        num_workers: int = 0,
-        *args: Any,
-        **named: Any,
-    ) -> None:
-        kept = {key: value for key, value in named.items() if key not in NO_WORKERS}
-        if args:
-            kept["collate_fn"] = args[0]
-        if len(args) > 2:
-            kept["drop_last"] = args[2]
-        original(loader, dataset, batch_size, shuffle, sampler, batch_sampler, **kept)
+    @functools.wraps(original)
+    def init(*args: Any, **named: Any) -> None:
+        given = signature.bind(*args, **named).arguments
+        original(**{name: value for name, value in given.items() if name not in OF_WORKERS})
 
     module.DataLoader.__init__ = init

@@ -6,6 +6,7 @@ its `name`, `memory` in bytes, `capability` and `count`; and `steps`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
 import os
@@ -70,37 +71,44 @@ class StepMemory:
         self.totals: dict[str, int] = {}
         self.peaks: dict[str, tuple[int, int]] = {}
         """Bytes, and the operation at whose end they were taken."""
-        self.original_resize: Any = torch.UntypedStorage.resize_
 
-    def note_tensor(self, tensor: torch.Tensor, category: str, owner: str) -> None:
-        """Note a tensor's storage if it is new, or its size if that has changed."""
-        storage = tensor.untyped_storage()
-        known = self.living.get(storage._cdata)
-        device = tensor.device.type
-        size = round_size(storage.nbytes(), device)
+    def note(self, storage: torch.UntypedStorage, device: str, category: str, owner: str) -> None:
+        """Note a storage if it is new, or its size if that has changed."""
+        address, size = storage._cdata, storage.nbytes()
+        if device != "cpu":
+            size = -(-size // ROUNDING) * ROUNDING
+        known = self.living.get(address)
         if known is not None:
             if known.size == size:
                 return
             category, owner = known.category, known.owner
-            self.bury(storage._cdata, known)
+            self._end(address, known)
         if size and device != "meta":
-            self.bear(storage, Allocation(size, device, category, owner, self.serial))
+            made = Allocation(size, device, category, owner, self.serial)
+            made.reference = weakref.ref(storage, lambda _: self._end(address, made))
+            self.living[address] = made
+            self.log.append(made)
+            self.totals[device] = self.totals.get(device, 0) + size
 
-    def bear(self, storage: torch.UntypedStorage, allocation: Allocation) -> None:
-        """Begin an allocation."""
-        address = storage._cdata
-        allocation.reference = weakref.ref(storage, lambda _: self.bury(address, allocation))
-        self.living[address] = allocation
-        self.log.append(allocation)
-        self.totals[allocation.device] = self.totals.get(allocation.device, 0) + allocation.size
-
-    def bury(self, address: int, allocation: Allocation) -> None:
-        """End an allocation."""
+    def _end(self, address: int, allocation: Allocation) -> None:
         if allocation.died is None:
             allocation.died = self.serial
             self.totals[allocation.device] -= allocation.size
             if self.living.get(address) is allocation:
                 del self.living[address]
+
+    def watch_resizes(self) -> None:
+        """See `UntypedStorage.resize_`, by which FSDP frees and takes memory; no operation tells of it."""
+        storage_class: Any = torch.UntypedStorage
+        original = storage_class.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # torch's own
+            found, known = original(storage, size), self.living.get(storage._cdata)
+            if known is not None:
+                self.note(storage, known.device, known.category, known.owner)
+            return found
+
+        storage_class.resize_ = resize_
 
     def end_operation(self) -> None:
         """Take the time of a peak."""
@@ -109,21 +117,22 @@ class StepMemory:
                 self.peaks[device] = total, self.serial
         self.serial += 1
 
-    def mark(self, tensor: object, category: str, owner: str = "") -> None:
-        """Say what a tensor is, from its storage's beginning on; also within a wrapper such as DTensor."""
-        for inner in unwrap_tensor(tensor):
-            allocation = self.living.get(inner.untyped_storage()._cdata)
+    def mark(self, value: object, category: str, owner: str = "") -> None:
+        """Say what a tensor is, from its storage's beginning on; also within a wrapper such as DTensor.
+
+        A gradient in a bucket of DDP's shares that with other modules'.
+        """
+        inner = unwrap_tensor(value)
+        if category == "gradients" and any(each.untyped_storage().nbytes() > each.nbytes for each in inner):
+            owner = ""
+        for each in inner:
+            storage = each.untyped_storage()
+            allocation = self.living.get(storage._cdata)
             if allocation is None:
-                self.note_tensor(inner, category, owner)
+                self.note(storage, each.device.type, category, owner)
             else:
                 allocation.category = category
                 allocation.owner = owner or allocation.owner
-
-    def mark_gradient(self, gradient: torch.Tensor, owner: str) -> None:
-        """Say that a tensor is a gradient; one in a bucket of DDP's shares that with other modules'."""
-        inner = unwrap_tensor(gradient)
-        is_shared = any(each.untyped_storage().nbytes() > each.nbytes for each in inner)
-        self.mark(gradient, "gradients", "" if is_shared else owner)
 
     def describe_peak(self, device: str) -> dict[str, Any]:
         """Return the peak of a kind of device: bytes in all, by category, and by module and category."""
@@ -136,32 +145,6 @@ class StepMemory:
                 own = modules.setdefault(each.owner, {})
                 own[each.category] = own.get(each.category, 0) + each.size
         return {"total": total, "categories": categories, "modules": modules}
-
-    def watch_resizes(self) -> None:
-        """See `UntypedStorage.resize_`, by which FSDP frees and takes memory; no operation tells of it."""
-        original, memory = self.original_resize, self
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # torch's own
-            found = original(storage, size)
-            memory.note_resized(storage)
-            return found
-
-        storage_class: Any = torch.UntypedStorage
-        storage_class.resize_ = resize_
-
-    def note_resized(self, storage: torch.UntypedStorage) -> None:
-        """Note the new size of a storage."""
-        known = self.living.get(storage._cdata)
-        if known is None:
-            return
-        self.bury(storage._cdata, known)
-        if size := round_size(storage.nbytes(), known.device):
-            self.bear(storage, Allocation(size, known.device, known.category, known.owner, self.serial))
-
-
-def round_size(size: int, device: str) -> int:
-    """Return the bytes that the allocator takes for these."""
-    return size if device == "cpu" else -(-size // ROUNDING) * ROUNDING
 
 
 def unwrap_tensor(value: object) -> list[torch.Tensor]:
@@ -229,7 +212,7 @@ class ModuleOwners:
         """Make a real parameter or buffer fake, as the same object."""
         if type(tensor) in (torch.Tensor, nn.Parameter) and get_device(tensor).type != "meta":
             tensor.data = make_fake(tensor, "cpu")
-            self.memory.note_tensor(tensor, "weights", "")
+            self.memory.note(tensor.untyped_storage(), tensor.device.type, "weights", "")
 
 
 class StepSession:
@@ -250,7 +233,7 @@ class StepSession:
         self.optimizer_names: list[str] = []
         self.failure: tuple[str, BaseException] | None = None
         """The last operation that failed, and its exception."""
-        self.show_error: Any = None
+        self.show_error = sys.excepthook
 
     def begin(self) -> None:
         """Turn fake tensors on."""
@@ -262,8 +245,7 @@ class StepSession:
         self.owners.register()
         register_optimizer_step_pre_hook(self.begin_step)
         register_optimizer_step_post_hook(self.end_step)
-        show_error, sys.excepthook = sys.excepthook, self.record_error
-        self.show_error = show_error
+        sys.excepthook = self.record_error
         replace_functions()
         FakeDispatch(self).__enter__()
 
@@ -275,7 +257,7 @@ class StepSession:
             category, owner = "activations", self.owners.name_current()
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self.memory.note_tensor(leaf, category, owner)
+                self.memory.note(leaf.untyped_storage(), leaf.device.type, category, owner)
         self.memory.end_operation()
 
     def begin_step(self, optimizer: Any, *_: object) -> None:  # torch's hook
@@ -286,7 +268,7 @@ class StepSession:
                 owner = self.owners.find_owner(parameter)
                 self.memory.mark(parameter, "weights", owner)
                 if parameter.grad is not None:
-                    self.memory.mark_gradient(parameter.grad, owner)
+                    self.memory.mark(parameter.grad, "gradients", owner)
 
     def end_step(self, optimizer: Any, *_: object) -> None:  # torch's hook
         """Note the optimizer's states; after the last step, end the process."""
@@ -311,7 +293,7 @@ class StepSession:
         a truth value decides shapes or the way: then nobody can tell what memory the step would take, and the
         session ends. Two known questions have their answers: gradients are finite, and none is infinite.
         """
-        place, text = find_user_line()
+        place, text = find_line(traceback.walk_stack(sys._getframe(1)))
         answer: bool | int | float = 1
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))][:30]
@@ -332,10 +314,6 @@ class StepSession:
         if text not in self.notes and len(self.notes) < MOST_NOTES:
             self.notes.append(text)
 
-    def note_failure(self, operator: str, error: BaseException) -> None:
-        """Note that an operation has failed, which may end the program."""
-        self.failure = operator, error
-
     def record_error(self, kind: type, error: BaseException, trace: Any) -> None:  # as sys.excepthook
         """Record the exception that ends the program, and the operation of which it comes."""
         operator, chain = "", [error]
@@ -350,7 +328,7 @@ class StepSession:
 
     def refuse(self, reason: str, operator: str) -> None:
         """End the process: torch cannot go on without values."""
-        place, text = find_user_line()
+        place, text = find_line(traceback.walk_stack(sys._getframe(1)))
         self.finish({"refused": {"reason": reason, "operator": operator, "place": place, "line": text}})
 
     def finish(self, how: dict[str, Any]) -> None:
@@ -359,10 +337,8 @@ class StepSession:
             return
         self.write(how)
         for output in (sys.stdout, sys.stderr):
-            try:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
                 output.flush()
-            except (OSError, ValueError, AttributeError):
-                continue
         os._exit(0)
 
     def write(self, how: dict[str, Any]) -> None:
@@ -387,11 +363,6 @@ class StepSession:
         with open(f"{path}.draft", "w", encoding="utf-8") as stream:
             json.dump(result, stream)
         os.replace(f"{path}.draft", path)
-
-
-def find_user_line() -> tuple[str, str]:
-    """Return place and text of the innermost line of the user's that runs."""
-    return find_line(traceback.walk_stack(sys._getframe(1)))
 
 
 def find_line(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
