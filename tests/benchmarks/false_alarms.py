@@ -19,6 +19,7 @@ import pytest
 
 from tests.benchmarks.healthy_program import CASES
 from tests.benchmarks.jobs import HERE, make_command, read_state, start_job
+from tests.benchmarks.measure import print_head, print_row
 from tests.launch.terminals import open_terminal
 
 COFFEE = 90.0
@@ -42,12 +43,8 @@ class Outcome:
 def run_case(case: str, folder: Path, scale: float) -> Outcome:
     """Run a case once; the debuggers on a terminal, with nobody at it for a while."""
     (folder / "files").mkdir(parents=True)
-    words = [
-        str(HERE / "healthy_program.py"),
-        f"--case={case}",
-        f"--folder={folder / 'files'}",
-        f"--scale={scale}",
-    ]
+    options = (f"--case={case}", f"--folder={folder / 'files'}", f"--scale={scale}")
+    words = [str(HERE / "healthy_program.py"), *options]
     began = time.monotonic()
     if case in ("breakpoint", "pdb"):
         program = [sys.executable, "-m", "pdb", *words] if case == "pdb" else words
@@ -87,7 +84,7 @@ def bench_false_alarms(folder: Path, options: Mapping[str, str]) -> None:
     end = time.monotonic() + 60 * float(options.get("minutes", "60"))
     outcomes: list[Outcome] = []
     failures: list[str] = []
-    print("\n| case | s | exit code | hangs | notices | said |\n|---|---|---|---|---|---|", flush=True)
+    print_head("Healthy programs", "case", "s", "exit code", "hangs", "notices", "said")
 
     def work(lane: int) -> None:
         while time.monotonic() < end:
@@ -98,17 +95,11 @@ def bench_false_alarms(folder: Path, options: Mapping[str, str]) -> None:
                 outcome = run_case(case, path, float(options.get("scale", "1")))
             except (Exception, pytest.fail.Exception) as error:  # the others are worth their time
                 failures.append(case)
-                print(f"| {case} | the benchmark failed: {error!r} |"[:300], flush=True)
+                print_row(case, f"the benchmark failed: {error!r}"[:300])
                 continue
             outcomes.append(outcome)
-            counts = [
-                f"{outcome.seconds:.0f}",
-                str(outcome.code),
-                str(len(outcome.alarms)),
-                str(len(outcome.notices)),
-            ]
-            said = "; ".join((*outcome.alarms, *outcome.notices, *outcome.stragglers)).replace("|", "/")
-            print(f"| {' | '.join([case, *counts, said])} |", flush=True)
+            counts = f"{outcome.seconds:.0f}", outcome.code, len(outcome.alarms), len(outcome.notices)
+            print_row(case, *counts, "; ".join((*outcome.alarms, *outcome.notices, *outcome.stragglers)))
             if not outcome.alarms and not outcome.code:
                 shutil.rmtree(path, ignore_errors=True)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from launcher.fit.memory import estimate_memory
 from launcher.fit.training import ModelDimensions, Range
 from tests.benchmarks.fit_cases import GRID, MODELS, FitCase, make_request
+from tests.benchmarks.measure import print_head, print_row
 
 GIB = 2**30
 MOST_ABOVE = 0.02
@@ -92,22 +93,22 @@ def bench_fit(folder: Path, options: Mapping[str, str]) -> None:
         return
     words = [word for word in options.get("only", "").split(",") if word]
     cases = [case for case in GRID if all(word in case.label for word in words)]
-    print(
-        "\n| GiB | tracked | low | expected | high | error | truth over high |\n|---|---|---|---|---|---|---|"
-    )
+    print_head("Peaks", "GiB", "tracked", "low", "expected", "high", "error", "truth over high")
     errors, above = list[float](), list[float]()
     for case, truth in zip(cases, track_cases(cases, folder), strict=True):
         allocated = estimate_memory(make_request(case)).allocated
         errors.append(compute_error(allocated, truth))
         above.append(truth / allocated.high - 1)
-        low, expected, high = (value / GIB for value in (allocated.low, allocated.expected, allocated.high))
-        print(
-            f"| {case.label} | {truth / GIB:.2f} | {low:.2f} | {expected:.2f} | {high:.2f} "
-            f"| {errors[-1]:+.1%} | {above[-1]:+.1%} |",
-            flush=True,
+        sizes = (truth, allocated.low, allocated.expected, allocated.high)
+        print_row(
+            case.label,
+            *(f"{size / GIB:.2f}" for size in sizes),
+            f"{errors[-1]:+.1%}",
+            f"{above[-1]:+.1%}",
         )
-    sizes = [abs(error) for error in errors]
-    print(f"\n{len(cases)} settings: median error {statistics.median(sizes):.1%}, largest {max(sizes):.1%};")
+    amounts = [abs(error) for error in errors]
+    median, largest = statistics.median(amounts), max(amounts)
+    print(f"\n{len(cases)} settings: median error {median:.1%}, largest {largest:.1%};")
     print(
         f"truth over the high end: at most {max(above):+.1%}, {sum(a > MOST_ABOVE for a in above)} over 2%."
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.benchmarks.jobs import HERE, WAYS, make_command, start_job
+from tests.benchmarks.measure import print_head, print_row
 
 RANKS = 2
 WARMUP, STEPS = 30, 630
@@ -32,14 +33,12 @@ def bench_gc(folder: Path, rounds: int, steps: int = STEPS) -> None:
     for _ in range(rounds):
         for name, way in WAYS["collections"].items():
             runs[name].append(run_policy(folder, way, steps))
-    print(f"\nCollections and the other ranks: {RANKS} ranks, {steps} steps, rounds: {rounds}\n")
+    title = f"Collections and the other ranks: {RANKS} ranks, {steps} steps, rounds: {rounds}"
     names = ("p50", "p99", "longest", "seconds", "peak_mib")
-    print(f"| ms | {' | '.join(names)} | p99, of the first | seconds |\n{'|---' * 8}|")
+    print_head(title, "ms", *names, "p99, of the first", "seconds")
     first: dict[str, float] = {}
     for name, several in runs.items():
         row = {one: statistics.median(run[one] for run in several) for one in names}
         first = first or row
-        cells = [f"{row[one]:.1f}" for one in names] + [
-            f"{row[one] / first[one]:.2f}" for one in ("p99", "seconds")
-        ]
-        print(f"| {name} | {' | '.join(cells)} |")
+        shares = (f"{row[one] / first[one]:.2f}" for one in ("p99", "seconds"))
+        print_row(name, *(f"{row[one]:.1f}" for one in names), *shares)

@@ -21,6 +21,7 @@ from itertools import product
 from pathlib import Path
 
 from tests.benchmarks.jobs import HERE, Job, make_command, read_state, start_job
+from tests.benchmarks.measure import print_head, print_row
 from tests.seam import find_processes
 from tests.slurm.cluster.conftest import Sandbox, start_sandbox
 
@@ -74,11 +75,7 @@ class Found:
             return {"ended by torch": self.code is not None and not self.sentence}
         # `rank 2 on n2`; of a node, `nothing is heard of node n2 (rank 2 on n2)`.
         ranks = re.search(r"ranks? ([\d,-]+(?: on \S+ and \d+)*)", self.sentence)
-        marks = (
-            {"rank": bool(ranks) and expand(ranks[1]) == expand(self.case.ranks)}
-            if ranks
-            else {"rank": False}
-        )
+        marks = {"rank": ranks is not None and expand(ranks[1]) == expand(self.case.ranks)}
         if self.case.group:
             marks["group"] = any(group in self.sentence for group in GROUPS[program])
         if self.case.line:
@@ -102,13 +99,8 @@ def run_case(case: Case, program: str, folder: Path, sandbox: Sandbox | None, un
     """Run until the hang is named, or called a hang, or the job ends."""
     stamps = folder / "stamps"
     stamps.mkdir(parents=True)
-    words = [
-        str(PROGRAM),
-        f"--program={program}",
-        f"--hang={case.name}",
-        f"--culprit={CULPRIT}",
-        f"--stamps={stamps}",
-    ]
+    options = (f"--program={program}", f"--hang={case.name}", f"--culprit={CULPRIT}", f"--stamps={stamps}")
+    words = [str(PROGRAM), *options]
     way = ["launch", "name=hang", *(SETTINGS if sandbox else [])]
     command = make_command(way, words, ranks=RANKS, nodes=RANKS if sandbox else 0)
     with start_job(folder, command, sandbox=sandbox) as job:
@@ -159,9 +151,7 @@ def bench_hangs(folder: Path, options: Mapping[str, str]) -> None:
     )
     if unknown := {*names, *programs} - {*CASES, *GROUPS}:
         sys.exit(f"hangs are {', '.join(CASES)}, programs {', '.join(GROUPS)}, not {', '.join(unknown)}")
-    print(
-        "\n| hang | program | where | named, s | a hang, s | right | sentence |\n|" + "---|" * 7, flush=True
-    )
+    print_head("Hangs", "hang", "program", "where", "named, s", "a hang, s", "right", "sentence")
     results: list[tuple[Found, dict[str, bool]]] = []
     for where in wheres:
         cells = [(CASES[n], p) for p, n in product(programs, names) if CASES[n].where in ("", where)]
@@ -175,8 +165,8 @@ def bench_hangs(folder: Path, options: Mapping[str, str]) -> None:
                 results.append((found, marks))
                 times = ["" if one is None else f"{one:.1f}" for one in (found.named, found.hung)]
                 wrong = "yes" if all(marks.values()) else f"NO: {[name for name in marks if not marks[name]]}"
-                said = found.sentence.replace("|", "/") or f"exit code {found.code}"
-                print(f"| {' | '.join([case.what, program, where, *times, wrong, said])} |", flush=True)
+                said = found.sentence or f"exit code {found.code}"
+                print_row(case.what, program, where, *times, wrong, said)
                 (place / "found.json").write_text(json.dumps({"said": said, "marks": marks}))
 
             with ThreadPoolExecutor(int(options.get("jobs", "1"))) as pool:

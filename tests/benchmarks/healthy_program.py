@@ -124,6 +124,17 @@ class Job:
     def path(self, name: str) -> Path:
         return self.folder / f"{name}-{self.rank}"
 
+    def connect(self, serve: Callable[[socket.socket], None]) -> socket.socket:
+        """Return a connection to a server in a thread, which serves it."""
+        listener = socket.create_server(("127.0.0.1", 0))
+
+        def accept() -> None:
+            with listener, listener.accept()[0] as connection:
+                serve(connection)
+
+        threading.Thread(target=accept, daemon=True).start()
+        return socket.create_connection(listener.getsockname())
+
 
 def compute(seconds: float) -> int:
     """Compute in Python, in whatever process."""
@@ -148,18 +159,15 @@ def accumulate_first(job: Job) -> None:
 @case("download-alone", "first")
 def download(job: Job) -> None:
     """64 KiB each quarter of a second, as from a slow server."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def serve() -> None:
-            with listener.accept()[0] as connection:
-                for _ in job.last_for(60):
-                    connection.sendall(bytes(1 << 16))
-                    time.sleep(0.25)
+    def serve(asked: socket.socket) -> None:
+        for _ in job.last_for(60):
+            asked.sendall(bytes(1 << 16))
+            time.sleep(0.25)
 
-        threading.Thread(target=serve, daemon=True).start()
-        with socket.create_connection(listener.getsockname()) as connection:
-            while connection.recv(1 << 16):
-                pass
+    with job.connect(serve) as connection:
+        while connection.recv(1 << 16):
+            pass
 
 
 @case("first-step", "first")
@@ -281,32 +289,17 @@ def pause_between_epochs(job: Job) -> None:
     job.step_seconds = 1.0
 
 
-@case("epochs-wait")
-def wait_between_epochs(job: Job) -> None:
-    for _ in range(3):
-        job.sleep(35)
-        job.train(4)
+def alternate(job: Job, spend: Callable[[float], None], seconds: tuple[float, ...], steps: int) -> None:
+    """Spend some time, make some steps, and again."""
+    for one in seconds:
+        spend(one)
+        job.train(steps)
 
 
-@case("longer-pauses")
-def pause_longer(job: Job) -> None:
-    for seconds in (10, 25, 45, 80):
-        job.sleep(seconds)
-        job.train(3)
-
-
-@case("steps-compute")
-def compute_in_steps(job: Job) -> None:
-    for _ in range(4):
-        job.work(30)
-        job.train(1)
-
-
-@case("rollout")
-def roll_out(job: Job) -> None:
-    for _ in range(2):
-        job.work(40)
-        job.train(4)
+case("epochs-wait")(lambda job: alternate(job, job.sleep, (35, 35, 35), 4))
+case("longer-pauses")(lambda job: alternate(job, job.sleep, (10, 25, 45, 80), 3))
+case("steps-compute")(lambda job: alternate(job, job.work, (30, 30, 30, 30), 1))
+case("rollout")(lambda job: alternate(job, job.work, (40, 40), 4))
 
 
 @case("rollout-pool")
@@ -356,33 +349,27 @@ def draw(job: Job) -> None:
 @case("upload-alone")
 def upload(job: Job) -> None:
     """A few bytes each second, to a server in a thread."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def take_all() -> None:
-            with listener.accept()[0] as connection:
-                while connection.recv(1 << 16):
-                    pass
+    def take_all(asked: socket.socket) -> None:
+        while asked.recv(1 << 16):
+            pass
 
-        threading.Thread(target=take_all, daemon=True).start()
-        with socket.create_connection(listener.getsockname()) as connection:
-            for _ in range(int(40 * job.scale)):
-                connection.sendall(bytes(4000))
-                time.sleep(1)
+    with job.connect(take_all) as connection:
+        for _ in range(int(40 * job.scale)):
+            connection.sendall(bytes(4000))
+            time.sleep(1)
 
 
 @case("service-alone")
 def await_service(job: Job) -> None:
     """A service answers after 40 s."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def answer() -> None:
-            with listener.accept()[0] as asked:
-                job.sleep(40)
-                asked.sendall(b"ok")
+    def answer(asked: socket.socket) -> None:
+        job.sleep(40)
+        asked.sendall(b"ok")
 
-        threading.Thread(target=answer, daemon=True).start()
-        with socket.create_connection(listener.getsockname()) as connection:
-            connection.recv(10)
+    with job.connect(answer) as connection:
+        connection.recv(10)
 
 
 @case("compress-alone")
@@ -461,10 +448,7 @@ def debug(job: Job) -> None:
     breakpoint()
 
 
-@case("pdb")
-def train_more(job: Job) -> None:
-    """The program runs under pdb."""
-    job.train(1)
+case("pdb")(lambda job: job.train(1))  # the program runs under pdb
 
 
 @case("child-at-end", "last")

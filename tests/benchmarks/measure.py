@@ -19,15 +19,24 @@ class Sample:
     def median(self) -> float:
         return statistics.median(self.times)
 
-    def row(self, base: "Sample | None" = None) -> str:
-        low, high = min(self.times), max(self.times)
-        line = f"| {self.name} | {low:.1f} | {self.median:.1f} | {high:.1f} |"
-        if base is None:
-            return line
+    def list_cells(self, base: "Sample | None" = None) -> list[str]:
+        cells = [self.name, *(f"{time:.1f}" for time in (min(self.times), self.median, max(self.times)))]
         if base is self:
-            return line + " | |"
-        extra = statistics.median(a - b for a, b in zip(self.times, base.times, strict=True))
-        return line + f" {extra:+.1f} | {self.median / base.median:.2f} |"
+            cells += ["", ""]
+        elif base is not None:
+            extra = statistics.median(a - b for a, b in zip(self.times, base.times, strict=True))
+            cells += [f"{extra:+.1f}", f"{self.median / base.median:.2f}"]
+        return cells
+
+
+def print_head(title: str, *names: str) -> None:
+    """Print the head of a table in Markdown."""
+    print(f"\n{title}\n\n| {' | '.join(names)} |\n{'|---' * len(names)}|", flush=True)
+
+
+def print_row(*cells: object) -> None:
+    """Print a row of it."""
+    print(f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |", flush=True)
 
 
 def measure_in_turn(things: Mapping[str, Callable[[], float]], rounds: int) -> list[Sample]:
@@ -60,19 +69,11 @@ def measure_children() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def print_table(
-    title: str, samples: Sequence[Sample], *, compare: bool = True, missing: Mapping[str, str] | None = None
-) -> None:
-    """Print a table in Markdown; `compare` adds differences and ratios to its first row, pair by pair.
-
-    `missing` are rows that could not be measured, each with why.
-    """
-    more = (" more than the first | ratio |", "---|---|") if compare else ("", "")
-    print(f"\n{title}\n\n| ms | min | median | max |{more[0]}\n|---|---|---|---|{more[1]}")
+def print_table(title: str, samples: Sequence[Sample], *, compare: bool = True) -> None:
+    """Print times; `compare` adds differences and ratios to the first row, pair by pair."""
+    print_head(title, "ms", "min", "median", "max", *(("more than the first", "ratio") if compare else ()))
     for sample in samples:
-        print(sample.row(samples[0] if compare else None))
-    for name, why in (missing or {}).items():
-        print(f"| {name}: {why} |" + " |" * (5 if compare else 3))
+        print_row(*sample.list_cells(samples[0] if compare else None))
 
 
 def print_goals(samples: Sequence[Sample], goals: Mapping[str, float | None]) -> None:

@@ -17,6 +17,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from tests.benchmarks.jobs import WAYS, Job, make_command, start_job
+from tests.benchmarks.measure import print_head, print_row
 from tests.programs.start_program import PROGRAM, SMALL, read_losses
 from tests.slurm.cluster.conftest import Sandbox, start_sandbox
 
@@ -42,15 +43,15 @@ def bench_recovery(folder: Path, rounds: int, kind: str) -> None:
                         failures[name] = str(error)
                 told = found[name][-1:] or failures[name][:60]
                 print(f"{name}: {told}", file=sys.stderr, flush=True)
-    print(f"\n{kind}: from the death to the first step after the checkpoint\n")
-    print("| s | min | median | max | of the first |\n|---|---|---|---|---|")
+    title = f"{kind}: from the death to the first step after the checkpoint"
+    print_head(title, "s", "min", "median", "max", "of the first")
     base = next((statistics.median(times) for times in found.values() if times), 1.0)
     for name, times in found.items():
         cells = ["not measured", "", "", ""]
         if times:
             middle = statistics.median(times)
             cells = [f"{min(times):.1f}", f"{middle:.1f}", f"{max(times):.1f}", f"{middle / base:.2f}"]
-        print(f"| {name} | {' | '.join(cells)} |")
+        print_row(name, *cells)
     for name, reason in failures.items():
         print(f"\n{name} did not go on: {reason[-1500:]}")
 

@@ -18,6 +18,8 @@ from tests.benchmarks.measure import (
     measure_children,
     measure_in_turn,
     print_goals,
+    print_head,
+    print_row,
     print_table,
     time_call,
 )
@@ -87,9 +89,9 @@ def bench_start_memory(folder: Path, rounds: int, ranks: int = 8) -> None:
             (folder / "done").unlink()
             read_last(folder, ranks)
     base = statistics.median(next(iter(found.values())))
-    print(f"\nMemory of a node with {ranks} ranks, PSS\n\n| | MB | of the first |\n|---|---|---|")
+    print_head(f"Memory of a node with {ranks} ranks, PSS", "", "MB", "of the first")
     for name, values in found.items():
-        print(f"| {name} | {statistics.median(values):.0f} | {statistics.median(values) / base:.2f} |")
+        print_row(name, f"{statistics.median(values):.0f}", f"{statistics.median(values) / base:.2f}")
 
 
 def measure_pss(job: Job) -> float:

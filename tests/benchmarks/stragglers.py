@@ -16,6 +16,7 @@ from statistics import median
 
 from launcher.watch.own_time import ExcessHistory
 from tests.benchmarks.jobs import HERE, Job, make_command, read_state, start_job
+from tests.benchmarks.measure import print_head, print_row
 from tests.watch.simulated_ranks import simulate_excess
 
 NOISES = (
@@ -60,15 +61,8 @@ class Found:
 
 def run_kind(folder: Path, kind: str, slow: int) -> Found:
     """Run a program under `launch` until a rank is told of, or long enough."""
-    words = [
-        str(PROGRAM),
-        "--folder",
-        str(folder),
-        f"--slow={slow}",
-        "--sleep=0.1",
-        *KINDS[kind][0],
-        "--steps=9999",
-    ]
+    options = (f"--folder={folder}", f"--slow={slow}", "--sleep=0.1", *KINDS[kind][0], "--steps=9999")
+    words = [str(PROGRAM), *options]
     with ExitStack() as stack:
         job = stack.enter_context(start_job(folder, make_command(["launch", "name=slow"], words, RANKS)))
         job.await_true(lambda: count_steps(folder) >= ONSET, 300)
@@ -128,15 +122,12 @@ def read_cpu(pid: int) -> float:
 def bench_stragglers(folder: Path, options: Mapping[str, str]) -> None:
     """Simulated runs, then real ones, each kind in turn."""
     if simulated := int(options.get("simulated", "200")):
-        print(f"\n{simulated} simulated runs: 100 steps with a rank 10% slower, 300 steps without\n")
-        print(
-            "| ranks | noise of a step | found in 100 steps | another rank | steps needed | healthy: told |"
-        )
-        print("|---" * 6 + "|")
+        title = f"{simulated} simulated runs: 100 steps with a rank 10% slower, 300 steps without"
+        names = ("found in 100 steps", "another rank", "steps needed", "healthy: told")
+        print_head(title, "ranks", "noise of a step", *names)
         for ranks in (2, 8):
             for kind, sigma in NOISES:
-                row = simulate_row(ranks, kind, sigma, simulated)
-                print(f"| {ranks:,} | {kind}, {sigma:.0%} | {row} |", flush=True)
+                print_row(ranks, f"{kind}, {sigma:.0%}", *simulate_row(ranks, kind, sigma, simulated))
     results: dict[str, list[Found]] = {kind: [] for kind in options.get("kinds", ",".join(KINDS)).split(",")}
     runs = int(options.get("runs", "6"))
     for number in range(runs):
@@ -145,28 +136,21 @@ def bench_stragglers(folder: Path, options: Mapping[str, str]) -> None:
             several.append(run_kind(place, kind, number % RANKS))
     if not runs:
         return
-    print(
-        "\n| | runs | own part longer by | told in 100 steps | right rank | right cause | steps to the word |"
-    )
-    print("|---" * 7 + "|")
+    more = ("own part longer by", "told in 100 steps", "right rank", "right cause", "steps to the word")
+    print_head("Real programs", "", "runs", *more)
     for kind, several in results.items():
         first = [(number % RANKS, run) for number, run in enumerate(several) if run.told]
         right = [run for slow, run in first if run.told and run.told[0] == slow]
         causes = sum(run.told is not None and run.told[1] == KINDS[kind][1] for run in right)
         steps = f"{median(run.after for _, run in first):.0f}" if first else ""
-        cells = [
-            len(several),
-            f"{median(run.longer for run in several):+.1%}",
-            sum(run.after <= STEPS for _, run in first),
-        ]
-        if KINDS[kind][1]:
-            cells += [len(right), causes]
-        else:
-            cells += [f"{sum(run.longer >= REALLY for _, run in first)} really slower", ""]
-        print(f"| {kind} | {' | '.join(map(str, [*cells, steps]))} |", flush=True)
+        told: tuple[object, object] = len(right), causes
+        if not KINDS[kind][1]:
+            told = f"{sum(run.longer >= REALLY for _, run in first)} really slower", ""
+        longer, soon = median(run.longer for run in several), sum(run.after <= STEPS for _, run in first)
+        print_row(kind, len(several), f"{longer:+.1%}", soon, *told, steps)
 
 
-def simulate_row(ranks: int, kind: str, sigma: float, runs: int) -> str:
+def simulate_row(ranks: int, kind: str, sigma: float, runs: int) -> tuple[str, ...]:
     """Return the cells of one kind of noise."""
     needed, others, false = [], 0, 0
     for seed in range(runs):
@@ -177,4 +161,4 @@ def simulate_row(ranks: int, kind: str, sigma: float, runs: int) -> str:
             others += len([rank for rank in found if rank != slow])
         false += len(ExcessHistory().add(simulate_excess(ranks, 300, kind, sigma, slow=None, seed=seed)))
     steps = f"{median(needed):.0f}" if needed else "-"
-    return f"{len(needed)} of {runs} | {others} | {steps} | {false} of {runs}"
+    return f"{len(needed)} of {runs}", str(others), steps, f"{false} of {runs}"

@@ -12,6 +12,7 @@ from launcher.watch.job_view import SharedView, make_job_view
 from launcher.watch.model import GpuSample, Neighbour, NodeReport, Rank
 from launcher.watch.run_files import FOLDER, ReportCache, write_report
 from launcher.watch.run_reader import RunReader
+from tests.benchmarks.measure import print_head, print_row
 
 NODES, RANKS, INTERVAL = 1000, 8, 5.0
 
@@ -57,14 +58,13 @@ def bench_watch_scale(folder: Path, rounds: int) -> None:
     reports = [make_report(node, 1) for node in range(NODES)]
     wall, cpu = measure(lambda: [write_report(folder, report) for report in reports])
     size = sum(path.stat().st_size for path in (folder / FOLDER).glob("node-*.json")) / NODES
-    print(
-        f"\n{NODES} nodes of {RANKS} ranks, a report each {INTERVAL:g} s\n\n| | ms | CPU, ms |\n|---|---|---|"
-    )
-    print(f"| a node's report, {size / 1024:.1f} KiB, is written | {wall / NODES:.2f} | {cpu / NODES:.2f} |")
+    print_head(f"{NODES} nodes of {RANKS} ranks, a report each {INTERVAL:g} s", "", "ms", "CPU, ms")
+    written = f"a node's report, {size / 1024:.1f} KiB, is written"
+    print_row(written, f"{wall / NODES:.2f}", f"{cpu / NODES:.2f}")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wall, cpu = measure(lambda: ReportCache(folder, own=True).read_reports(), rounds)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
-    print(f"| the judge reads all, {grown} MiB | {wall:.0f} | {cpu:.0f} |")
+    print_row(f"the judge reads all, {grown} MiB", round(wall), round(cpu))
     own, now, read = make_report(0, 2), time.monotonic(), ReportCache(folder).read_reports()
     shared = SharedView(now, min(stored.written for stored in read), reports=read)
 
@@ -73,12 +73,12 @@ def bench_watch_scale(folder: Path, rounds: int) -> None:
         view.describe(own, (), hanging=False, step=1, notes=())
         list_stalled(view.ranks, 20.0)
 
-    print("| the judge looks, once a second | {:.1f} | {:.1f} |".format(*measure(look, rounds)))
+    print_row("the judge looks, once a second", *(f"{time:.1f}" for time in measure(look, rounds)))
     reader = RunReader(folder)
-    print("| `launch watch`: the first look | {:.0f} | {:.0f} |".format(*measure(reader.read)))
-    print("| with nothing new | {:.0f} | {:.0f} |".format(*measure(reader.read, rounds)))
+    print_row("`launch watch`: the first look", *map(round, measure(reader.read)))
+    print_row("with nothing new", *map(round, measure(reader.read, rounds)))
     for report in reports[:: int(INTERVAL)]:
         write_report(folder, replace(report, number=2))
-    print("| with 200 new reports | {:.0f} | {:.0f} |".format(*measure(reader.read)))
+    print_row("with 200 new reports", *map(round, measure(reader.read)))
     rate = NODES / INTERVAL
     print(f"\nThe filesystem: {rate:.0f} files/s, {rate * size / 2**20:.2f} MiB/s, {NODES} files")

@@ -12,7 +12,7 @@ import os
 import sys
 from time import monotonic
 
-from .import_hook import replace_copies
+from .import_hook import replace
 from .step_counter import mark_step, on_step, on_takeover
 
 TYPE_CHECKING = False
@@ -59,7 +59,8 @@ class Policy:
             self.left = False, self.found[1]
             self.held = True
         else:
-            _replace_functions()
+            for replacement, real in REPLACEMENTS:  # which leave out what is frozen
+                replace(gc, real.__name__, replacement, traced=False)
         on_step(self.act_after_step)
         on_takeover(self.begin_phase, 2 * (self.every or EVERY))
         os.register_at_fork(after_in_child=self.reset_in_child)
@@ -293,14 +294,3 @@ REPLACEMENTS: tuple[tuple[Callable[..., object], Callable[..., object]], ...] = 
     (get_objects, real_get_objects),
     (get_referrers, real_get_referrers),
 )
-
-
-def _replace_functions() -> None:
-    """Replace the functions of gc that leave out what is frozen."""
-    for replacement, real in REPLACEMENTS:
-        for name in ("__module__", "__name__", "__qualname__"):  # pickle finds it by these
-            setattr(replacement, name, getattr(real, name))
-        # inspect.signature follows the first; torch.compile treats a builtin function as the second says.
-        replacement.__dict__.update(__wrapped__=real, _torchdynamo_disable=True)
-        setattr(gc, real.__name__, replacement)
-        replace_copies(real, replacement)
