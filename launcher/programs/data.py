@@ -80,24 +80,26 @@ def _find_cache() -> Path:
 class Windows(Dataset[torch.Tensor]):
     """The text cut into windows of seq_len + 1 bytes, each overlapping the next by one; uint8.
 
-    All are for training but each `stride`-th, which is for validation; a stride of 0 holds out none.
+    The first `training` are for training, the last `validation` are held out.
     """
 
     def __init__(self, path: Path, seq_len: int, val_fraction: float) -> None:
         """Raises OptionError if the text is too short."""
         self.path, self.seq_len = path, seq_len
         self.size = path.stat().st_size
-        self.stride = max(2, round(1 / val_fraction)) if val_fraction else 0
+        count = max(0, self.size - 1) // seq_len
+        self.validation = max(1, round(count * val_fraction)) if val_fraction else 0
+        self.training = count - self.validation
         self.text: np.ndarray[Any, np.dtype[np.uint8]] | None = None
-        if len(self) < max(self.stride, 1):
-            least = max(self.stride, 1) * seq_len + 1
+        if self.training < 1:
+            least = (2 if val_fraction else 1) * seq_len + 1
             raise OptionError(
                 f"{path} has {self.size} bytes, but sequences of {seq_len} need {least}: "
-                "give more text, a smaller --seq-len, or a larger --data.val_fraction"
+                "give more text, or a smaller --seq-len"
             )
 
     def __len__(self) -> int:
-        return max(0, self.size - 1) // self.seq_len
+        return self.training + self.validation
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if self.text is None:
@@ -108,24 +110,6 @@ class Windows(Dataset[torch.Tensor]):
     def __getstate__(self) -> dict[str, Any]:
         # Spawned workers map the file themselves: pickling a map copies all of it.
         return {**self.__dict__, "text": None}
-
-    @property
-    def validation(self) -> int:
-        """Windows held out."""
-        return len(self) // self.stride if self.stride else 0
-
-    @property
-    def training(self) -> int:
-        """Windows to train on."""
-        return len(self) - self.validation
-
-    def train_window(self, index: int) -> int:
-        """Return the window of a training index below `training`."""
-        return index + index // (self.stride - 1) if self.stride else index
-
-    def validation_window(self, index: int) -> int:
-        """Return the window of a validation index below `validation`."""
-        return (index + 1) * self.stride - 1
 
 
 @dataclass
@@ -159,7 +143,7 @@ class Schedule(Sampler[list[int]]):
                     epoch = position // size
                     seed = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
                     order = torch.randperm(size, generator=seed)
-                chosen.append(self.windows.train_window(int(order[position % size])))
+                chosen.append(int(order[position % size]))
             yield chosen
 
     def make_loader(self, workers: int, *, pin: bool) -> DataLoader[torch.Tensor]:

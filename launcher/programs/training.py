@@ -342,7 +342,7 @@ class Trainer:
             start = (number * ranks.world_size + ranks.rank) * train.batch_size
             indices = [(start + index) % windows.validation for index in range(train.batch_size)]
             # Read here: a second loader with workers beside the first has hung programs.
-            batch = torch.stack([windows[windows.validation_window(index)] for index in indices])
+            batch = torch.stack([windows[windows.training + index] for index in indices])
             total += self._compute_loss(batch)
         return ranks.average(total / train.eval_batches)
 
