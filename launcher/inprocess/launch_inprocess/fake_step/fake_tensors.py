@@ -46,6 +46,16 @@ class Local(threading.local):
     wants_meta = False
     """The program has asked for a tensor on `meta`, and it is not the device that C++ has seen."""
 
+    @contextlib.contextmanager
+    def doing(self, **what: bool) -> Iterator[None]:
+        """Have it do something else for a while."""
+        before = {name: getattr(self, name) for name in what}
+        self.__dict__.update(what)
+        try:
+            yield
+        finally:
+            self.__dict__.update(before)
+
 
 local = Local()
 
@@ -105,11 +115,8 @@ def show_devices() -> None:
     def dispatch_as_kernel(own: Any, func: Any, types: Any, args: Any = (), named: Any = None) -> Any:
         if named and named.get("device") is not None and named["device"].type == "cuda":
             named = {**named, "device": META}
-        before, local.in_kernel = local.in_kernel, True
-        try:
+        with local.doing(in_kernel=True):
             return dispatch(own, func, types, args, named)
-        finally:
-            local.in_kernel = before
 
     mode.dispatch = dispatch_as_kernel
 
@@ -117,14 +124,10 @@ def show_devices() -> None:
 @contextlib.contextmanager
 def _compute_shapes() -> Iterator[None]:
     """Run operations by their kernels for `meta`."""
-    before = local.in_kernel
     with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
         torch._C._set_meta_in_tls_dispatch_include(True)
-        local.in_kernel = True
-        try:
+        with local.doing(in_kernel=True):
             yield
-        finally:
-            local.in_kernel = before
 
 
 def make_fake(tensor: torch.Tensor, kind: str) -> torch.Tensor:

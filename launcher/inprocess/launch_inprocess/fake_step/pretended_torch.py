@@ -117,16 +117,13 @@ def name_device(function: Any, *, has_default: bool = True) -> Any:  # torch's
         if device is None or local.in_kernel:
             return function(*args, **named)
         device = as_device(device)
-        before, local.wants_meta = local.wants_meta, device.type == "meta"
-        try:
+        with local.doing(wants_meta=device.type == "meta"):
             if device != GPU or function.__name__ not in OF_DATA:
                 return function(*args, **{**named, "device": device})
             is_leaf = named.pop("requires_grad", False)
             source = args[0] if args and isinstance(args[0], torch.Tensor) else None
             made = function(*args, **{**named, "device": CPU if source is None else source.device}).to(GPU)
             return made.requires_grad_() if is_leaf else made
-        finally:
-            local.wants_meta = before
 
     return call
 
@@ -169,11 +166,8 @@ def replace_moves() -> None:
         if device == self.device and not named.get("copy"):
             named.pop("non_blocking", None)
             return move(self, named.pop("dtype", self.dtype), **named)  # type: ignore[no-any-return]
-        before, local.wants_meta = local.wants_meta, device.type == "meta"
-        try:
+        with local.doing(wants_meta=device.type == "meta"):
             return move(self, device, **{**named, "copy": True})  # type: ignore[no-any-return]
-        finally:
-            local.wants_meta = before
 
     def cuda(
         self: torch.Tensor, device: Any = None, non_blocking: bool = False, **named: Any
