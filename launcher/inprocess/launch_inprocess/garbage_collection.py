@@ -9,10 +9,9 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import sys
 from time import monotonic
 
-from .import_hook import replace
+from .import_hook import find_cuda, replace
 from .step_counter import mark_step, on_step, on_takeover
 
 TYPE_CHECKING = False
@@ -231,8 +230,8 @@ def end_step(*, now: bool = False) -> bool:
 
 def _is_capturing() -> bool:
     """Tell whether a CUDA graph is being captured, during which nothing on the GPU may be freed."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    return bool(cuda is not None and cuda.is_initialized() and cuda.is_current_stream_capturing())
+    cuda = find_cuda()
+    return cuda is not None and bool(cuda.is_current_stream_capturing())
 
 
 def _read_memory() -> dict[str, int]:
@@ -244,8 +243,7 @@ def _read_memory() -> dict[str, int]:
     try:
         with open("/proc/self/statm", "rb") as file:
             found["resident"] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        cuda = getattr(sys.modules.get("torch"), "cuda", None)
-        if cuda is not None and cuda.is_initialized():
+        if cuda := find_cuda():
             found["cuda"] = int(cuda.memory_allocated())
     except Exception:
         return found

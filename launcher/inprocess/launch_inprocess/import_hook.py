@@ -130,6 +130,12 @@ def _is_loading(spec: object) -> bool:
     return getattr(spec, "_initializing", False) is True
 
 
+def find_cuda() -> Any:  # noqa: ANN401  # torch's module
+    """Return `torch.cuda` if the program has used a GPU, else None."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda if cuda is not None and cuda.is_initialized() else None
+
+
 def call_safely(action: Callable[[Argument], object], argument: Argument) -> None:
     """Call something whose failure must not end the program."""
     try:

@@ -16,7 +16,7 @@ import sys
 import time
 from _thread import get_ident
 
-from .import_hook import call_safely, when_framework_is_used, when_imported
+from .import_hook import call_safely, find_cuda, when_framework_is_used, when_imported
 from .step_counter import COUNTER, on_step
 
 TYPE_CHECKING = False
@@ -44,26 +44,24 @@ def start_memory_record(environ: MutableMapping[str, str]) -> None:
     """Have the peak written at this process's end if it imports torch; what it starts is not the rank."""
     folder, rank, process = environ.pop("LAUNCH_MEMORY", ""), environ.get("RANK", ""), os.getpid()
 
-    def write_at_end() -> None:
-        if os.getpid() == process:
-            call_safely(_write_memory, (folder, int(rank)))
-
     def register(_module: ModuleType) -> None:
         import atexit
 
-        atexit.register(write_at_end)
+        atexit.register(call_safely, _write_memory, (folder, int(rank), process))
 
     if rank.isdigit():
         when_framework_is_used(register)
 
 
-def _write_memory(place: tuple[str, int]) -> None:
+def _write_memory(place: tuple[str, int, int]) -> None:
     """Write the record: the peak of resident memory, and of the GPUs on which torch has allocated something.
 
-    `place` is the folder and the rank.
+    `place` is the folder, the rank and its process.
     """
-    folder, rank = place
-    cuda = _find_cuda()
+    folder, rank, process = place
+    if os.getpid() != process:
+        return
+    cuda = find_cuda()
     devices: list[dict[str, object]] = []
     for index in range(cuda.device_count()) if cuda else ():
         reserved, allocated = cuda.max_memory_reserved(index), cuda.max_memory_allocated(index)
@@ -175,7 +173,7 @@ class Meter:
             is_due = is_enough(times, choose_block(workers), self.max_steps, self.seconds)
         if not is_due:
             return
-        cuda = _find_cuda()
+        cuda = find_cuda()
         if cuda:
             cuda.synchronize()
         self.marks[-1] = (time.perf_counter(), *self.marks[-1][1:])
@@ -293,19 +291,13 @@ def find_error(values: Sequence[float]) -> float:
     return math.sqrt(variance / count) / mean
 
 
-def _find_cuda() -> Any:  # noqa: ANN401  # torch's module
-    """Return `torch.cuda` if the program has used a GPU, else None."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    return cuda if cuda is not None and cuda.is_initialized() else None
-
-
 def _measure_gpu() -> dict[str, int]:
     """Return in KiB what a GPU has, the most that PyTorch had reserved of it, and what else uses it now.
 
     All 0 if this process has not used one. What else is used is CUDA's own context, NCCL, other processes.
     """
     found = {"gpu_total_kib": 0, "gpu_reserved_kib": 0, "gpu_other_kib": 0}
-    cuda = _find_cuda()
+    cuda = find_cuda()
     try:
         if cuda:
             free, total = cuda.mem_get_info()
