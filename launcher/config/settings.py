@@ -370,10 +370,10 @@ class NotifyConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the program splits its work over the GPUs, as far as memory and speed depend on it.
+    """How the program splits its work over the GPUs: a description, which changes nothing in it.
 
-    It describes what the program does, and changes nothing in it. `auto` is what the options of the bundled
-    program say. For another program, dp is what is left of the GPUs, and zero is 0.
+    `auto` is what the options of the bundled program say. For another program, dp is what is left of the
+    GPUs, and zero is 0.
     """
 
     tp: int = setting(1, minimum=1, maximum=LARGEST_COUNT)

@@ -30,8 +30,8 @@ GROUPS = {
     "cluster": "see [SLURM](slurm.md), and `cluster.kind` above",
     "dataloader": "see [DataLoader](dataloader.md)",
     "gc": "see [Garbage collection](garbage-collection.md)",
-    "machine": "`launch topo machine=dgx_h100` describes one, for instance",
-    "model": "`launch plan +model=gpt2` shows its parameters, for instance",
+    "machine": "as `launch topo machine=dgx_h100` shows",
+    "model": "with the parameters that `launch plan +model=gpt2` shows",
     "preflight": "see [Preflight](doctor.md#before-a-job)",
     "program": "see [The bundled program](quickstart.md#the-bundled-program)",
 }
@@ -165,16 +165,16 @@ def render_variables() -> str:
 
 
 def render_packages() -> str:
-    """A table of the packages with the layers of import-linter's contract, from the top."""
+    """A list of the packages with the layers of import-linter's contract, from the top."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     (layers,) = (contract["layers"] for contract in settings["contracts"] if contract["id"] == "layers")
-    lines = ["| package | layer | what it does |", "|---|---|---|"]
+    lines = []
     for level, layer in enumerate(layers, 1):
         for name in layer.split(" | "):
             folder = ROOT / "launcher" / name
             file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
             text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-            lines.append(f"| `{name}` | {level} | {escape(text.splitlines()[0])} |")
+            lines.append(f"- `{name}`, {level}: {text.splitlines()[0]}")
     return "\n".join(lines)
 
 
