@@ -22,10 +22,6 @@ BACKENDS = ("native", "cudaMallocAsync", "hipMallocAsync")
 """The last is ROCm's alone, which takes the second as well."""
 MALLOC_LIBRARIES = ("tcmalloc", "jemalloc", "mimalloc")
 """Parts of the names of libraries that replace malloc."""
-MALLOC_PACKAGES = {
-    "tcmalloc": "libtcmalloc-minimal4 (Debian, Ubuntu), gperftools-libs (Fedora) or gperftools (conda)",
-    "jemalloc": "libjemalloc2 (Debian, Ubuntu) or jemalloc (Fedora, conda)",
-}
 GRAPHS = ("--enable-cuda-graph", "--external-cuda-graph")
 """Options of Megatron-LM's for CUDA graphs; `--cuda-graph-impl` has a value, which may be `none`."""
 HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"

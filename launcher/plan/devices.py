@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from launcher.plan.model import Gpu, Machine, PlanWarning, Request
+from launcher.plan.model import Gpu, Machine, PlanWarning, Request, warn
 from launcher.plan.nics import count_shared_bridges, name_gpu, prefer_nics
 from launcher.plan.resources import count_rank_cores, count_requested_workers
 from launcher.plan.topology import Topology
@@ -70,26 +70,13 @@ def _resolve_cuda(
             device = _list_instances(gpus[index])[0] if index < len(gpus) else None
             is_loose = is_loose or bool(number[2] or number[3])
         if device is None:
-            why = f"names no single device of this machine's {len(gpus)} GPUs"
-            if by_uuid and entry.isdecimal():
-                why = "is a number among UUIDs"
-            drops = f"CUDA drops it and what follows, so the job sees {len(found)}"
-            what = f"CUDA_VISIBLE_DEVICES={value}: {entry!r} {why}; {drops}"
-            return tuple(found), (PlanWarning("devices", what, "correct or unset the variable"),)
+            rule = "cuda_mixed" if by_uuid and entry.isdecimal() else "cuda_invalid"
+            return tuple(found), (warn(rule, value=value, entry=entry, gpus=len(gpus), seen=len(found)),)
         if device.uuid in (other.uuid for other in found if other.index == device.index):
-            what = (
-                f"CUDA_VISIBLE_DEVICES={value}: {entry!r} names a device for the second time; "
-                "CUDA then shows none, so the job sees 0 GPUs"
-            )
-            return (), (PlanWarning("devices", what, "remove the duplicate"),)
+            return (), (warn("cuda_repeated", value=value, entry=entry),)
         found.append(device)
-    if not is_loose:
-        return tuple(found), ()
-    what = (
-        f"CUDA_VISIBLE_DEVICES={value}: CUDA reads the number that an entry begins with and drops the rest, "
-        f"so the job sees GPU {','.join(str(gpu.index) for gpu in found)}"
-    )
-    return tuple(found), (PlanWarning("devices", what, "give plain numbers and commas"),)
+    seen = ",".join(str(gpu.index) for gpu in found)
+    return tuple(found), (warn("cuda_loose", value=value, seen=seen),) if is_loose else ()
 
 
 def _list_instances(gpu: Gpu) -> tuple[Gpu, ...]:
@@ -129,13 +116,6 @@ def _resolve_rocm(gpus: tuple[Gpu, ...], environ: Mapping[str, str]) -> Visible:
     """
     shown, warnings = list(gpus), list[PlanWarning]()
 
-    def warn_ignored(name: str, value: str, entry: str, count: int) -> None:
-        what = (
-            f"{name}={value}: {entry!r} names no single device that is still to be had; the runtime drops it "
-            f"and what follows, so the job sees {count}"
-        )
-        warnings.append(PlanWarning("devices", what, "correct or unset the variable"))
-
     value = environ.get("ROCR_VISIBLE_DEVICES")
     if value is not None:
         shown = []
@@ -145,7 +125,8 @@ def _resolve_rocm(gpus: tuple[Gpu, ...], environ: Mapping[str, str]) -> Visible:
             if len("GPU-") < len(entry) <= UUID_LENGTH and not matches:
                 matches = [gpu for gpu in gpus if gpu.uuid.upper().startswith(entry.upper())]
             if len(matches) != 1 or matches[0] in shown:
-                warn_ignored("ROCR_VISIBLE_DEVICES", value, entry, len(shown))
+                more = {"name": "ROCR_VISIBLE_DEVICES", "value": value, "entry": entry}
+                warnings.append(warn("rocm_invalid", **more, seen=len(shown)))
                 break
             shown += matches
     name = "HIP_VISIBLE_DEVICES" if environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
@@ -156,14 +137,10 @@ def _resolve_rocm(gpus: tuple[Gpu, ...], environ: Mapping[str, str]) -> Visible:
         positions = by_uuid or [at for at in range(len(shown)) if entry == str(at)]
         if not positions:
             if value != "-1":  # the customary -1 for no device needs no warning
-                warn_ignored(name, value, entry, len(chosen))
+                warnings.append(warn("rocm_invalid", name=name, value=value, entry=entry, seen=len(chosen)))
             break
         if positions[0] in chosen:
-            what = (
-                f"{name}={value}: {entry!r} names a device for the second time; HIP shows it once, "
-                "but torch counts no device at all"
-            )
-            warnings.append(PlanWarning("devices", what, "remove the duplicate"))
+            warnings.append(warn("hip_repeated", name=name, value=value, entry=entry))
         else:
             chosen.append(positions[0])
     gpu_variables = tuple(("HIP_VISIBLE_DEVICES", str(position)) for position in chosen)

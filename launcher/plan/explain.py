@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.cpulist import format_cpulist
-from launcher.plan.allocator import MALLOC_PACKAGES, read_host
-from launcher.plan.model import Gpu, Machine, PlanWarning, Request
+from launcher.plan.allocator import read_host
+from launcher.plan.model import Gpu, Machine, PlanWarning, Request, warn
 from launcher.plan.resources import MIN_CORES_PER_RANK, ROUNDING, Cores, Placement
 from launcher.plan.topology import Topology, find_usable, gather_pus, split_classes
-from launcher.plan.variables import BINDS, COUNTS, find_binders, find_gc_fault, read_variable_count
+from launcher.plan.variables import COUNTS, find_binders, find_gc_fault, read_variable_count
 from launcher.protocol import LAUNCH_GC, LAUNCH_NIC
 
 
@@ -190,12 +190,7 @@ def _find_remote(placed: NodePlacement) -> Iterator[PlanWarning]:
             wanted[frozenset(by_node.get(gpu.node, gpu.local_cpus))].add(rank)
     for local_cpus, ranks in wanted.items():
         if local_cpus and local_cpus.isdisjoint(usable):
-            yield PlanWarning(
-                "placement",
-                f"local rank {format_cpulist(ranks)} needs CPUs {format_cpulist(local_cpus)}, next to its "
-                f"GPU, but this job may use {format_cpulist(usable)}, and runs elsewhere",
-                "ask for those CPUs (cpus_per_task, or the whole node), or set binding=none",
-            )
+            yield warn("remote", ranks=ranks, wanted=local_cpus, usable=usable)
 
 
 def _find_foreign_memory(placed: NodePlacement) -> Iterator[PlanWarning]:
@@ -205,31 +200,20 @@ def _find_foreign_memory(placed: NodePlacement) -> Iterator[PlanWarning]:
     for node, found in placed.group_by_node().items():
         ranks = {rank for rank in found if node in placed.ranks[rank].local_nodes}
         if node in barred and ranks:
-            source = placed.ranks[min(ranks)].memory.nodes
-            yield PlanWarning(
-                "memory",
-                f"local rank {format_cpulist(ranks)} runs on NUMA node {node}, but this job may use "
-                f"the memory of {format_cpulist(machine.allowed_mems) or 'no node'}, so its memory comes "
-                f"from {format_cpulist(source) or 'wherever the kernel finds it'}",
-                f"ask for node {node}'s memory (cpuset.mems)",
-            )
+            allowed = machine.allowed_mems or "no node"
+            source = placed.ranks[min(ranks)].memory.nodes or "wherever the kernel finds it"
+            yield warn("foreign_memory", ranks=ranks, node=node, allowed=allowed, source=source)
 
 
 def _find_left_over(placed: NodePlacement, reserve: int) -> Iterator[PlanWarning]:
     """A job that may use isolated CPUs only, and reserved cores that could not be kept back."""
     machine, usable = placed.machine, find_usable(placed.machine)
     if usable <= machine.isolated:
-        yield PlanWarning(
-            "placement",
-            f"this job may use isolated CPUs only ({format_cpulist(usable)}), "
-            "which the kernel does not balance",
-            "ask for others, or start without isolcpus",
-        )
+        yield warn("isolated", usable=usable)
     total = len({cpu.core for cpu in machine.cpus if cpu.id in usable})
     kept = total - sum(map(len, placed.topology.cores.values()))
     if kept < reserve:
-        what = f"reserve_cores={reserve}, but only {kept} of {total} cores can be kept back"
-        yield PlanWarning("placement", what, "reserve fewer")
+        yield warn("reserve", reserve=reserve, kept=kept, total=total)
 
 
 def _find_crowded(placed: NodePlacement) -> Iterator[PlanWarning]:
@@ -237,12 +221,7 @@ def _find_crowded(placed: NodePlacement) -> Iterator[PlanWarning]:
     for node, ranks in placed.group_by_node().items():
         cores = placed.topology.cores[node]
         if len(ranks) > len(cores):
-            yield PlanWarning(
-                "placement",
-                f"local rank {format_cpulist(ranks)} must share {len(cores)} cores (CPUs "
-                f"{format_cpulist(gather_pus(cores))}) of NUMA node {node} and will wait for one another",
-                "ask for more CPUs (cpus_per_task), or start fewer ranks (nproc_per_node)",
-            )
+            yield warn("crowded", ranks=ranks, count=len(cores), cpus=gather_pus(cores), node=node)
 
 
 def _find_uneven(placed: NodePlacement) -> Iterator[PlanWarning]:
@@ -259,21 +238,18 @@ def _find_uneven(placed: NodePlacement) -> Iterator[PlanWarning]:
     cores = {local_nodes: sum(sizes[node] for node in local_nodes) for local_nodes in groups}
     each = {local_nodes: cores[local_nodes] / len(ranks) for local_nodes, ranks in groups.items()}
     largest = max(each.values())
-    for local_nodes, ranks in groups.items():
-        if each[local_nodes] >= MIN_CORES_PER_RANK or 2 * each[local_nodes] > largest:
-            continue
-        nodes = _name_nodes(local_nodes)
-        fix = "start fewer ranks (nproc_per_node, with devices=spread)"
-        fix += ", or spread the GPUs' slots over the nodes"
-        if any(cpu.node in local_nodes and cpu.id not in machine.allowed_cpus for cpu in machine.cpus):
-            fix = f"ask for more CPUs of {nodes} (cpus_per_task, or the whole node)"
-        yield PlanWarning(
-            "placement",
-            f"local rank {format_cpulist(ranks)} has {cores[local_nodes]} usable cores next to its GPUs, "
-            f"on {nodes}, {each[local_nodes]:.2g} for each where other ranks have {largest:.3g} next to "
-            f"theirs, so {_describe_help(placed, local_nodes, ranks)}",
-            fix,
-        )
+    for nodes, ranks in groups.items():
+        if each[nodes] < MIN_CORES_PER_RANK and 2 * each[nodes] <= largest:
+            barred = any(cpu.node in nodes and cpu.id not in machine.allowed_cpus for cpu in machine.cpus)
+            yield warn(
+                "uneven_cpuset" if barred else "uneven",
+                ranks=ranks,
+                nodes=nodes,
+                cores=cores[nodes],
+                each=each[nodes],
+                largest=largest,
+                help=_describe_help(placed, nodes, ranks),
+            )
 
 
 def _describe_help(placed: NodePlacement, local_nodes: frozenset[int], ranks: Iterable[int]) -> str:
@@ -287,8 +263,8 @@ def _describe_help(placed: NodePlacement, local_nodes: frozenset[int], ranks: It
     parts = []
     for some, who, verb in ((away, "", "runs on"), (helped, "workers of ", "also run on")):
         if some:
-            nodes = _name_nodes(set().union(*(used[rank] for rank in some)))
-            parts.append(f"{who}local rank {format_cpulist(some)} {verb} {nodes}")
+            nodes = format_cpulist(set().union(*(used[rank] for rank in some)))
+            parts.append(f"{who}local rank {format_cpulist(some)} {verb} NUMA node {nodes}")
     return ", and ".join(parts) or "they set the pace of all"
 
 
@@ -298,53 +274,28 @@ def find_advice(
     """Warn of settings that are legal but seldom meant; `cores` are those of each rank."""
     environ, count = request.environ, len(cores)
     if visible and count > len(visible):
-        yield PlanWarning(
-            "devices",
-            f"{count} ranks for {len(visible)} GPUs: local rank r gets GPU r % {len(visible)}, "
-            "and NCCL refuses two ranks on one GPU",
-            f"set nproc_per_node={len(visible)} unless the program means it (MPS)",
-        )
+        yield warn("shared_gpus", ranks=count, gpus=len(visible))
     if len(visible) > 1 and request.devices != "own" and any(gpu.uuid.startswith("MIG-") for gpu in visible):
-        what = "CUDA opens one MIG instance in a process, so every rank would use the first"
-        yield PlanWarning("devices", what, "set devices=own")
+        yield warn("mig")
     order = environ.get("CUDA_DEVICE_ORDER") or "PCI_BUS_ID"
     if order != "PCI_BUS_ID" and len({gpu.name for gpu in visible}) > 1:
-        what = f"CUDA_DEVICE_ORDER={order} may not number GPUs as this plan does"
-        yield PlanWarning("devices", what, "unset it, or set PCI_BUS_ID")
+        yield warn("device_order", order=order)
     for name, minimum in COUNTS.items():
         if environ.get(name) and read_variable_count(environ, name, minimum) is None:
-            what = f"{name}={environ[name]} is no number from {minimum} on, and is replaced"
-            yield PlanWarning("variables", what, "correct or unset it")
+            yield warn("no_number", name=name, value=environ[name], minimum=minimum)
     for name in find_binders(environ):
-        yield PlanWarning("variables", f"{name}={environ[name]} is set, and {BINDS}", f"unset {name}")
+        yield warn("binds", name=name, value=environ[name])
     if fault := find_gc_fault(environ.get(LAUNCH_GC) or "default"):
-        yield PlanWarning(
-            "variables",
-            f"LAUNCH_GC={environ[LAUNCH_GC]}: {fault}, and garbage is left to Python",
-            "give default, synchronized,warmup=30,every=50, disabled,every=50 or frozen,warmup=30",
-        )
+        yield warn("gc", value=environ[LAUNCH_GC], fault=fault)
     nic, known = environ.get(LAUNCH_NIC), [device.name for device in machine.nics]
     if nic and nic not in known:
-        devices = ", ".join(known) or "none found"
-        what = f"LAUNCH_NIC={nic} is none of this machine's RDMA devices ({devices})"
-        yield PlanWarning("nic", what, "correct or unset it")
+        yield warn("nic", nic=nic, known=", ".join(known) or "none found")
     quota, total = machine.limits.cpus, sum(each.own_cores + each.worker_cores for each in cores)
     if quota is not None and quota < total - ROUNDING:
-        yield PlanWarning(
-            "workers",
-            f"the cgroup's quota gives this job the time of {quota:g} CPUs, on {total:.3g} cores, and the "
-            "kernel halts what goes beyond: workers and threads are counted within "
-            f"{quota / count:.3g} for each of {count} ranks",
-            "raise the CPU limit (resources.limits.cpu in Kubernetes) or remove it",
-        )
+        yield warn("quota", quota=quota, total=total, each=quota / count, ranks=count)
     host = read_host(request.allocator)
-    if host in MALLOC_PACKAGES and request.host_library == "":
-        what = f"allocator.host={host}, but its library is not on this node, and malloc stays the system's"
-        yield PlanWarning("allocator", what, f"install {MALLOC_PACKAGES[host]}")
-
-
-def _name_nodes(nodes: Iterable[int]) -> str:
-    return f"NUMA node {format_cpulist(frozenset(nodes))}"
+    if host in ("tcmalloc", "jemalloc") and request.host_library == "":
+        yield warn(host)
 
 
 def _name_ranks(ranks: set[int]) -> str:

@@ -5,9 +5,11 @@ CPU numbers are the kernel's, NUMA node numbers too. All values are immutable an
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from launcher.codec import KEY, OBJECT, ONLY, OPTIONAL, DecodeError, convert, parse_json, to_plain
+from launcher.cpulist import format_cpulist
 from launcher.errors import UsageError
 
 SCHEMA = 1
@@ -289,15 +291,49 @@ class RankPlan:
 class PlanWarning:
     """Something that the plan could not give, or a setting that is seldom meant."""
 
-    subject: str
-    """`machine` (told by the probe), `devices`, `placement`, `memory`, `workers`, `variables` or `nic`."""
-    what: str
-    """What happened, with values."""
-    fix: str = ""
-    """What to do about it; empty if the probe says no more."""
+    rule: str
+    """A table of warnings.toml."""
+    values: Mapping[str, object]
+    """What its texts are filled with; sets are written as cpulists."""
+
+    @property
+    def subject(self) -> str:
+        """`machine` (told by the probe), `placement`, `memory`, `devices`, `nic`, `workers` and the like."""
+        return _read_rules()[self.rule]["subject"]
+
+    @property
+    def what(self) -> str:
+        """What happened."""
+        return self._fill("what")
+
+    @property
+    def fix(self) -> str:
+        """What to do about it; empty for the probe's."""
+        return self._fill("fix")
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.fix}" if self.fix else self.what
+        return ": ".join(filter(None, (self.what, self.fix)))
+
+    def _fill(self, part: str) -> str:
+        values = {
+            name: format_cpulist(value) if isinstance(value, set | frozenset) else value
+            for name, value in self.values.items()
+        }
+        return _read_rules()[self.rule][part].format(**values)
+
+
+def warn(rule: str, **values: object) -> PlanWarning:
+    """Return a warning of a rule."""
+    return PlanWarning(rule, values)
+
+
+@cache
+def _read_rules() -> dict[str, dict[str, str]]:
+    # Most ranks' plans warn of nothing.
+    import tomllib  # noqa: PLC0415
+    from pathlib import Path  # noqa: PLC0415
+
+    return tomllib.loads(Path(__file__).with_name("warnings.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from launcher.errors import MachineError, UsageError
 from launcher.plan.cpu_sets import place_ranks
 from launcher.plan.devices import resolve_visible, spread_devices
 from launcher.plan.explain import NodePlacement, explain_ranks, find_advice, find_shortfalls
-from launcher.plan.model import BINDINGS, Machine, Plan, PlanWarning, Request
+from launcher.plan.model import BINDINGS, Machine, Plan, Request, warn
 from launcher.plan.nics import assign_nics
 from launcher.plan.resources import (
     Placement,
@@ -66,7 +66,7 @@ def plan(machine: Machine, request: Request) -> Plan:
         for rank, why in enumerate(explain_ranks(placed))
     )
     warnings = (
-        *(PlanWarning("machine", text) for text in machine.warnings),
+        *(warn("machine", text=text) for text in machine.warnings),
         *visible.warnings,
         *find_advice(request, machine, devices, cores),
         *budget.find_shortages(within, measured=request.dataloader.measured),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from launcher.plan.allocator import set_allocator, set_malloc
 from launcher.plan.cpu_sets import CpuSets
-from launcher.plan.model import DataloaderConfig, Gpu, Machine, Memory, PlanWarning, RankPlan, Request
+from launcher.plan.model import DataloaderConfig, Gpu, Machine, Memory, PlanWarning, RankPlan, Request, warn
 from launcher.plan.nics import RankNic
 from launcher.plan.topology import Topology, find_usable
 from launcher.plan.variables import HONOURED, is_kept, list_variables, read_variable_count, render_gc
@@ -37,14 +37,6 @@ MAX_COMPILE_THREADS = 32
 ROUNDING = 1e-6
 """Tolerance: shares of cores are sums of fractions."""
 WORKERS_KEY = "dataloader.num_workers"
-SHM_FIX = (
-    "make it larger (docker --shm-size={}g or --ipc=host, Kubernetes an emptyDir with medium Memory), or set "
-    "dataloader.worker_shm_mib to what the batches of one take"
-)
-MEMORY_FIX = (
-    "ask for more (cluster.mem, the container's limit), or set dataloader.worker_gib to what one takes"
-)
-FILES_FIX = "raise the hard limit (limits.conf, docker --ulimit nofile=1048576, LimitNOFILE of slurmd)"
 
 
 def count_system_cores(ranks: int) -> float:
@@ -133,8 +125,10 @@ class WorkerLimit:
     max_workers: int
     what: str
     """The resource and its amount, for people."""
-    fix: str = ""
-    """How to get more of it; empty if that is obvious."""
+    rule: str = ""
+    """Of the warning if it bounds a job; empty for cores, of which a job has what it asks for."""
+    enough_gib: int = 0
+    """How much would be enough."""
 
 
 def limit_workers(
@@ -151,17 +145,17 @@ def limit_workers(
     if gib and loader.worker_gib:
         each = loader.worker_gib + loader.worker_shm_mib / 1024
         what = f"{gib:.3g} GiB of memory, {each:.3g} GiB for each worker"
-        yield WorkerLimit(int(min(MEMORY_SHARE * gib / (each * ranks), 1e6)), what, MEMORY_FIX)
+        yield WorkerLimit(int(min(MEMORY_SHARE * gib / (each * ranks), 1e6)), what, "workers_memory")
     each = loader.worker_shm_mib
     if limits.shm_kib is not None and each:
         mib = limits.shm_kib / 1024
         what = f"{mib:.3g} MiB of /dev/shm, {each:.3g} MiB for each worker"
         enough = int(min(workers * ranks * each / MEMORY_SHARE / 1024, 1e6)) + 1
         most = int(min(MEMORY_SHARE * mib / (each * ranks), 1e6))
-        yield WorkerLimit(most, what, SHM_FIX.format(enough))
+        yield WorkerLimit(most, what, "workers_shm", enough)
     if limits.files is not None:
         most = max(0, limits.files - FILES_RANK) // FILES_WORKER
-        yield WorkerLimit(most, f"{limits.files} open files", FILES_FIX)
+        yield WorkerLimit(most, f"{limits.files} open files", "workers_files")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,19 +191,17 @@ class WorkerBudget:
         has_quota = any(each.is_limited for each in cores)  # a quota has a warning of its own
         is_own = self.source == WORKERS_KEY and not (has_quota or measured)
         if is_own and max(1, room) < self.requested:
-            yield PlanWarning(
-                "workers",
-                f"{WORKERS_KEY}={self.requested} is more than there are cores for, which is {room} on each "
-                f"rank ({self.limits[0].what}): workers and ranks will wait for cores",
-                "ask for more CPUs, or set fewer",
-            )
+            yield warn("workers", requested=self.requested, room=room, what=self.limits[0].what)
         for limit in self.limits:
-            if limit.fix and limit.max_workers < planned:
-                yield PlanWarning(
-                    "workers",
-                    f"{self.source} asks for {self.requested} DataLoader workers on each of {len(cores)} "
-                    f"ranks, and there is room for {limit.max_workers} ({limit.what})",
-                    limit.fix,
+            if limit.rule and limit.max_workers < planned:
+                yield warn(
+                    limit.rule,
+                    source=self.source,
+                    requested=self.requested,
+                    ranks=len(cores),
+                    room=limit.max_workers,
+                    what=limit.what,
+                    enough=limit.enough_gib,
                 )
 
 

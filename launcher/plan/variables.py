@@ -8,12 +8,6 @@ from launcher.protocol import LAUNCH_GC, LAUNCH_LOADER_DEFAULT, LAUNCH_NIC, LAUN
 
 BINDERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """Variables that have OpenMP bind threads by itself: never set, and warned of."""
-BINDS = (
-    "importing torch then shrinks a rank to one core or few, and its DataLoader workers inherit that; the "
-    "plan binds each rank already"
-)
-"""Source: libgomp's and LLVM's manuals; OMP_PLACES and GOMP_CPU_AFFINITY turn OMP_PROC_BIND on. Tried with
-torch 2.13: with any of the three, one of two CPUs is left."""
 KMP_TYPES = ("balanced", "compact", "explicit", "logical", "physical", "scatter")
 """Words of KMP_AFFINITY that bind; `none` is what it does without one (LLVM's OpenMP runtime reference)."""
 OFF_VALUES = ("", "0", "false", "no", "off", "none", "disabled")

@@ -10,7 +10,17 @@ from launcher.codec import to_plain
 from launcher.cpulist import format_cpulist
 from launcher.errors import LaunchError, UsageError
 from launcher.plan.allocator import EXPANDABLE, find_conflicts, merge_settings, read_host, read_settings
-from launcher.plan.model import MAX_RANKS, BindingConfig, Gpu, Machine, Plan, PlanWarning, RankPlan, Request
+from launcher.plan.model import (
+    MAX_RANKS,
+    BindingConfig,
+    Gpu,
+    Machine,
+    Plan,
+    PlanWarning,
+    RankPlan,
+    Request,
+    warn,
+)
 from launcher.plan.planner import plan
 from launcher.plan.topology import build_topology
 from launcher.plan.variables import HONOURED, VISIBLE_DEVICES
@@ -72,8 +82,7 @@ def plan_for_rank(
     # The allocator's settings that do not go with the program are left out, as `launch` does.
     conflicts = [*find_conflicts(merge_settings(ALLOCATOR, environ), argv, environ, contained=False)]
     if conflicts and EXPANDABLE not in merge_settings({}, environ):
-        way = "expandable_segments is left out (PYTORCH_CUDA_ALLOC_CONF has it all the same)"
-        warnings = [PlanWarning("allocator", conflict.what, way) for conflict in conflicts]
+        warnings = [warn("expandable", conflict=conflict.what) for conflict in conflicts]
         request = replace(request, allocator={})
     request = replace(
         request,
@@ -110,13 +119,7 @@ def plan_rank(
         # files) even if a device cgroup makes CUDA_VISIBLE_DEVICES count from 0 again. Tried with 22.05.
         position = read_number(environ, "SLURM_STEP_GPUS", total)
         made = plan_own_gpu(machine, request, local_rank, gpu, position if position < total else None)
-        what = (
-            f"SLURM shows each of the {count} ranks here a part of the job's {total} GPUs on this node "
-            "(--gpus-per-task or --gpu-bind): NCCL loses the direct paths between GPUs, and ranks may get "
-            "less than their share of cores"
-        )
-        fix = f"ask for --gpus-per-node={total}, and let programs take cuda:LOCAL_RANK"
-        warnings = (PlanWarning("devices", what, fix),)
+        warnings = (warn("hidden_gpus", ranks=count, gpus=total),)
     if alone:
         made = plan_own_cpus(machine, request, made.ranks[local_rank])
     return replace(made, warnings=(*made.warnings, *warnings))
@@ -161,7 +164,7 @@ def plan_own_cpus(machine: Machine, request: Request, rank: RankPlan) -> Plan:
     shown = {name: value for name, value in rank.env if name in VISIBLE_DEVICES}
     env = tuple(sorted({**dict(own.env), **shown}.items()))
     mine = replace(own, local_rank=rank.local_rank, gpu=rank.gpu, cpus=cpus, worker_cpus=cpus, env=env)
-    return Plan(machine, (mine,), tuple(PlanWarning("machine", text) for text in machine.warnings))
+    return Plan(machine, (mine,), tuple(warn("machine", text=text) for text in machine.warnings))
 
 
 def forget_devices(request: Request) -> Request:

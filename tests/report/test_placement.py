@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.plan.model import Cpu, Gpu, Limits, Machine, Memory, Nic, NumaNode, Plan, PlanWarning, RankPlan
+from launcher.plan.model import Cpu, Gpu, Limits, Machine, Memory, Nic, NumaNode, Plan, RankPlan, warn
 from launcher.report.placement import make_ruler, print_placement
 from tests.seam import Launch, run_inside
 
@@ -170,12 +170,12 @@ def test_borders_of_nodes_go_where_there_are_too_many() -> None:
 def test_explanations_and_warnings_are_no_markup() -> None:
     assert "why" not in "".join(show(PLAN))
     assert show(Plan(SMALL, (FIRST,)), explain=True)[-1] == "rank 0: [bold]why[/bold]"
-    warned = replace(PLAN, warnings=(PlanWarning("memory", "node [0] has [red]no memory", "add some"),))
-    assert show(warned)[-1] == "warning: node [0] has [red]no memory: add some"
+    warned = replace(PLAN, warnings=(warn("machine", text="node [0] has [red]no memory"),))
+    assert show(warned)[-1] == "warning: node [0] has [red]no memory"
 
 
 def test_a_pipe_has_whole_lines_and_a_terminal_colours() -> None:
-    warned = replace(PLAN, warnings=(PlanWarning("machine", "w" * 400),))
+    warned = replace(PLAN, warnings=(warn("machine", text="w" * 400),))
     pipe, terminal = io.StringIO(), io.StringIO()
     print_placement(Console(file=pipe, width=160), warned, full=True)
     assert pipe.getvalue().splitlines()[-1] == f"warning: {'w' * 400}" and "\x1b" not in pipe.getvalue()
