@@ -2,7 +2,8 @@
 
 A case has a `base` ("small": the small machine; "two nodes"; "nothing") and the `files` that differ from it:
 a text, null for what is not there, or what `put` takes; `cpu{0-3}` stands for several. Of the result it has
-the `changes` from the base's machine, the values in the `warnings`, or those in the `error`.
+the `changes` from the base's machine (for "nothing" from that of "two nodes"), the values in the `warnings`,
+or those in the `error`.
 `python -m tests.golden machines` writes the results again.
 """
 
@@ -77,7 +78,7 @@ def read_machine(root: Path) -> dict[str, Any]:
 def judge(folder: Path, case: Case) -> dict[str, Any]:
     """What differs in a case from its base."""
     base = folder / case["base"]
-    sound = read_machine(base)
+    sound = read_machine(base if case["base"] != "nothing" else folder / "two nodes")
     with spoilt(base, dict(expand(case["files"]))):
         odd = read_machine(base)
     if "error" in odd:
