@@ -204,6 +204,8 @@ class WatchApp(App[int]):
 
     def show(self) -> None:
         """Show what is known, as the keys have chosen it."""
+        if not self._is_whole():
+            return
         self.shown = arrange(self.view.snapshot, self.order, self.host)
         keys = [row.key for row in self.shown.rows]
         if self.chosen is None:
@@ -229,9 +231,13 @@ class WatchApp(App[int]):
             self.query_one("#output").query_one(Static).update("")
         self._show_lines()
 
+    def _is_whole(self) -> bool:
+        """Tell whether all widgets are there: in the end they go before the last message and the timer."""
+        return len(self.query("#head, #table, #rank, #stack, #output, #footer")) == 6
+
     def _show_lines(self) -> None:
         """Show the lines above and below."""
-        if not self.query("#head"):  # the application ends, and its screen is empty already
+        if not self._is_whole():
             return
         lines = list_job_lines(self.view, self.size.width)
         lines = lines[:1] if self.rank is not None else lines
