@@ -19,9 +19,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WrittenPlan:
-    """A plan's JSON, less its machine and its warnings."""
+    """A plan's JSON, less its machine."""
 
     ranks: tuple[RankPlan, ...]
+    warnings: tuple[str, ...] = ()
 
 
 NAME = "report.html"
@@ -88,6 +89,14 @@ def read_host_plans(path: Path) -> dict[str, Plan]:
 
 def read_host_plan(text: str) -> Plan:
     """Read a node's plan; raises UsageError or ValueError."""
-    from launcher.plan.model import parse_machine
+    from launcher.plan.model import parse_machine, warn
 
-    return Plan(parse_machine(text), load(WrittenPlan, text).ranks)
+    machine, found = parse_machine(text), load(WrittenPlan, text)
+    warnings = []
+    for line in found.warnings:
+        what, _, fix = line.rpartition(": ")
+        is_probed = line in machine.warnings
+        warnings.append(
+            warn("machine", text=line) if is_probed else warn("written", text=what or fix, fix=fix)
+        )
+    return Plan(machine, found.ranks, tuple(warnings))
