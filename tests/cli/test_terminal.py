@@ -146,8 +146,11 @@ def test_the_script_of_a_dry_run_is_exact_in_a_file(here: Path) -> None:
     done = run_outside([*SCRIPT, f'cluster.setup=["{setup}"]', "--", "echo", *words], here)
     assert done.code == 0, done.err
     assert f"\n{setup}\n" in done.out
-    document = json.loads(done.out.partition("<<'END_OF_JOB'\n")[2].rpartition("END_OF_JOB")[0])
-    assert document["words"] == ["echo", *words] and document["config"]["env"] == {"A": EVIL}
+    printing = done.out.replace("\nexec ", "\nprintf '%s\\0' ").encode()
+    environ = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}
+    ran = subprocess.run(["bash"], input=printing, env=environ, capture_output=True, check=True)
+    given = ran.stdout.decode().split("\0")[:-1]
+    assert given[-7:] == ["--", "echo", *words] and f"env.A={EVIL}" in given
     remarks = [line for line in done.out.splitlines() if line.startswith("#")]
     assert_harmless("\n".join(remarks))
 
