@@ -130,7 +130,7 @@ def render_dry_runs() -> dict[str, Any]:
 
 def _describe_command(out: str) -> list[str]:
     if "#SBATCH" in out:
-        return sorted(re.findall(r"^#SBATCH (.*)", out, re.MULTILINE))
+        return sorted(re.findall(r"^#SBATCH (?!--chdir)(.*)", out, re.MULTILINE))
     (line,) = [line for line in out.splitlines() if " -- " in line or "launcher" in line][-1:]
     return [word.replace(sys.executable, "PYTHON").replace(str(ROOT), "ROOT") for word in shlex.split(line)]
 
