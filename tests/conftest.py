@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from launcher.text import set_up_logging
 
-from .seam import Launch, clean_environ, run_inside
+from .seam import Launch, enter, run_inside
 
 set_up_logging()
 # The same examples each time, few of them; LAUNCH_FUZZ=N runs N others of each kind.
@@ -59,9 +59,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory, and an environment that asks for nothing."""
     folder = tmp_path / "here"
     folder.mkdir()
-    monkeypatch.chdir(folder)
-    for name in set(os.environ) - set(clean_environ()):
-        monkeypatch.delenv(name)
+    enter(folder, monkeypatch)
     return folder
 
 

@@ -6,6 +6,7 @@ import ctypes
 import io
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ LAUNCH = (
 """`launch`, as its entry point starts it."""
 QUICK_AGENT = str(Path(__file__).parent / "launch" / "quick_agent")
 """For PYTHONPATH: see there."""
+LOGIN_NODE = Path(__file__).parent / "data" / "login_node"
+"""For PATH: an sbatch that takes no job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,15 @@ def clean_environ() -> dict[str, str]:
     ours = ("PET_", "LAUNCH_", "TORCHELASTIC_", "HYDRA_", "COMP_", *HONOURED, *LIBRARY_PREFIXES)
     slurms = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_")
     return {name: value for name, value in os.environ.items() if not name.startswith((*ours, *slurms))}
+
+
+def enter(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Work in a folder, in an environment that asks for nothing, as on a login node: there is an sbatch."""
+    patch.chdir(folder)
+    for name in set(os.environ) - set(clean_environ()):
+        patch.delenv(name)
+    if not shutil.which("sbatch"):
+        patch.setenv("PATH", f"{os.environ['PATH']}:{LOGIN_NODE}")
 
 
 @dataclass

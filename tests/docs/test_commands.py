@@ -1,6 +1,5 @@
 """Every command of the documents does something: plans, help and the like run, a job is a dry run."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 from tests.cli.make_runs import make_run, write_log
 from tests.docs.generate import ROOT
 from tests.docs.pages import DOCUMENTS, list_blocks, list_code, name_document
-from tests.seam import clean_environ, run_inside
+from tests.seam import clean_environ, enter, run_inside
 
 VERBS = {"fit", "plan", "topo", "doctor", "tune", "status", "logs", "watch", "report", "cancel", "nodes"}
 NOT_RUN = {
@@ -123,9 +122,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for rank in range(4):
             write_log(run, rank, "step 1\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(found)
-        for name in set(os.environ) - set(clean_environ()):
-            patch.delenv(name)
+        enter(found, patch)
         yield found
 
 
