@@ -7,7 +7,7 @@ by another agent, or with other variables, the process is ended again.
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,15 +27,16 @@ DRY = "dry_run=true"
 
 @dataclass(slots=True)
 class EarlyStart:
-    """A warm process that may be of use; it is ended unless somebody takes it."""
+    """Processes that may be of use to a run; they end with the block of `start_early`."""
 
-    warm: "WarmProcess | None" = None
     argv: tuple[str, ...] = ()
-    """The program that it has been started for."""
-    environ: Mapping[str, str] | None = None
-    """What it was started with."""
+    """The program that they were started for."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """What the warm process was started with."""
+    warm: "WarmProcess | None" = None
+    """The one that is not taken yet."""
     reader: "Reader | None" = None
-    """What reads ahead of it."""
+    """What brings files from a cold disk before the warm process asks for them."""
 
     def take(self, argv: Sequence[str], environ: Mapping[str, str]) -> "WarmProcess | None":
         """Return the process, whose owner is now the caller, if it was started for this program and
@@ -45,18 +46,10 @@ class EarlyStart:
 
         if self.warm is not None and self.argv == tuple(argv):
             with contextlib.suppress(ExecNeededError):
-                check_environment(self.environ or {}, environ)
+                check_environment(self.environ, environ)
                 warm, self.warm = self.warm, None
                 return warm
         self.drop_warm()
-        return None
-
-    def take_reader(self, argv: Sequence[str], mode: str) -> "Reader | None":
-        """Return what reads ahead, whose owner is now the caller, if it does for this program and is to."""
-        reader, self.reader = self.reader, None
-        if self.argv == tuple(argv) and mode != "off":
-            return reader
-        end_reader(reader)
         return None
 
     def drop_warm(self) -> None:
@@ -65,49 +58,41 @@ class EarlyStart:
         if warm is not None:
             warm.close()
 
+    def drop_reader(self) -> None:
+        """End what reads ahead, which ends as its stdin is closed."""
+        with self.reader or contextlib.nullcontext():
+            self.reader = None
+
     def close(self) -> None:
-        """End the processes that nobody has taken."""
+        """End both."""
         self.drop_warm()
-        end_reader(self.reader)
-        self.reader = None
-
-
-def end_reader(reader: "Reader | None") -> None:
-    """End what reads ahead, which ends as its stdin is closed."""
-    with reader or contextlib.nullcontext():
-        pass
+        self.drop_reader()
 
 
 @contextlib.contextmanager
 def start_early(command: Command, environ: Mapping[str, str]) -> Iterator[EarlyStart]:
-    """Give an early start, with a process in it if the ranks may be forked from one; it ends with the block.
+    """Give an early start, with processes in it if the ranks may be forked from one.
 
     Errors of the command line are left to those who report them.
     """
-    early = EarlyStart()
+    early = EarlyStart(find_early_program(command, environ) or ())
     try:
-        argv = find_early_program(command, environ)
-        if argv:
-            early = open_early(argv, environ)
+        if early.argv:
+            from launcher.agent.python_program import ExecNeededError
+            from launcher.agent.read_ahead import start_read_ahead
+            from launcher.agent.warm_process import WarmProcess
+
+            inherited = {name: value for name, value in environ.items() if name != LAUNCH_WATCH}
+            # As `launcher.launch.job.build_agent_environ` has them.
+            early.environ = {"PYTHONUNBUFFERED": "1", **inherited}
+            early.reader = start_read_ahead("auto", early.argv, environ)
+            try:
+                early.warm = WarmProcess.start(early.argv, early.environ)
+            except ExecNeededError as error:
+                logger.debug(f"no early start: {error}")
         yield early
     finally:
         early.close()
-
-
-def open_early(argv: tuple[str, ...], environ: Mapping[str, str]) -> EarlyStart:
-    """Start the process, and before it what brings its files from a cold disk."""
-    from launcher.agent.python_program import ExecNeededError
-    from launcher.agent.read_ahead import start_read_ahead
-    from launcher.agent.warm_process import WarmProcess
-
-    inherited = {name: value for name, value in environ.items() if name != LAUNCH_WATCH}
-    given = {"PYTHONUNBUFFERED": "1", **inherited}  # see launcher.launch.job.build_agent_environ
-    early = EarlyStart(None, argv, given, start_read_ahead("auto", argv, environ))
-    try:
-        early.warm = WarmProcess.start(argv, given)
-    except ExecNeededError as error:
-        logger.debug(f"no early start: {error}")
-    return early
 
 
 def find_early_program(command: Command, environ: Mapping[str, str]) -> tuple[str, ...] | None:

@@ -1,14 +1,22 @@
 """`launch fit`: whether a program fits the device, by its first steps on fake tensors, or by formulas."""
 
+import contextlib
+import json
 import logging
+import os
+import re
+import signal
+import subprocess
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launcher.cli.plan import plan_node
 from launcher.cli.verbs import Call, print_json
+from launcher.codec import DecodeError, load
 from launcher.config.fit_check import find_start_model, settle_planned
 from launcher.config.fit_request import (
     choose_fit_device,
@@ -22,19 +30,76 @@ from launcher.config.fit_request import (
 from launcher.config.program import find_program
 from launcher.config.settings import Settings
 from launcher.errors import EXIT_MACHINE, MachineError, UsageError
+from launcher.files import read_file
 from launcher.fit.choice import FitReport, StepFit, assess, fit_step, fit_to_json, make_step_peak
+from launcher.fit.gpus import find_gpu
 from launcher.fit.memory import estimate_memory
-from launcher.fit.training import Learned, Training
+from launcher.fit.training import Device, Learned, Training
 from launcher.launch.job import render_shim
+from launcher.launch.processes import prepare_agent
+from launcher.launch.signals import STOPPING, catch_signals
 from launcher.plan.model import Plan
-from launcher.protocol import LAUNCH_FIT
+from launcher.protocol import LAUNCH_BINDING, LAUNCH_FIT, LAUNCH_QUIET, LAUNCH_RUN_DIR
 from launcher.runs.memory_records import fingerprint_ranks, read_measured_runs, summarize_ratios
-from launcher.text import join_words, print_text
-
-if TYPE_CHECKING:
-    from launcher.cli.fit_step import StepRecord
+from launcher.text import join_words, print_text, strip_sequences
 
 logger = logging.getLogger(__name__)
+
+STEPS = 2
+"""Optimizer steps: states appear in the first, and the second has them from its beginning."""
+LARGEST_RESULT = 64 << 20
+MOST_LINES = 20
+"""Last lines of a failed program's output that are shown."""
+GRACE = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
+CAPABILITIES = (
+    (r"rtx pro|50[5-9]0", (12, 0)),
+    (r"g?b[23]00|blackwell", (10, 0)),
+    (r"gh200|h[128]00|h20|hopper", (9, 0)),
+    (r"l40s?|l4|ada|40[5-9]0", (8, 9)),
+    (r"a10g?|a16|a2|a40|a[456]000|30[5-9]0", (8, 6)),
+    (r"t4g?|20[678]0|quadro rtx", (7, 5)),
+    (r"v100s?|titan v", (7, 0)),
+    (r"p100", (6, 0)),
+)
+"""Compute capabilities by words of names (developer.nvidia.com/cuda-gpus); 8.0, A100's, for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPeak:
+    """The peak as the program's interpreter has recorded it, in bytes."""
+
+    total: int
+    categories: dict[str, int]
+    modules: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the steps could not be run on fake tensors."""
+
+    reason: str
+    operator: str
+    place: str
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What the program's interpreter has found."""
+
+    device: str
+    peak: RecordedPeak
+    steps: int
+    parameters: int
+    optimizers: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+    torch: str
+    complete: bool = False
+    refused: Refusal | None = None
+    failed: Refusal | None = None
+    """The exception that ended the program."""
 
 
 def show_fit(call: Call) -> int:
@@ -112,8 +177,6 @@ def _learn(config: Settings, argv: Sequence[str], device: str, ranks: int, predi
 
 def _show_steps(call: Call, plan: Plan) -> int:
     """Run the program's first steps, and print the peak; return 3 if it does not fit."""
-    from launcher.cli.fit_step import pretend_gpu, run_steps
-
     config, environ = call.config, call.environ
     nodes, local = count_plan_nodes(config.nodes, environ), len(plan.ranks)
     if is_bundled_program(config, call.program):
@@ -132,9 +195,8 @@ def _show_steps(call: Call, plan: Plan) -> int:
         return 0
     ranks = local * nodes
     logger.info(f"the first two steps on fake tensors, as rank 0 of {ranks}, for {device.name or 'GPU'}")
-    with tempfile.TemporaryDirectory(prefix="launch-fit-") as folder:
-        gpu = pretend_gpu(device, local)
-        record = run_steps(argv, environ, Path(folder), gpu, shape=(local, nodes), timeout=config.fit.timeout)
+    gpu = _pretend_gpu(device, local)
+    record = _run_steps(argv, environ, gpu, local=local, nodes=nodes, timeout=config.fit.timeout)
     if refused := record.refused:
         code = f": {refused.line}" if refused.line else ""
         raise MachineError(
@@ -157,7 +219,7 @@ def _show_steps(call: Call, plan: Plan) -> int:
     return EXIT_MACHINE if fit.verdict == "does_not_fit" else 0
 
 
-def _step_fit_to_json(fit: StepFit, record: "StepRecord") -> dict[str, object]:
+def _step_fit_to_json(fit: StepFit, record: StepRecord) -> dict[str, object]:
     """Return the result for programs; keys are only ever added, and bytes are integers."""
     return {
         "schema": 1,
@@ -176,3 +238,141 @@ def _step_fit_to_json(fit: StepFit, record: "StepRecord") -> dict[str, object]:
         "seconds": record.seconds,
         "torch": record.torch,
     }
+
+
+def _pretend_gpu(device: Device, count: int) -> dict[str, object] | None:
+    """Return the GPU that a program is to see, as `fake_step` reads it; None for CPUs.
+
+    Its name is as the driver writes it, so that programs find it in their tables.
+    """
+    if device.kind != "gpu":
+        return None
+    pattern = r"(?<![a-z0-9])(rtx ?)?({})(?![0-9])"
+    capabilities = (
+        number for words, number in CAPABILITIES if re.search(pattern.format(words), device.name.lower())
+    )
+    found = find_gpu(device.name)
+    return {
+        "name": f"NVIDIA {found.name.upper()}" if found and "NVIDIA" not in device.name else device.name,
+        "memory": (device.memory_mib << 20) or 80 << 30,
+        "capability": next(capabilities, (8, 0)),
+        "count": count,
+    }
+
+
+def _run_steps(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    gpu: Mapping[str, object] | None,
+    *,
+    local: int,
+    nodes: int,
+    timeout: float,
+) -> StepRecord:
+    """Run a program until its second step, and return what was found; raises MachineError.
+
+    A signal that stops this process ends the program, too: raises SystemExit.
+    `local` are the ranks of each of the nodes.
+    """
+    from launcher.preflight.checks import read_lines  # a plan's estimate has no use for it
+
+    lines, signals, parent = deque[str](maxlen=MOST_LINES), list[int](), os.getpid()
+    with tempfile.TemporaryDirectory(prefix="launch-fit-") as folder, catch_signals() as inbox:
+
+        def take(name: str, line: str) -> bool:
+            if name == "wakeup":
+                signals.extend(number for number in inbox.take() if number in STOPPING)
+            elif line.strip():
+                lines.append(line)
+            return bool(signals)
+
+        result = Path(folder, "result.json")
+        variables = {
+            **environ,
+            # The first rank of the job, as torchrun has it.
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": str(local * nodes),
+            "LOCAL_WORLD_SIZE": str(local),
+            "GROUP_WORLD_SIZE": str(nodes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_RUN_ID": "fit",
+            # No real GPU is touched, and no service keeps the losses.
+            "CUDA_VISIBLE_DEVICES": "",
+            "WANDB_MODE": "disabled",
+            "PYTHONUNBUFFERED": "1",
+            LAUNCH_BINDING: "none",
+            LAUNCH_QUIET: "1",
+            LAUNCH_RUN_DIR: folder,
+            LAUNCH_FIT: json.dumps({"result": str(result), "gpu": gpu, "steps": STEPS}),
+        }
+        try:
+            process = subprocess.Popen(
+                render_shim(argv),
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: prepare_agent(parent, ()),  # noqa: PLW1509 - no other thread forks here
+            )
+        except OSError as error:
+            raise MachineError(f"the program could not be started ({error})") from None
+        status = None
+        try:
+            if read_lines(process, time.monotonic() + timeout, take, inbox.wakeup):
+                status = process.wait()
+        finally:
+            # What is left of it, and of what it has started.
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+            if process.stdout:
+                process.stdout.close()
+        if signals:
+            raise SystemExit(128 + signals[0])
+        return _judge_end(result, lines, status, timeout)
+
+
+def _judge_end(result: Path, lines: Sequence[str], status: int | None, timeout: float) -> StepRecord:
+    """Return the result; raises MachineError if there is none."""
+    failed = None
+    try:
+        record = load(StepRecord, read_file(result, LARGEST_RESULT, own=True))
+        if record.failed is None:
+            return record
+        failed = record.failed
+    except FileNotFoundError:
+        pass
+    except (OSError, DecodeError) as error:
+        raise MachineError(f"the program's result cannot be read ({error}): report it") from None
+    if lines:
+        logger.info("the end of the program's output:")
+    for line in lines:
+        logger.info(f"  | {strip_sequences(line)}")
+    pretended = (
+        "it has fake tensors and no GPU here: if it runs without `launch fit`, this cannot be pretended;"
+        " measure it in a run instead, which the next `launch fit` reads"
+    )
+    if failed is not None:
+        code = f": {failed.line}" if failed.line else ""
+        subject = (
+            f"the operation {failed.operator} failed" if failed.operator else "an exception ended the program"
+        )
+        what = f"{subject} before the second step ({failed.place}{code}): {failed.reason}; {pretended}"
+    elif status is None:
+        what = f"the program took no second optimizer step within fit.timeout={timeout:g} s: give more time"
+    elif status == 0:
+        what = (
+            "the program ended without a second step of a torch.optim optimizer: give it two steps, and see"
+            " that it is a Python program that trains with torch"
+        )
+    elif status < 0:
+        what = f"the program was ended by {signal.Signals(-status).name} before its second step"
+    else:
+        what = f"the program ended with exit code {status} before its second step; {pretended}"
+    raise MachineError(what)

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,35 +37,28 @@ LONGEST_HOST = 80
 
 def show_logs(call: Call) -> int:
     """Print the output of a run's last attempt, or follow it; returns 0. Raises UsageError."""
-    config, names = call.config, call.names
-    path = choose_one(config, names, "logs")
+    config = call.config
+    path = choose_one(config, call.names, "logs")
+    writer = OutputWriter(config.rank)
     if config.follow:
-        follow_output(path, RunOutputReader(path, config.rank, config.logs.tail))
+        _follow_output(path, RunOutputReader(path, config.rank, config.logs.tail), writer)
         return 0
     tail = RunOutputReader(path, config.rank)
-    check_rank_printed(tail)
-    if not OutputWriter(config.rank).write(tail.read_lines(final=True)):
+    if tail.rank is not None and not tail.find_attempts():
+        logs = [log for logs in RunOutputReader(path).find_attempts().values() for log in logs]
+        if known := sorted({int(log.stem.partition("-")[2]) for log in logs}):
+            raise UsageError(
+                f"rank={tail.rank} has printed nothing: the run's ranks are {known[0]} to {known[-1]}"
+            )
+    if not writer.write(tail.read_lines(final=True)):
         (run,) = find_run_states([path]).runs
         logger.info(f"no output: {describe_run_state(run)}")
     return 0
 
 
-def check_rank_printed(tail: RunOutputReader) -> None:
-    """Raise UsageError for a rank that the run does not have."""
-    if tail.rank is None or tail.find_attempts():
-        return
-    ranks = [log for logs in RunOutputReader(tail.path).find_attempts().values() for log in logs]
-    if ranks:
-        known = sorted({int(log.stem.partition("-")[2]) for log in ranks})
-        raise UsageError(
-            f"rank={tail.rank} has printed nothing: the run's ranks are {known[0]} to {known[-1]}"
-        )
-
-
-def follow_output(path: Path, tail: RunOutputReader) -> None:
+def _follow_output(path: Path, tail: RunOutputReader, writer: "OutputWriter") -> None:
     """Print what comes, over all attempts, until the run has ended; Ctrl-C ends it earlier."""
-    watch, writer = RunWatch(path), OutputWriter(tail.rank)
-    try:
+    with closing(RunWatch(path)) as watch:
         run = watch.update()
         while run.is_live or watch.may_still_print():
             if writer.write(tail.read_lines()):
@@ -75,8 +69,6 @@ def follow_output(path: Path, tail: RunOutputReader) -> None:
         if open_stream("stdout").is_same_file(open_stream("stderr")):
             writer.end_line()
         logger.info(describe_run_state(run))
-    finally:
-        watch.close()
 
 
 @dataclass(slots=True)
@@ -100,7 +92,10 @@ class OutputWriter:
                 self.end_line()
                 logger.info(line.text)
                 continue
-            self.print_line(line) if is_terminal else self.copy_line(line)
+            if not is_terminal:
+                self.copy_line(line)
+            elif not line.raw.endswith(b"\r"):  # that is a former state of a bar
+                print_text(f"{self.format_origin(line)}{line.text}\n", colours=True)
             count += 1
         sys.stdout.flush()
         return count
@@ -111,11 +106,6 @@ class OutputWriter:
             sys.stdout.buffer.write(b"\n")
             self.unfinished = None
         sys.stdout.flush()
-
-    def print_line(self, line: Output) -> None:
-        """Print a line for people; not the former states of a bar."""
-        if not line.raw.endswith(b"\r"):
-            print_text(f"{self.format_origin(line)}{line.text}\n", colours=True)
 
     def copy_line(self, line: Output) -> None:
         """Print a line as it is; a newline of ours ends an unfinished one that another source's follows."""
@@ -160,43 +150,36 @@ class RunWatch:
     """When something was last printed or happened."""
     lived: bool = False
     """The run had not ended at the first update."""
-    reported: tuple[str, ...] = ()
+    reported: str = ""
 
     def update(self) -> RunStatus:
-        """Return the run's state, and report if it waits."""
+        """Return the run's state, by SLURM's newest answer if there is one, and report if it waits."""
         now = time.monotonic()
-        if self.run is None or now - self.updated > STATE_SECONDS:
-            self.updated = now
-            run = read_status(self.path)
-            run = self.ask_slurm(run) if run.job_id and run.is_live else run
-            if self.run is None or run.is_live != self.run.is_live:
-                self.changed = now
-            self.run, self.lived = run, self.lived or run.is_live
-            self.report_waiting(run)
-        return self.run
+        if self.run is not None and now - self.updated <= STATE_SECONDS:
+            return self.run
+        self.updated, run = now, read_status(self.path)
+        if run.job_id and run.is_live:
+            if self.poller is None:
+                from launcher.slurm.follow import Poller
 
-    def ask_slurm(self, run: RunStatus) -> RunStatus:
-        """Return how the run stands by SLURM's newest answer, if there is one."""
-        if self.poller is None:
-            from launcher.slurm.follow import Poller
-
-            self.poller = Poller((str(run.job_id),))
-        for answer in self.poller.take_answers():
-            if answer.error:
-                self.report_once(f"{answer.error}; {self.error_note}")
-            else:
-                self.job, self.answered = answer.jobs.get(str(run.job_id)), True
-        return update_run(run, self.job) if self.answered else run
-
-    def report_waiting(self, run: RunStatus) -> None:
-        """Report that a run waits, and why, if that is new."""
+                self.poller = Poller((run.job_id,))
+            for answer in self.poller.take_answers():
+                if answer.error:
+                    self.report_once(f"{answer.error}; {self.error_note}")
+                else:
+                    self.job, self.answered = answer.jobs.get(run.job_id), True
+            run = update_run(run, self.job) if self.answered else run
+        if self.run is None or run.is_live != self.run.is_live:
+            self.changed = now
+        self.run, self.lived = run, self.lived or run.is_live
         if run.state == "queued" and self.answered and run.reason:
             self.report_once(describe_run_state(run))
+        return run
 
     def report_once(self, text: str) -> None:
         """Say something, but once."""
-        if (text,) != self.reported:
-            self.reported = (text,)
+        if text != self.reported:
+            self.reported = text
             self.say(text)
 
     def may_still_print(self) -> bool:

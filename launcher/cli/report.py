@@ -1,5 +1,6 @@
 """`launch report`: writes what there is to know of a run into one HTML page."""
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,11 +11,16 @@ from launcher.cli.runs import choose_one
 from launcher.cli.verbs import Call
 from launcher.codec import load
 from launcher.errors import MachineError, UsageError
-from launcher.files import LARGEST, read_file
-from launcher.plan.model import Plan, RankPlan
+from launcher.files import LARGEST, open_own, read_file, write_whole
+from launcher.plan.model import Plan, RankPlan, parse_machine, warn
+from launcher.protocol import name_plan_file, parse_plan_file
+from launcher.runs.run_directory import closing_descriptor
 from launcher.text import print_text
 
 logger = logging.getLogger(__name__)
+
+NAME = "report.html"
+INSTALL = "pip install 'launch-ranks[report]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +29,6 @@ class WrittenPlan:
 
     ranks: tuple[RankPlan, ...]
     warnings: tuple[str, ...] = ()
-
-
-NAME = "report.html"
-INSTALL = "pip install 'launch-ranks[report]'"
 
 
 def write_run_report(call: Call) -> int:
@@ -46,57 +48,37 @@ def write_run_report(call: Call) -> int:
     from launcher.report.timeline import read_account
 
     account = read_account(path)
-    page = render_report(account, read_host_plans(path))
+    page, target = render_report(account, _read_plans(path)), path / NAME
     if config.save is not None:
         write_file("save", config.save, page)
-    else:
-        write_into_run(path, page)
+    else:  # into the run directory, for its owner alone
+        try:
+            with closing_descriptor(open_own(path)) as at:
+                write_whole(at, NAME, page)
+        except PermissionError as error:
+            reason = error.strerror or error
+            raise UsageError(f"{target} cannot be written ({reason}): name another file, save=FILE") from None
+        except OSError as error:
+            raise explain("save", str(target), error) from None
     if account.status.is_live:
         logger.info(f"{account.status.run} is {account.status.state}: the report tells of it so far")
-    print_text(f"{config.save or path / NAME}\n")
+    print_text(f"{config.save or target}\n")
     return 0
 
 
-def write_into_run(path: Path, page: bytes) -> None:
-    """Write the page into the run directory, for its owner alone; raises UsageError or MachineError."""
-    from launcher.files import open_own, write_whole
-    from launcher.runs.run_directory import closing_descriptor
-
-    try:
-        with closing_descriptor(open_own(path)) as at:
-            write_whole(at, NAME, page)
-    except PermissionError as error:
-        reason = error.strerror or error
-        raise UsageError(
-            f"{path / NAME} cannot be written ({reason}): name another file, save=FILE"
-        ) from None
-    except OSError as error:
-        raise explain("save", str(path / NAME), error) from None
-
-
-def read_host_plans(path: Path) -> dict[str, Plan]:
-    """Return the plans that can be read, by host."""
-    from launcher.protocol import name_plan_file, parse_plan_file
-
-    found = {}
+def _read_plans(path: Path) -> dict[str, Plan]:
+    """Return the plans of a run by host; the report tells of those that cannot be read as damaged."""
+    plans = {}
     for file in sorted(path.glob(name_plan_file("*"))):
-        try:
-            found[parse_plan_file(file.name)] = read_host_plan(read_file(file, LARGEST).decode())
-        except (OSError, ValueError, UsageError):
-            continue  # the report tells of it as damaged
-    return found
-
-
-def read_host_plan(text: str) -> Plan:
-    """Read a node's plan; raises UsageError or ValueError."""
-    from launcher.plan.model import parse_machine, warn
-
-    machine, found = parse_machine(text), load(WrittenPlan, text)
-    warnings = []
-    for line in found.warnings:
-        what, _, fix = line.rpartition(": ")
-        is_probed = line in machine.warnings
-        warnings.append(
-            warn("machine", text=line) if is_probed else warn("written", text=what or fix, fix=fix)
-        )
-    return Plan(machine, found.ranks, tuple(warnings))
+        with contextlib.suppress(OSError, ValueError, UsageError):
+            text = read_file(file, LARGEST).decode()
+            machine, found = parse_machine(text), load(WrittenPlan, text)
+            warnings = []
+            for line in found.warnings:
+                what, _, fix = line.rpartition(": ")
+                is_probed = line in machine.warnings
+                warnings.append(
+                    warn("machine", text=line) if is_probed else warn("written", text=what or fix, fix=fix)
+                )
+            plans[parse_plan_file(file.name)] = Plan(machine, found.ranks, tuple(warnings))
+    return plans

@@ -88,8 +88,9 @@ def _start_job(
         _, job = settle_fit(spec, plan_job(spec))
         return _preview_job(job)
     program_argv = find_program(spec.program, spec.config, spec.environ)
-    reader = early.take_reader(program_argv, start.read_ahead)
-    with reading_ahead(start.read_ahead, program_argv, spec.environ, reader) as helpers:
+    if early.argv != program_argv or start.read_ahead == "off":
+        early.drop_reader()
+    with reading_ahead(start.read_ahead, program_argv, spec.environ, early.reader) as helpers:
         spec, job = settle_fit(spec, plan_job(spec))
         return _execute_here(spec, job, argv, helpers, early)
 

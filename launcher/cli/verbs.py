@@ -56,7 +56,7 @@ class Verb:
 
 VERBS: Mapping[str, Verb] = {
     "plan": Verb("plan:show_plan", Takes.PROGRAM),
-    "topo": Verb("topo:show_topo"),
+    "topo": Verb("plan:show_topo"),
     "doctor": Verb("doctor:show_checkup"),
     "fit": Verb("fit:show_fit", Takes.PROGRAM),
     "tune": Verb("tune:tune_program", Takes.PROGRAM, subjects=("dataloader", "batch")),
@@ -65,7 +65,7 @@ VERBS: Mapping[str, Verb] = {
     "watch": Verb("watch:show_watch", Takes.RUNS, ("rank=", "format=", "runs_dir=")),
     "nodes": Verb("runs:show_nodes", Takes.NODES, ("format=", "runs_dir=")),
     "report": Verb("report:write_run_report", Takes.RUNS, ("save=", "runs_dir=")),
-    "cancel": Verb("cancel:cancel_runs", Takes.RUNS, ("yes=true", "runs_dir=")),
+    "cancel": Verb("runs:cancel_runs", Takes.RUNS, ("yes=true", "runs_dir=")),
 }
 """Without one of these words at its beginning, a command line runs a job."""
 RUN = Verb("run:run_job", Takes.PROGRAM)

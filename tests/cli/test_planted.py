@@ -42,9 +42,9 @@ def test_a_manifest_of_another_user_ends_nothing(
 def test_a_job_that_another_user_names_is_not_cancelled(
     here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from launcher.cli import cancel
+    from launcher.cli import runs
 
-    monkeypatch.setattr(cancel, "run_slurm", lambda *_: pytest.fail("scancel"))
+    monkeypatch.setattr(runs, "run_slurm", lambda *_: pytest.fail("scancel"))
     give_away(make_run(here / "runs", state="submitted", slurm={"job_id": "12"}))
     launch("cancel", "tiny", "yes=true").assert_error(3, "is left alone", "it belongs to")
 

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from launcher.cli import cancel
 from launcher.cli.verbs import Call, call_verb
 from launcher.config.settings import Settings
 from launcher.errors import LaunchError
@@ -232,9 +231,9 @@ JOB = Planted("file", b'{"outcome": {"state": "submitted"}, "slurm": {"job_id": 
 def test_verbs(victim: "subprocess.Popen[bytes]", tree: dict[str, Planted]) -> None:
     cancelled: list[object] = []
     with pytest.MonkeyPatch.context() as patch, make_place(name_victim(tree, victim)) as place:
-        patch.setattr(cancel, "run_slurm", cancelled.append)
+        patch.setattr("launcher.cli.runs.run_slurm", cancelled.append)
         patch.setattr("launcher.slurm.run_states.ask_queue", lambda _: {"12": RUNNING})
-        patch.setattr("launcher.cli.cancel.ask_queue", lambda _: {})
+        patch.setattr("launcher.cli.runs.ask_queue", lambda _: {})
         for verb, names, settings in (
             ("status", [], {}),
             ("status", [str(place.run)], {}),
