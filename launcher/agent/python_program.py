@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launcher.rank.hook import FOLDER, VALUE_OPTIONS, add_python, find_interpreter, locate_command
+from launcher.rank.hook import FOLDER, add_python, find_interpreter, locate_command, split_options
 
 PLAIN_OPTIONS = "bBdOPqsu"
 """Options of python(1) without a value that a forked rank has from the process that it is forked from."""
@@ -62,11 +62,9 @@ def find_python_program(argv: list[str], environ: dict[str, str], python: str = 
     has options of the interpreter with which a forked rank would not be the same.
     """
     try:
-        command, settings = find_interpreter(add_python(argv), environ)
+        command = find_interpreter(add_python(argv), environ)
     except OSError as error:
         raise ExecNeededError(f"{argv[0]} cannot be read ({error.strerror})") from None
-    if settings:
-        raise ExecNeededError("env(1) changes the environment")
     if not command:
         raise ExecNeededError(f"{argv[0]} is no Python program")
     path, python = locate_command(command[0], environ), python or sys.executable
@@ -79,20 +77,15 @@ def find_python_program(argv: list[str], environ: dict[str, str], python: str = 
 
 def split_command(command: list[str]) -> PythonProgram:
     """Divide an interpreter's command line as python(1) does; raises ExecNeededError for some options."""
-    index = 1
-    while index < len(command) and command[index].startswith("-") and command[index] != "-":
-        option, index = command[index], index + 1
-        letters = option[1:].lstrip(PLAIN_OPTIONS)
-        if not letters:
-            continue
-        letter, value = letters[0], letters[1:]
-        if letter in VALUE_OPTIONS and not value:
-            value, index = "".join(command[index : index + 1]), index + 1
-        is_plain = letter in "cmW" or (letter == "X" and value.partition("=")[0] in PLAIN_X)
-        if not is_plain or not value:
-            raise ExecNeededError(f"the interpreter has the option {option}")
-        if letter in "cm":
-            return PythonProgram(tuple(command), index, "code" if letter == "c" else "module", value)
+    options, index = split_options(command)
+    for letter, value in options:
+        has_value = letter in "cmW" or (letter == "X" and value.partition("=")[0] in PLAIN_X)
+        if not (value if has_value else letter in PLAIN_OPTIONS):
+            shown = letter if letter.startswith("-") else f"-{letter}{value}"
+            raise ExecNeededError(f"the interpreter has the option {shown}")
+    last, value = options[-1] if options else ("", "")
+    if last in ("c", "m"):
+        return PythonProgram(tuple(command), index, "code" if last == "c" else "module", value)
     if index >= len(command) or command[index] == "-":
         raise ExecNeededError("the program comes from stdin")
     return PythonProgram(tuple(command), index + 1, "file", command[index])

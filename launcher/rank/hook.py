@@ -107,34 +107,16 @@ def locate_command(command: str, environ: dict[str, str]) -> str:
     return next((path for path in paths if os.access(path, os.X_OK)), command)
 
 
-def find_interpreter(argv: list[str], environ: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Return the Python command line that a command line comes to by #! lines and env(1); empty if none.
+def find_interpreter(argv: list[str], environ: dict[str, str]) -> list[str]:
+    """Return the Python command line that a command line comes to by #! lines and `env`; empty if none.
 
-    The second list has the words of env(1) on the way: options, and variables that it sets.
+    Options of env(1), and variables that it sets, are not read: there, nothing is found.
     """
-    settings: list[str] = []
     for _ in range(MAX_INDIRECTIONS):
         name = argv[0].rpartition("/")[2] if argv else ""
         if name.startswith(("python", "pypy")):
-            return argv, settings
-        argv = _strip_env(argv[1:], settings) if name == "env" else _read_shebang(argv, environ)
-    return [], settings
-
-
-def _strip_env(words: list[str], settings: list[str]) -> list[str]:
-    """Return the command that env(1) runs; its own words are added to the settings."""
-    while words:
-        first, rest = words[0], words[1:]
-        if first.startswith("-S"):
-            settings.append("-S")
-            text = first[2:] or " ".join(rest[:1])
-            return [*text.split(), *rest[first == "-S" :]]
-        if first in ("-u", "-C", "--unset", "--chdir"):
-            first, rest = f"{first}={''.join(rest[:1])}", rest[1:]
-        elif "=" not in first and not first.startswith("-"):
-            return words
-        settings.append(first)
-        words = rest
+            return argv
+        argv = argv[1:] if name == "env" else _read_shebang(argv, environ)
     return []
 
 
@@ -154,27 +136,36 @@ def _read_shebang(argv: list[str], environ: dict[str, str]) -> list[str]:
     return [*os.fsdecode(line[2:]).split(maxsplit=1), path, *argv[1:]] if line.startswith(b"#!") else []
 
 
+def split_options(command: list[str]) -> tuple[list[tuple[str, str]], int]:
+    """Return the options of a python(1) command line with their values, and where its program is.
+
+    Options of one letter come without the dash; `c` and `m` are the program themselves, and the last ones.
+    """
+    options: list[tuple[str, str]] = []
+    index = 1
+    while index < len(command) and command[index].startswith("-") and command[index] != "-":
+        word, index = command[index], index + 1
+        letters = "" if word.startswith("--") else word[1:]
+        options += [] if letters else [(word, "")]
+        if word == "--":
+            break
+        while letters:
+            letter, letters = letters[0], letters[1:]
+            value = ""
+            if letter in VALUE_OPTIONS:
+                value, letters = letters, ""
+                if not value:
+                    value, index = "".join(command[index : index + 1]), index + 1
+            options.append((letter, value))
+            if letter in "cm":
+                return options, index
+    return options, index
+
+
 def find_hook_obstacle(argv: list[str], environ: dict[str, str]) -> str:
     """Say in a few words what of a command line keeps the hook from starting; empty if nothing does."""
-    command, settings = find_interpreter(argv, environ)
-    for word in settings:
-        if word in ("-", "-i", "--ignore-environment", "-u=PYTHONPATH", "-uPYTHONPATH", "--unset=PYTHONPATH"):
-            return "env drops PYTHONPATH"
-        if word.startswith("PYTHONPATH="):
-            return "env sets another PYTHONPATH"
-    arguments = iter(command[1:])
-    for argument in arguments:
-        if not argument.startswith("-") or argument in ("-", "--"):
-            return ""
-        if argument == "--check-hash-based-pycs":
-            next(arguments, "")
-        elif not argument.startswith("--"):
-            letters = [each for each in argument[1:] if each in BLOCKING_OPTIONS or each in VALUE_OPTIONS]
-            letter = letters[0] if letters else ""
-            if letter in BLOCKING_OPTIONS:
-                return f"{command[0].rpartition('/')[2]} -{letter} {BLOCKING_OPTIONS[letter]}"
-            if letter and letter in "cm":
-                return ""
-            if letter and argument.endswith(letter):
-                next(arguments, "")
+    command = find_interpreter(argv, environ)
+    for letter, _ in split_options(command)[0]:
+        if letter in BLOCKING_OPTIONS:
+            return f"{command[0].rpartition('/')[2]} -{letter} {BLOCKING_OPTIONS[letter]}"
     return ""

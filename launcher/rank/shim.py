@@ -2,13 +2,15 @@
 
 import os
 import sys
+import time
 
 from launcher import protocol
+from launcher.cpulist import format_cpulist
+from launcher.files import open_append, open_below, open_own, write_whole
 from launcher.rank import hook
 from launcher.rank.affinity import Applied
-from launcher.rank.entry import PlacementError, find_entry
+from launcher.rank.entry import PlacementError, PlanEntry, dump_json, find_entry
 from launcher.rank.identity import Identity, is_number, make_rank_variables, read_number
-from launcher.rank.record import describe_rank, redirect_output, shorten_text, write_record
 
 _signal = __import__("_signal")  # `signal` costs 4 ms
 REMOVED = (
@@ -33,6 +35,23 @@ MIN_OPEN_FILES = 4096
 """Open files that are enough for batches of a few hundred tensors."""
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2)."""
+MAX_ITEM = 80
+"""Characters of one item in the line for people; a list of CPUs or of allocator settings can be long."""
+SUMMARIZED = (
+    *(
+        protocol.PREFIX,
+        "CUDA_",
+        "HIP_",
+        "ROCR_",
+        "NCCL_",
+        "PYTORCH_",
+        "LD_PRELOAD",
+        "TORCHINDUCTOR_",
+        "TRITON_",
+    ),
+    *("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_", "BLIS_", "RAYON_"),
+)
+"""Beginnings of the variables that plans set, and that the line for people sums up."""
 
 
 def main() -> int:
@@ -108,7 +127,7 @@ def _attach_run(identity: Identity, run_dir: str, environ: dict[str, str]) -> No
     except (ImportError, OSError) as error:
         print_notice(f"rank {identity.rank} may outlive its agent ({error})")
     try:
-        redirect_output(run_dir, identity)
+        _redirect_output(run_dir, identity)
     except OSError as error:
         print_notice(f"rank {identity.rank} has no log files ({error}): its output goes to the agent's log")
     if terminal := environ.get(protocol.LAUNCH_TERMINAL):
@@ -162,7 +181,7 @@ def place_rank(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
     if environ.get(protocol.LAUNCH_QUIET) != "1":
         for warning in entry.advice:
             print_notice(f"warning: {warning}")
-        _write_descriptor(2, describe_rank(identity, entry, applied, environ) + "\n")
+        _write_descriptor(2, _describe_rank(identity, entry, applied, environ) + "\n")
         if obstacle and identity.local_rank == 0 and hook.is_hook_wanted(environ, entry):
             more = ", and nobody sees their steps" if protocol.LAUNCH_WATCH in environ else ""
             print_notice(
@@ -174,6 +193,71 @@ def place_rank(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
         except OSError as error:
             print_notice(f"rank {identity.rank}: there is no record of what was applied ({error})")
     return argv
+
+
+def _redirect_output(run_dir: str, identity: Identity) -> None:
+    """Point stdout and stderr at `logs/ATTEMPT/rank-N.{out,err}`; raises OSError."""
+    folder = open_below(run_dir, protocol.LOGS, str(identity.attempt))
+    try:
+        for descriptor, stream in ((1, "out"), (2, "err")):
+            target = open_append(folder, protocol.name_rank_log(identity.rank, stream))
+            os.dup2(target, descriptor)
+            os.close(target)
+    finally:
+        os.close(folder)
+
+
+def write_record(
+    run_dir: str, identity: Identity, entry: PlanEntry, applied: Applied, environ: dict[str, str]
+) -> None:
+    """Write `rank-N.applied.json`, whose `pid` stays the program's, since the shim execs; raises OSError."""
+    record = {
+        "schema": 1,
+        "host": protocol.name_host(environ),
+        "rank": identity.rank,
+        "local_rank": identity.local_rank,
+        "attempt": identity.attempt,
+        "pid": os.getpid(),
+        "agent": os.getppid(),
+        "time": time.time(),
+        "has_terminal": identity.has_terminal,
+        "cpus": format_cpulist(applied.cpus),
+        "memory": {"policy": applied.policy, "nodes": format_cpulist(applied.nodes)},
+        "gpu": entry.gpu,
+        "num_workers": entry.num_workers,
+        "env": entry.env,
+        "problems": applied.problems,
+    }
+    folder = open_own(run_dir)
+    try:
+        write_whole(folder, protocol.name_applied_file(identity.rank), dump_json(record).encode() + b"\n")
+    finally:
+        os.close(folder)
+
+
+def _describe_rank(identity: Identity, entry: PlanEntry, applied: Applied, environ: dict[str, str]) -> str:
+    """Return the one line for people: what this rank has, `environ` being its program's environment.
+
+    Variables that launch does not know are shown as they are.
+    """
+    memory = f"{applied.policy} node {format_cpulist(applied.nodes)}" if applied.nodes else applied.policy
+    gc = (
+        environ.get(protocol.LAUNCH_GC, "default").partition(",")[0] if hook.is_hooked(environ) else "default"
+    )
+    named = {
+        "nic": environ.get(protocol.LAUNCH_NIC),
+        "workers": str(entry.num_workers),
+        "threads": environ.get("OMP_NUM_THREADS"),
+        "gc": gc if gc != "default" else "",
+        "allocator": environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF"),
+        "malloc": entry.env.get("LD_PRELOAD", "").partition(":")[0].rpartition("/")[2],
+    }
+    parts = [f"rank {identity.rank}", f"cpus {format_cpulist(applied.cpus) or 'unknown'}", f"memory {memory}"]
+    parts += [f"gpu {entry.gpu_label}"] if entry.gpu_label else []
+    parts += entry.notes
+    parts += [f"{name} {value}" for name, value in named.items() if value]
+    parts += [f"{name}={value}" for name, value in entry.env.items() if not name.startswith(SUMMARIZED)]
+    return "launch-rank: " + ", ".join(shorten_text(part) for part in parts)
 
 
 def _fill_placeholders(argv: list[str], workers: str, environ: dict[str, str]) -> list[str]:
@@ -256,6 +340,15 @@ def exec_program(argv: list[str], environ: dict[str, str]) -> int:
     except (OSError, ValueError) as error:
         print_notice(f"{argv[0]} cannot be run ({error}): is it executable, with a right #! line?")
         return NOT_EXECUTABLE
+
+
+def shorten_text(text: str, limit: int = MAX_ITEM) -> str:
+    """Return a text on one line, harmless on a terminal, the middle of a long one left out."""
+    if len(text) > 2 * limit:
+        text = text[:limit] + text[-limit:]
+    shown = text if text.isprintable() else repr(text)[1:-1]
+    half = (limit - 1) // 2
+    return shown if len(shown) <= limit else f"{shown[:half]}…{shown[-half:]}"
 
 
 def print_notice(text: str) -> None:

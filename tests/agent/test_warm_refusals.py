@@ -172,7 +172,7 @@ def test_options_of_the_interpreter(option: str, reason: str) -> None:
     [
         (["sh", "-c", "python x.py"], "sh is no Python program"),
         (["/usr/bin/python9", "x.py"], "/usr/bin/python9 is another interpreter than"),
-        (["env", "A=1", sys.executable, "x.py"], "env(1) changes the environment"),
+        (["env", "A=1", sys.executable, "x.py"], "env is no Python program"),
         (["no-such-program"], "no-such-program is no Python program"),
     ],
     ids=str,

@@ -21,7 +21,7 @@ from launcher.files import open_append, open_below
 from launcher.rank.affinity import Applied
 from launcher.rank.entry import PlanEntry
 from launcher.rank.identity import Identity
-from launcher.rank.record import write_record
+from launcher.rank.shim import write_record
 from launcher.runs.node_records import read_nodes, refuse_node, write_node
 from launcher.runs.progress import measure_attempt
 from launcher.runs.run_directory import (

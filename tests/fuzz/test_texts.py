@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from launcher.config.settings import Settings
 from launcher.protocol import LAUNCH_SECRETS
-from launcher.rank.record import shorten_text
+from launcher.rank.shim import shorten_text
 from launcher.runs.manifest import describe_start
 from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import MASK, mask_tree, mask_variables, mask_words

@@ -190,8 +190,7 @@ DEAF = {
     "python -uE": "python -E ignores PYTHONPATH",
     "python -W ignore -S": "python -S runs no sitecustomize",
     "python -IS": "python -I ignores PYTHONPATH",
-    "env A=1 python -I": "python -I ignores PYTHONPATH",
-    "env -u PYTHONPATH python": "env drops PYTHONPATH",
+    "env python -W ignore -I": "python -I ignores PYTHONPATH",
     "./script -c": "python -I ignores PYTHONPATH",
 }
 SHOW = "import gc, os; print(gc.get_threshold(), gc.collect, os.environ.get('PYTHONPATH'))"
