@@ -1,35 +1,25 @@
 """`launch fit` on programs as users write them, and against torch's own MemTracker."""
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.seam import clean_environ
+from tests.seam import clean_environ, run_outside, start, wait_for
 
 PROGRAMS = Path(__file__).parents[1] / "fit_programs"
 
 
-def start_fit(folder: Path, *words: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "launcher", "fit", "nproc_per_node=1", *words]
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=clean_environ(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def fit(folder: Path, *words: str) -> tuple[int, str, str]:
-    process = start_fit(folder, *words)
-    out, err = process.communicate(timeout=240)
-    return process.returncode, out, err
+    done = run_outside(["fit", "nproc_per_node=1", *words], folder, timeout=240)
+    return done.code, done.out, done.err
 
 
 def fit_json(folder: Path, *words: str) -> dict[str, Any]:
@@ -125,16 +115,12 @@ def test_a_gpu_has_its_own_capability_and_an_error_its_operation_and_line(tmp_pa
     )
     code, _, err = fit(tmp_path, "fit.gpu=A100-40GB", "fails.py")
     assert code == 3 and "| (8, 0)" in err
-    assert (
-        "operation aten::mm failed" in err
-        and "fails.py:4: y = x @ x" in err
-        and "without `launch fit`" in err
-    )
+    assert "operation aten::mm failed" in err and "fails.py:4: y = x @ x" in err
+    assert "without `launch fit`" in err
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_shapes_that_depend_on_values_are_told_with_their_line(device: str, tmp_path: Path) -> None:
-    code, out, err = fit(tmp_path, "fit.gpu=H100", str(PROGRAMS / "data_dependent.py"), device)
+def test_shapes_that_depend_on_values_are_told_with_their_line(tmp_path: Path) -> None:
+    code, out, err = fit(tmp_path, "fit.gpu=H100", str(PROGRAMS / "data_dependent.py"), "cuda")
     assert (code, out) == (3, "")
     assert "aten::index" in err and "data_dependent.py:16: return x[x[:, 0] > 0].sum()" in err
 
@@ -150,15 +136,77 @@ def test_a_program_that_fails_or_never_steps_or_is_interrupted(tmp_path: Path) -
     code, _, err = fit(tmp_path, "fit.timeout=1", "waits.py")
     assert code == 3 and "fit.timeout=1 s" in err
     (tmp_path / "began").unlink(missing_ok=True)
-    process = start_fit(tmp_path, "waits.py")
-    while not (tmp_path / "began").exists():
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
+    with start(tmp_path, "fit", "nproc_per_node=1", "waits.py") as started:
+        wait_for((tmp_path / "began").exists, "the program's start")
+        started.process.send_signal(signal.SIGINT)
+        assert started.wait() == 130
+        assert not started.survivors()
 
 
 def test_a_python_that_loads_no_hook_does_not_train(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("open('trained', 'w').close()\n")
     code, _, err = fit(tmp_path, "--", sys.executable, "-I", "train.py")
     assert code == 3 and "fake" in err and not (tmp_path / "trained").exists()
+
+
+# Under a limit: what is chosen runs where the fixed defaults are killed
+
+
+LIMIT_MIB = 1450
+MODEL = ("+model=tiny", "model.layers=24", "model.max_seq_len=512")
+"""512 tokens of each sequence keep 0.2 GiB in fp32: 2.5 GiB of 12 sequences, 1.7 GiB of 8."""
+RUN = (
+    "nproc_per_node=1",
+    "program.device=cpu",
+    "program.steps=1",
+    "program.eval_batches=0",
+    "start.warm=false",
+)
+
+
+def find_group_folder() -> tuple[Path, str]:
+    """The folder of this process's memory cgroup, and its file of the limit; version 1 or 2."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            return Path("/sys/fs/cgroup/memory", path.lstrip("/")), "memory.limit_in_bytes"
+        if number == "0" and Path("/sys/fs/cgroup/cgroup.controllers").is_file():
+            return Path("/sys/fs/cgroup", path.lstrip("/")), "memory.max"
+    pytest.skip("there is no memory cgroup")
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A memory cgroup with the limit."""
+    folder, limit = find_group_folder()
+    own = folder / f"launch-test-{os.getpid()}"
+    try:
+        own.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made: {error}")
+    try:
+        (own / limit).write_text(str(LIMIT_MIB << 20))
+        # Nothing may be swapped out in place of being killed.
+        for file, text in (("memory.swap.max", "0"), ("memory.swappiness", "0")):
+            with contextlib.suppress(OSError):
+                (own / file).write_text(text)
+        yield own
+    except OSError as error:
+        pytest.skip(f"the memory of a cgroup cannot be limited: {error}")
+    finally:
+        own.rmdir()
+
+
+@pytest.mark.slow
+def test_what_is_chosen_is_not_killed(group: Path, tmp_path: Path) -> None:
+    def enter() -> None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    fixed = ("program.batch_size=12", "program.activation_checkpointing=none")
+    killed = run_outside([*MODEL, *RUN, *fixed, "new_run_dir=fixed"], tmp_path, timeout=300, preexec_fn=enter)
+    assert killed.code == 137, killed
+    assert "does not fit" in killed.err and f"limit of the job's cgroup, {LIMIT_MIB} MiB" in killed.err
+    done = run_outside([*MODEL, *RUN, "new_run_dir=auto"], tmp_path, timeout=300, preexec_fn=enter)
+    assert done.code == 0, done
+    chosen = json.loads((tmp_path / "auto/manifest.json").read_text())["training"]
+    assert chosen["batch_size"] == 8 and chosen["activation_checkpointing"] != "none"

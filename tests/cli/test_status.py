@@ -1,4 +1,4 @@
-"""`launch status` of run directories made by hand, and of real runs on this machine."""
+"""`launch status` and `launch nodes`, of run directories made by hand and of real runs on this machine."""
 
 import io
 import json
@@ -6,47 +6,53 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from launcher.report.runs import print_details, print_runs
 from launcher.runs.run_process import check_process, identify_process, open_process
-from launcher.runs.run_status import RunStatus, add_progress, read_status
+from launcher.runs.run_status import RunStatus, read_status
 from launcher.slurm.run_states import resolve_run
 from tests.cli.make_runs import make_run, write_log
+from tests.cli.test_completion import ask
 from tests.seam import Launch, Result, start, wait_for, write_program
 
 DAMAGED = [
-    *(
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"outcome": 3}',
-        '{"outcome": {"state": ["x"]}, "hosts": 3, "earlier": {"a": 1}}',
-    ),
+    *("", "{", "[]", "null", '{"outcome": 3}'),
+    '{"outcome": {"state": ["x"]}, "hosts": 3, "earlier": {"a": 1}}',
     '{"outcome": {"state": "failed", "first_failure": [1]}, "earlier": [1, {"outcome": 2}], "started": 7}',
     '{"outcome": {"state": "failed", "first_failure": {"last_lines": 3}}, "ended": "x", "started": "y"}',
 ]
 STEPS = """
-import sys, time
+import time
 for step in range(1, 1000):
     print(f"step {step}/1000 loss {1 / step:.3f}", flush=True)
     time.sleep(0.02)
 """
+RUN = "tiny/20260801-120000"
 
 
-def read_runs(result: Result) -> list[dict[str, object]]:
+def read_runs(result: Result) -> list[dict[str, Any]]:
     assert (result.code, result.err) == (0, ""), result
     data = json.loads(result.out)
     assert data["schema"] == 1
     return list(data["runs"])
 
 
-def test_no_run_yet(launch: Launch) -> None:
-    assert launch("status") == Result(0, "no run below runs_dir=runs yet\n", "")
+def read_newest(launch: Launch) -> dict[str, Any]:
+    return read_runs(launch("status", "format=json"))[0]
+
+
+def test_no_run_yet_and_mistakes(launch: Launch, here: Path) -> None:
+    for verb in ("status", "nodes"):
+        assert launch(verb) == Result(0, "no run below runs_dir=runs yet\n", "")
     assert read_runs(launch("status", "format=json")) == []
+    make_run(here / "runs")
+    launch("status", "tinny").assert_error(2, "did you mean tiny")
+    launch("status", "format=xml").assert_error(2, "format=xml", "table")
+    launch("status", "tiny", "nix").assert_error(2, "'nix'")
 
 
 def test_a_run_that_failed(launch: Launch, here: Path) -> None:
@@ -55,15 +61,9 @@ def test_a_run_that_failed(launch: Launch, here: Path) -> None:
     outcome = {"exit_code": 137, "cause": "crash", "first_failure": failure}
     path = make_run(here / "runs", state="failed", hosts=["n1", "n2"], outcome=outcome)
     write_log(path, 0, "step 7/90 loss 1.5\n\x1b[1mthe last\x1b[0m\n\n", attempt=1)
-    (run,) = read_runs(launch("status", "format=json"))
-    expected: dict[str, object] = {
-        "run": "tiny/20260801-120000",
-        "path": str(path),
-        "state": "failed",
-        "job_id": None,
-        "nodes": 2,
-    }
-    expected |= {"step": 7, "total": 90, "last_line": "the last", "restarts": 1, "seconds": 90.0}
+    run = read_newest(launch)
+    expected: dict[str, object] = {"run": RUN, "path": str(path), "state": "failed", "job_id": None}
+    expected |= {"step": 7, "total": 90, "last_line": "the last", "restarts": 1, "seconds": 90.0, "nodes": 2}
     expected |= {"exit_code": 137, "first_failure": failure, "nodelist": "n1,n2"}
     assert {key: run[key] for key in expected} == expected
     assert run["reason"] == "rank 3 on n2 was killed by SIGKILL (signal 9)"
@@ -82,38 +82,27 @@ def test_attempts_are_told_with_their_causes(launch: Launch, here: Path) -> None
     ]
     outcome = {"cause": "no_progress", "reason": "no progress in 3 attempts in a row"}
     make_run(here / "runs", state="stopped", earlier=earlier, outcome=outcome)
-    (run,) = read_runs(launch("status", "format=json", "tiny"))
-    attempts = run["attempts"]
-    assert isinstance(attempts, list)
-    assert [(one["state"], one["cause"]) for one in attempts] == [
-        ("requeued", "preempted"),
-        ("requeued", "timeout"),
-        ("stopped", "no_progress"),
-    ]
+    found = [(one["state"], one["cause"]) for one in read_newest(launch)["attempts"]]
+    assert found == [("requeued", "preempted"), ("requeued", "timeout"), ("stopped", "no_progress")]
     shown = [line.strip().rpartition("  ")[2] for line in launch("status", "tiny").out.splitlines()]
-    assert "requeued: preempted" in shown and "requeued: time limit: requeued" in shown
-    assert "stopped: no progress in 3 attempts in a row" in shown
+    told = {"requeued: preempted", "requeued: time limit: requeued"}
+    assert told | {"stopped: no progress in 3 attempts in a row"} <= {*shown}
 
 
-@pytest.mark.parametrize(
-    ("hosts", "cell"),
-    [
+def test_nodes_are_shown_as_slurm_writes_them(launch: Launch, here: Path) -> None:
+    path = make_run(here / "runs") / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for hosts, cell in (
         (["n0", "n1"], "2 n[0-1]"),
         (["gpu12", "gpu09", "gpu10", "gpu11"], "4 gpu[09-12]"),
         (["box"], "1 box"),
         (["login", "n3"], "2 login,n3"),
         (["n1-ib.cluster", "n2-ib.cluster"], "2"),
-    ],
-)
-def test_nodes_of_a_run_that_has_ended_are_shown_as_slurm_writes_them(
-    launch: Launch, here: Path, hosts: list[str], cell: str
-) -> None:
-    make_run(here / "runs", hosts=hosts)
-    header, row = launch("status").out.splitlines()
-    at = header.index("nodes")
-    assert row[at:].partition("  ")[0].strip() == cell, row
-    (run,) = read_runs(launch("status", "format=json"))
-    assert run["nodelist"] == ",".join(hosts)
+    ):
+        path.write_text(json.dumps({**manifest, "hosts": hosts}))
+        header, row = launch("status").out.splitlines()
+        assert row[header.index("nodes") :].partition("  ")[0].strip() == cell, row
+        assert read_newest(launch)["nodelist"] == ",".join(hosts)
 
 
 def test_the_newest_ten_and_all_that_live(launch: Launch, here: Path) -> None:
@@ -128,38 +117,34 @@ def test_the_newest_ten_and_all_that_live(launch: Launch, here: Path) -> None:
     assert [run["run"] for run in named] == ["old/20250101-000001", "new/20260801-000011"]
 
 
-@pytest.mark.parametrize("text", DAMAGED)
-def test_a_damaged_manifest_is_shown_as_far_as_it_goes(launch: Launch, here: Path, text: str) -> None:
-    (make_run(here / "runs") / "manifest.json").write_text(text)
-    (run,) = read_runs(launch("status", "format=json"))
-    assert run["state"] in ("unknown", "failed")
-    assert launch("status", "tiny").code == 0
+def test_a_damaged_manifest_is_shown_as_far_as_it_goes(launch: Launch, here: Path) -> None:
+    path = make_run(here / "runs") / "manifest.json"
+    for text in DAMAGED:
+        path.write_text(text)
+        assert read_newest(launch)["state"] in ("unknown", "failed"), text
+        assert launch("status", "tiny").code == 0, text
 
 
-def test_a_run_whose_process_is_gone_is_lost(launch: Launch, here: Path) -> None:
+def test_a_run_is_known_by_its_process(launch: Launch, here: Path) -> None:
     process = subprocess.Popen(["sleep", "100"])
-    record = identify_process(process.pid)
-    make_run(here / "runs", state="running", process=record)
-    assert read_runs(launch("status", "format=json"))[0]["state"] == "running"
+    path = make_run(here / "runs", state="running", process=identify_process(process.pid))
+    assert read_newest(launch)["state"] == "running"
     process.kill()
     process.wait()
-    (run,) = read_runs(launch("status", "format=json"))
-    assert run["state"] == "lost" and str(process.pid) in str(run["reason"])
-
-
-def test_a_run_on_another_host_that_is_silent_may_be_over(launch: Launch, here: Path) -> None:
-    elsewhere = {**identify_process(os.getpid()), "host": "elsewhere"}
-    path = make_run(here / "runs", state="running", process=elsewhere)
-    (path / "logs/0").mkdir(parents=True, exist_ok=True)
-    log = path / "logs/0/rank-0.out"
-    log.touch()
-    (run,) = read_runs(launch("status", "format=json"))
+    run = read_newest(launch)
+    assert run["state"] == "lost" and str(process.pid) in run["reason"]
+    # Of another host's nothing is known but what it writes.
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["process"] |= {"host": "elsewhere"}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    write_log(path, 0, "")
+    run = read_newest(launch)
     assert (run["state"], run["reason"]) == ("running", "")
-    for written in (*path.glob("logs/*/*"), *path.glob("logs/*"), *path.glob("watch/*")):
+    for written in (*path.glob("logs/*/*"), *path.glob("logs/*")):
         os.utime(written, (1e9, 1e9))
-    (run,) = read_runs(launch("status", "format=json"))
-    assert run["state"] == "running" and str(run["reason"]).startswith("nothing was written for ")
-    assert str(run["reason"]).endswith("can be seen on elsewhere alone")
+    run = read_newest(launch)
+    assert run["state"] == "running" and run["reason"].startswith("nothing was written for ")
+    assert run["reason"].endswith("can be seen on elsewhere alone")
 
 
 def test_a_process_is_known_by_more_than_its_number(tmp_path: Path) -> None:
@@ -185,32 +170,25 @@ def test_a_process_is_known_by_more_than_its_number(tmp_path: Path) -> None:
     assert identify_process(child.pid) == {}
 
 
-def test_runs_of_another_host_are_as_their_manifests_have_them(launch: Launch, here: Path) -> None:
-    make_run(here / "runs", state="running", process={**identify_process(os.getpid()), "host": "elsewhere"})
-    assert read_runs(launch("status", "format=json"))[0]["state"] == "running"
+def test_the_step_and_the_last_line_by_the_logs(launch: Launch, here: Path) -> None:
+    def look() -> tuple[object, ...]:
+        run = read_newest(launch)
+        return run["step"], run["last_line"], run["restarts"]
 
-
-def test_the_step_of_the_attempt_before_counts_until_there_is_one(tmp_path: Path) -> None:
-    path = make_run(tmp_path, state="running")
-    write_log(path, 0, "step 40/90 loss 1\n")
-    write_log(path, 0, "loading\n", attempt=1)
-    status = add_progress(read_status(path))
-    assert (status.step, status.total, status.last_line, status.restarts) == (40, 90, "loading", 1)
-    write_log(path, 0, "step 38/90 loss 1\n", attempt=1)
-    assert add_progress(read_status(path)).step == 38
-
-
-def test_the_last_line_is_the_programs_of_the_stream_that_it_wrote_to_last(tmp_path: Path) -> None:
-    path = make_run(tmp_path)
+    path = make_run(here / "runs")
     (path / "logs/slurm-12.out").write_text("head\nlaunch: run directory /a/b\n")
-    assert add_progress(read_status(path)).last_line == "head"
+    assert look() == (None, "head", 0), "lines of ours do not count"
     err = write_log(path, 0, "warned\nlaunch-rank: rank 0, cpus 0\n", ending="err")
-    assert add_progress(read_status(path)).last_line == "warned"
-    out = write_log(path, 0, " 10%\r 20%\n")
+    assert look() == (None, "warned", 0)
+    out = write_log(path, 0, "step 40/90 loss 1\n 10%\r 20%\n")
     os.utime(err, (1, 1))
-    assert add_progress(read_status(path)).last_line == "20%"
+    assert look() == (40, "20%", 0)
     os.utime(out, (0, 0))
-    assert add_progress(read_status(path)).last_line == "warned"
+    assert look() == (40, "warned", 0), "the stream that was written to last counts"
+    write_log(path, 0, "loading\n", attempt=1)
+    assert look() == (40, "loading", 1), "the step of the attempt before counts until there is one"
+    write_log(path, 0, "step 38/90 loss 1\n", attempt=1)
+    assert look()[0] == 38
 
 
 def show(run: RunStatus, width: int) -> list[str]:
@@ -231,60 +209,32 @@ def test_narrow_terminals_lose_columns_and_keep_the_run_and_its_state() -> None:
         restarts=2,
         seconds=12000,
     )
-    titles = {width: show(run, width)[0].split() for width in (160, 120, 100, 80, 60, 40)}
-    assert titles[160] == [
-        "run",
-        "job",
-        "state",
-        "nodes",
-        "step",
-        "restarts",
-        "time",
-        "reason",
-        "last",
-        "line",
-    ]
-    assert titles[80] == ["run", "job", "state", "nodes", "step", "reason"]
-    assert titles[40] == ["run", "state"]
+    titles = {width: " ".join(show(run, width)[0].split()) for width in (160, 120, 100, 80, 60, 40)}
+    assert titles[160] == "run job state nodes step restarts time reason last line"
+    assert titles[80] == "run job state nodes step reason"
+    assert titles[40] == "run state"
     row = show(run, 160)[1]
     assert "4 n[0-3]  120/40000         2  3 h 20 min  Resources  step 120/40000" in row and row.endswith("…")
 
 
-def test_a_bad_name_and_a_bad_format_are_errors(launch: Launch, here: Path) -> None:
-    make_run(here / "runs")
-    launch("status", "tinny").assert_error(2, "did you mean tiny")
-    launch("status", "format=xml").assert_error(2, "format=xml", "table")
-    launch("status", "tiny", "nix").assert_error(2, "'nix'")
-
-
 @pytest.mark.usefixtures("quick_agent")
-def test_a_real_run_from_its_start_to_its_end(here: Path, launch: Launch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=str)
+def test_a_real_run_from_its_start_to_its_end(here: Path, launch: Launch, number: signal.Signals) -> None:
     with start(here, "nproc_per_node=1", "name=real", "--", write_program(here, STEPS)) as run:
-        path = here / "runs/real"
-        wait_for(lambda: any(path.glob("*/logs/0/rank-0.out")) and "step 3/" in read_out(path), "three steps")
-        (found,) = read_runs(launch("status", "format=json", "real"))
+        logs = "runs/real/*/logs/0/rank-0.out"
+        wait_for(lambda: any("step 3/" in log.read_text() for log in here.glob(logs)), "three steps")
+        found = read_newest(launch)
         assert found["state"] == "running" and found["total"] == 1000 and found["step"]
-        assert str(found["last_line"]).startswith("step ")
-        run.process.kill()
+        assert found["last_line"].startswith("step ")
+        run.process.send_signal(number)
         run.wait()
-        (found,) = read_runs(launch("status", "format=json", "real"))
-        assert found["state"] == "lost"
+        found = read_newest(launch)
+        if number == signal.SIGKILL:
+            assert found["state"] == "lost"
+        else:
+            ended = (found["state"], found["reason"], found["exit_code"])
+            assert ended == ("stopped", "by SIGTERM", 143)
         wait_for(lambda: not run.survivors(), "the ranks' end")
-
-
-def read_out(path: Path) -> str:
-    return next(path.glob("*/logs/0/rank-0.out")).read_text()
-
-
-@pytest.mark.usefixtures("quick_agent")
-def test_a_real_run_that_was_interrupted(here: Path, launch: Launch) -> None:
-    with start(here, "nproc_per_node=1", "name=real", "--", write_program(here, STEPS)) as run:
-        path = here / "runs/real"
-        wait_for(lambda: any(path.glob("*/logs/0/rank-0.out")) and "step 3/" in read_out(path), "three steps")
-        run.process.send_signal(signal.SIGTERM)
-        run.wait()
-    (found,) = read_runs(launch("status", "format=json"))
-    assert (found["state"], found["reason"], found["exit_code"]) == ("stopped", "by SIGTERM", 143)
 
 
 def test_a_job_that_slurm_forgot_has_begun_where_it_has_a_log(tmp_path: Path) -> None:
@@ -293,3 +243,43 @@ def test_a_job_that_slurm_forgot_has_begun_where_it_has_a_log(tmp_path: Path) ->
     (path / "logs/slurm-12.out").write_text("launch: error: cluster.setup ended with 127 at: module\n")
     found = resolve_run(read_status(path), None)
     assert found.state == "lost" and "ended before it came to the program" in found.reason
+
+
+# launch nodes
+
+
+@pytest.fixture
+def runs(here: Path) -> Path:
+    """Three runs on nodes n0 to n11."""
+    hosts: dict[str, Any] = {"hosts": [f"n{number}" for number in range(12)]}
+    finding = {"host": "n2", "level": "error", "subject": "limits", "what": "8 MiB\x1b[2J", "fix": ""}
+    checked = {"findings": [finding], "sick": ["n2"]}
+    make_run(here / "runs", "a", "20260801-120001", **hosts, preflight=checked)
+    make_run(here / "runs", "a", "20260801-120002", "failed", **hosts, outcome={"lost": ["n11"]})
+    make_run(here / "runs", "a", "20260801-120003", hosts=["n11", "login"])
+    return here / "runs"
+
+
+def test_nodes_with_trouble_come_first_and_are_named_by_patterns(launch: Launch, runs: Path) -> None:
+    lines = launch("nodes").out.splitlines()
+    assert lines[0].split()[:8] == ["node", "runs", "sick", "lost", "hangs", "slow", "warnings", "seen"]
+    assert {lines[1].split()[0], lines[2].split()[0]} == {"n2", "n11"} and len(lines) == 14
+    shown = launch("nodes", "n[10-11]", "n2*").out
+    assert {line.split()[0] for line in shown.splitlines()[1:4]} == {"n2", "n10", "n11"}
+    assert "a/20260801-120002  lost" in shown and "\x1b" not in shown
+    launch("nodes", "m*").assert_error(2, "was on a node 'm*'", "login, n0")
+    assert ask("launch nodes n1")[:1] == ["n11"]
+    found = json.loads(launch("nodes", "n11", "format=json").out)
+    (node,) = found["nodes"]
+    assert found["schema"] == 1
+    assert (node["host"], node["runs"], node["lost"], node["trouble"]) == ("n11", 3, 1, 1)
+    assert node["events"][0]["run"] == "a/20260801-120002"
+
+
+def test_what_is_no_manifest_is_passed_over(launch: Launch, runs: Path) -> None:
+    for stamp in ("20260801-120004", "20260801-120006"):
+        (runs / "b" / stamp).mkdir(parents=True)
+    (runs / "b/20260801-120004/manifest.json").write_text("[" * 100_000)
+    (runs / "b/20260801-120006/manifest.json").symlink_to("/dev/zero")
+    make_run(runs, "b", "20260801-120005", hosts={"n0": 1}, preflight=[1], hangs="x")
+    assert len(launch("nodes", "format=json").out) > 1000

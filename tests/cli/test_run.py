@@ -1,0 +1,243 @@
+"""What is said and checked before a job on this machine starts, and what a run that goes on keeps."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launcher.cli import doctor, job_warnings, run
+from launcher.config.request import make_request
+from launcher.config.settings import Settings
+from launcher.doctor.model import Facts, PathFacts
+from launcher.launch.job import JobSpec
+from launcher.plan.model import Request
+from launcher.preflight.checks import NodeAnswer, PreflightRequest
+from launcher.probe import health
+from launcher.protocol import name_host
+from tests.seam import Launch, clean_environ, run_outside
+from tests.specify import specify
+from tests.strangers import give_away
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+# The allocator
+
+
+def test_programs_that_share_gpu_memory_are_warned_of_in_a_container_that_may_not_trace(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("nodes=2", "cluster=slurm", "dry_run=true", "--", "python", "-m", "verl.trainer.main_ppo")
+    monkeypatch.setattr(job_warnings, "CONTAINER_MARKS", ())
+    assert "165685" not in launch(*words).err
+    contained = launch("cluster.container.image=a.sif", *words)
+    assert contained.code == 0
+    assert "pytorch/issues/165685" in contained.err and "--cap-add=SYS_PTRACE to have both" in contained.err
+    monkeypatch.setattr(job_warnings, "CONTAINER_MARKS", ("/",))
+    for capabilities in (0, 1 << 19):
+        monkeypatch.setattr(health, "read_capabilities", lambda _, found=capabilities: found)
+        said = launch("nproc_per_node=1", "dry_run=true", "--", "echo", "verl.trainer").err
+        assert ("165685" in said) == (capabilities == 0)
+
+
+@pytest.mark.usefixtures("quick_agent")
+def test_what_does_not_go_with_a_program_is_left_out_and_it_runs(here: Path) -> None:
+    """Left out of the configuration, so that it does not go to the nodes of a submitted job either."""
+    (here / "train.py").write_text("pass")
+    for words, left in ((["--use-nccl-ub"], {}), ([], {"expandable_segments": True})):
+        config = specify([], ("train.py", *words), {}).config
+        assert config.allocator == {**left, "host": "system"}
+    words = ["nproc_per_node=1", "new_run_dir=run", "--", "train.py", "--use-nccl-ub"]
+    done = run_outside(words, here, {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.code == 0 and done.err.count("--use-nccl-ub: Megatron-LM refuses") == 1, done
+
+
+# Secrets, and what configuration files bring
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["env.HF_TOKEN=abc"], "env.HF_TOKEN is on the command line"),
+        (["+env.A=ghp_AbCdEfGh12345678AbCdEfGh12345678AbCd"], "env.A is on the command line"),
+        (["env.HF_TOKEN=abc", "env.B=1", "env.PASSWORD=x"], "env.HF_TOKEN, env.PASSWORD are on the command"),
+        (["+env={HF_TOKEN: abc}"], "env.HF_TOKEN is on the command line"),
+        (["env.B=1"], ""),
+        (["env.from_file=x.env"], ""),
+        (["env.HF_TOKEN=abc", "dry_run=true"], ""),
+        (["env.HF_TOKEN=abc", "cluster=slurm"], ""),
+        (["env.HF_TOKEN=abc", "cluster=slurm", "follow=true"], "env.HF_TOKEN is on the command line"),
+    ],
+    ids=str,
+)
+def test_secrets_that_ps_shows_while_launch_runs(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    (here / "x.env").write_text("HF_TOKEN=abc\n")
+    specify(words, ("true",))
+    said = capsys.readouterr().err
+    assert told in said and ("env.from_file=FILE" in said) == bool(told)
+    assert "abc" not in said
+
+
+def test_what_a_sweeper_calls_is_named_before_it_is(here: Path) -> None:
+    text = "defaults: [launch_defaults, override /hydra/sweeper: optuna, _self_]\nhydra:\n  sweeper:\n"
+    write(here / "conf/launch.yaml", f"{text}    sampler: {{_target_: subprocess.getoutput, seed: 1}}\n")
+    done = run_outside(["-m", "--", "true"], here)
+    named = "launch: hydra/sweeper=optuna calls hydra.sweeper.sampler: subprocess.getoutput\n"
+    assert named in done.err and "launch: configuration from conf/launch.yaml\n" in done.err, done.err
+    assert done.err.index(named) < done.err.index("the trials of hydra/sweeper=optuna go to")
+
+
+def run_installed(here: Path, *words: str) -> str:
+    """Run `launch` as its entry point does, the working directory not on its path; return what it says."""
+    command = [sys.executable, "-P", "-m", "launcher", *words]
+    with (here / "said").open("w+b") as said:
+        done = subprocess.run(command, cwd=here, env=clean_environ(), stdout=said, stderr=said, check=False)
+        said.seek(0)
+        text = said.read().decode()
+    assert done.returncode == 0, text
+    return text
+
+
+def test_what_a_configuration_has_run_is_named_before_it_runs(here: Path) -> None:
+    write(here / "conf/program/train.yaml", "command: [sh, -c, 'cat said > seen']\n")
+    run_installed(here, "nproc_per_node=1")
+    assert "conf/program/train.yaml has this run: sh -c 'cat said > seen'" in (here / "seen").read_text()
+
+
+def test_a_folder_of_the_launchers_name_does_not_take_the_bundled_programs_place(here: Path) -> None:
+    write(here / "launcher/__init__.py", "raise SystemExit('planted')\n")
+    assert " -P -m launcher.programs.train " in run_installed(here, "dry_run=true")
+    assert "planted" not in run_installed(here, "nproc_per_node=1", "program.steps=1", "model.layers=1")
+
+
+def test_whose_a_configuration_is(launch: Launch, here: Path) -> None:
+    write(here / "conf/launch_defaults.yaml", "defaults: [launch_schema]\nnproc_per_node: 1\n")
+    assert "launch: configuration from conf/launch_defaults.yaml\n" in launch("plan").err
+    give_away(here / "conf/launch_defaults.yaml")
+    said = launch("plan").err
+    assert "configuration from conf/launch_defaults.yaml (of " in said and "65534" in said
+
+
+# A configuration that stays, and a run that goes on
+
+
+def test_the_settings_that_differ_are_listed_without_secrets(here: Path, launch: Launch) -> None:
+    path = here / "runs/train/20310203-040506"
+    write(path / "manifest.json", "{}")
+    first = specify(["new_run_dir=x", "env.HF_TOKEN=one"], ("true",))
+    write(path / "config.yaml", first.config_text)
+    words = [f"run_dir={path}", "logs.tail=7", "env.HF_TOKEN=two", "dry_run=true", "--", "true"]
+    said = launch(*words).err
+    assert "other settings than those of the earlier start" in said
+    assert "logs.tail 20 -> 7" in said and "two" not in said and "one" not in said.replace("none", "")
+    write(path / "config.yaml", "a: &a [*a]\n" * 3)
+    assert "other settings" not in launch(*words).err
+
+
+def test_a_program_of_the_users_own_leaves_nothing_of_the_bundled_one(here: Path) -> None:
+    spec = specify([], ("true",))
+    written = yaml.safe_load(spec.config_text)
+    assert not {"model", "data", "program"} & (written.keys() | spec.choices.keys())
+    assert (spec.config.model, spec.config.data, spec.config.program) == ({}, {}, {})
+    bundled = specify([])
+    assert bundled.choices["model"] == "tiny" and yaml.safe_load(bundled.config_text)["model"]
+
+
+def test_nothing_changes_a_resolved_configuration(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the tests' guard, which ends a start before it starts ranks."""
+    specs: list[tuple[JobSpec, JobSpec]] = []
+    make = run.specify_job
+
+    def keep(*args: object, **options: object) -> JobSpec:
+        spec = make(*args, **options)  # type: ignore[arg-type]  # as it was called
+        specs.append((spec, copy.deepcopy(spec)))
+        return spec
+
+    monkeypatch.setattr(run, "specify_job", keep)
+    assert STARTED in launch("nproc_per_node=1", "--", "true").err
+    ((spec, before),) = specs
+    assert spec == before
+
+
+def test_the_defaults_of_a_request_are_the_schemas() -> None:
+    """`launch-rank` by itself has no configuration, and plans with the former."""
+    assert make_request(Settings(allocator={"expandable_segments": True}), {}) == Request()
+
+
+# Checks of the machine before the start
+
+CHECKED = ("nproc_per_node=1", "name=x", "preflight=light", "watch.enabled=false")
+STARTED = "would start a job"
+"""What the tests' guard says of a run that gets that far."""
+FACTS = Facts(
+    name_host(os.environ), 0, time.time(), cpus=1, paths=(PathFacts("/data", "data", "stuck", 5.0),)
+)
+SICK = f"print({NodeAnswer(FACTS).render()!r})"
+
+
+def check_first(
+    launch: Launch, here: Path, patch: pytest.MonkeyPatch, script: str, *words: str
+) -> tuple[int, str, dict[str, Any]]:
+    """Run with another program that answers for the machine; return code, stderr and manifest."""
+    patch.setattr(PreflightRequest, "command", [sys.executable, "-I", "-S", "-c", script])
+    done = launch(*CHECKED, *words, "--", "true")
+    (path,) = (here / "runs").glob("*/*/manifest.json")
+    return done.code, done.err, json.loads(path.read_text())
+
+
+def test_a_sick_machine_is_told_and_the_run_starts(
+    launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, said, manifest = check_first(launch, here, monkeypatch, SICK)
+    assert STARTED in said and "preflight: sick: " in said and "/data" in said and "1 sick" in said
+    assert manifest["outcome"]["state"] == "running" and len(manifest["preflight"]["sick"]) == 1
+    (report,) = (here / "runs").glob("*/*/preflight/0/report.json")
+    assert json.loads(report.read_text())["kind"] == "light"
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "exclude"])
+def test_a_sick_machine_ends_the_run_with_3(
+    launch: Launch, here: Path, on_failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, said, manifest = check_first(launch, here, monkeypatch, SICK, f"preflight.on_failure={on_failure}")
+    assert code == 3 and "launch: error: preflight found this machine sick" in said and STARTED not in said
+    outcome = manifest["outcome"]
+    assert (outcome["state"], outcome["cause"], outcome["exit_code"]) == ("failed", "sick_node", 3)
+
+
+def test_checks_that_fail_by_themselves_are_a_warning(
+    launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import sys; sys.exit('ModuleNotFoundError: no torch')"
+    _, said, manifest = check_first(launch, here, monkeypatch, script, "preflight.on_failure=stop")
+    assert STARTED in said and "not checked: ModuleNotFoundError: no torch" in said
+    assert manifest["preflight"]["problem"] == "ModuleNotFoundError: no torch"
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["by themselves", "with a mistake of their own"])
+def test_checks_that_a_signal_ends_do_not_start_the_run(
+    launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("a mistake of the checks' own")
+
+    if fails:
+        monkeypatch.setattr(doctor, "run_checks", fail)
+    script = "import os, signal; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
+    code, said, manifest = check_first(launch, here, monkeypatch, script)
+    assert code == 128 + signal.SIGTERM and STARTED not in said
+    assert (manifest["outcome"]["state"], manifest["outcome"]["signal"]) == ("stopped", "SIGTERM")
