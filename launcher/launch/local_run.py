@@ -12,8 +12,8 @@ from launcher.launch.agent_process import Agent, AgentRequest
 from launcher.launch.job import Job, JobSpec, build_agent_environ, render_agent, shares_terminal
 from launcher.launch.monitor import RankMonitor, Viewer
 from launcher.launch.outcome import report_outcome
-from launcher.launch.pseudo_terminal import PseudoTerminal, open_terminal
 from launcher.launch.supervisor import Supervisor
+from launcher.launch.terminal import PseudoTerminal, open_terminal
 from launcher.launch.torchrun_agent import TorchrunAgent, open_agent
 from launcher.launch.watch_folder import open_watch_folder
 from launcher.launch.watching import watch_node
@@ -68,7 +68,7 @@ def execute_job(
         if terminal := find_terminal(job):
             monitor.use_terminal(terminal)
             environ |= terminal.variables
-            supervisor.pressed, supervisor.helpers = terminal.pressed, (*helpers, *terminal.helpers)
+            supervisor.pressed, supervisor.helpers = terminal.pressed, (*helpers, terminal.guard.pid)
         request = AgentRequest(job, run, environ, has_terminal=terminal is not None)
         outcome = supervisor.run(make_agent(request, monitor, make_direct))
     except OSError as error:

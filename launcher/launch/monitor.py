@@ -13,9 +13,7 @@ from launcher.config.settings import SLURM_KINDS
 from launcher.files import LARGEST, read_file
 from launcher.launch.job import Job
 from launcher.launch.processes import RankProcess, list_ranks
-from launcher.launch.pseudo_terminal import PseudoTerminal
-from launcher.launch.terminal_output import TerminalOutput
-from launcher.launch.terminal_relay import TerminalRelay
+from launcher.launch.terminal import PseudoTerminal, TerminalRelay
 from launcher.protocol import name_applied_file
 from launcher.runs.progress import Progress
 from launcher.runs.provenance import describe_sources
@@ -85,9 +83,11 @@ class RankMonitor:
 
     def use_terminal(self, terminal: PseudoTerminal) -> None:
         """Let the program have the user's terminal; to be called before the start."""
-        output = TerminalOutput(lambda attempt: self.run.rank_log(0, attempt, "out"), self.run.first_attempt)
-        self.viewer.use_terminal(output.take, lambda: terminal.is_raw)
-        self.relay = TerminalRelay(terminal, output, self.viewer.notify)
+        run = self.run
+        self.relay = TerminalRelay(
+            terminal, lambda attempt: run.rank_log(0, attempt, "out"), run.first_attempt, self.viewer.notify
+        )
+        self.viewer.use_terminal(self.relay.take, lambda: terminal.is_raw)
 
     def start(self) -> None:
         """Start what could wait until the agent was on its way."""
@@ -160,7 +160,7 @@ class RankMonitor:
         """Give the user's terminal back as it was, however the job has ended."""
         if self.relay:
             self.relay.finish()
-            if fault := self.relay.output.fault:
+            if fault := self.relay.fault:
                 logger.warning(f"the log of the program's terminal is not complete ({fault})")
 
 
