@@ -1,17 +1,43 @@
 """The agent of a job on this machine alone."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from launcher.agent.coordinator import Coordinator
-from launcher.agent.direct_agent import DirectAgent, LocalControl
+from launcher.agent.coordinator import Coordinator, Order
+from launcher.agent.direct_agent import DirectAgent
 from launcher.agent.endpoint import make_endpoint_finder
 from launcher.agent.rank_starter import ExecStarter, RankStarter
 from launcher.agent.warm_process import WarmProcess, WarmStarter, choose_starter
-from launcher.launch.agent_process import AgentRequest
+from launcher.launch.agent import AgentRequest
 from launcher.launch.job import choose_restarts, shares_terminal
 
 TakeWarm = Callable[[Sequence[str], Mapping[str, str]], WarmProcess | None]
 """Gives the warm process for a program's argv and environment."""
+
+
+@dataclass(slots=True)
+class LocalControl:
+    """Decides for the one node of a job."""
+
+    coordinator: Coordinator
+    orders: list[Order | None] = field(default_factory=list)
+
+    def report_ready(self, local_size: int) -> None:
+        """Order the first start."""
+        self.orders.append(self.coordinator.note_ready(self.coordinator.hosts[0], local_size))
+
+    def report_failure(self, restart: int, _rank: int, _exitcode: int) -> None:
+        """Order another start, or the end."""
+        self.orders.append(self.coordinator.note_failure(self.coordinator.hosts[0], restart))
+
+    def report_end(self, restart: int) -> None:
+        """Order the end."""
+        self.orders.append(self.coordinator.note_end(self.coordinator.hosts[0], restart))
+
+    def take_orders(self) -> Iterable[Order]:
+        """Return the orders since the last call."""
+        taken, self.orders = self.orders, []
+        return [order for order in taken if order is not None]
 
 
 def make_local_agent(request: AgentRequest, take_warm: TakeWarm | None = None) -> DirectAgent:

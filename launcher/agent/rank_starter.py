@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from launcher.files import open_append, open_below
+from launcher.launch.agent import open_log
 from launcher.launch.job import render_shim
 from launcher.launch.signals import FORWARDED, STOPPING
+from launcher.runs.run_directory import closing_descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +91,12 @@ class ExecStarter:
     @contextlib.contextmanager
     def open_streams(self) -> Iterator[tuple[int, int, int]]:
         """Open a rank's stdin, stdout and stderr; raises OSError."""
-        with contextlib.ExitStack() as stack:
-            logs = open_below(self.log.parents[1], self.log.parent.name)
-            stack.callback(os.close, logs)
-            log = open_append(logs, self.log.name)
-            stack.callback(os.close, log)
-            stdin = 0
-            if not self.reads_stdin:
-                stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-                stack.callback(os.close, stdin)
-            yield stdin, log, log
+        with open_log(self.log) as log:
+            if self.reads_stdin:
+                yield 0, log, log
+                return
+            with closing_descriptor(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)) as stdin:
+                yield stdin, log, log
 
     def expect_ranks(self, count: int) -> None:
         """Nothing is kept for later ranks."""

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from launcher.fit.training import ModelDimensions
-    from launcher.launch.agent_process import Agent, AgentRequest
+    from launcher.launch.agent import Agent, AgentRequest
     from launcher.plan.model import Plan
     from launcher.report.viewer import OutputViewer
     from launcher.runs.run_directory import RunDir
@@ -297,7 +297,7 @@ def _execute_here(
     `helpers` are PIDs of processes of ours.
     """
     from launcher.launch import local_run
-    from launcher.launch.torchrun_agent import check_open_files
+    from launcher.launch.agent import check_open_files
     from launcher.probe.limits import count_oom_kills
 
     check_open_files()

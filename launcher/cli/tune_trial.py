@@ -15,13 +15,12 @@ from launcher.config.config_file import render_config
 from launcher.config.environment_files import fill_env
 from launcher.config.settings import Settings
 from launcher.errors import MachineError
-from launcher.launch.agent_process import AgentRequest
+from launcher.launch.agent import AgentRequest, check_open_files
+from launcher.launch.ending import NodeEnd, complete_manifest, explain_failure, judge_end
 from launcher.launch.job import Job, JobSpec, build_agent_environ
 from launcher.launch.local_run import AGENT_LINES, make_agent, prepare_run, write_plan
 from launcher.launch.monitor import RankMonitor
-from launcher.launch.outcome import JobOutcome, complete_manifest, explain_failure, judge_outcome
 from launcher.launch.supervisor import Supervisor
-from launcher.launch.torchrun_agent import check_open_files
 from launcher.plan.model import plan_to_json
 from launcher.probe.limits import count_oom_kills, is_memory_low
 from launcher.protocol import LAUNCH_METER
@@ -90,7 +89,7 @@ class FinishedTrial:
     """A trial that has come to its end, whichever."""
 
     monitor: RankMonitor
-    ending: JobOutcome
+    ending: NodeEnd
     config: Settings
     timed_out: bool
     starved: bool
@@ -127,8 +126,8 @@ class FinishedTrial:
 
     def check_signal(self) -> None:
         """Raise InterruptedTrialError if `launch` was sent a signal, other than at the time limit."""
-        if self.ending.agent_exit.signal is not None and not self.timed_out:
-            raise InterruptedTrialError(self.ending.agent_exit.signal)
+        if self.ending.signal is not None and not self.timed_out:
+            raise InterruptedTrialError(self.ending.signal)
 
 
 def specify_trial(
@@ -165,17 +164,17 @@ def run_trial(
     """
     monitor = open_trial(trial, argv, SilentViewer(progress))
     job, run = monitor.job, monitor.run
-    supervisor = Supervisor(monitor, len(job.plan.ranks), job.config.torchrun.shutdown_timeout)
-    supervisor.deadline = time.monotonic() + trial.config.tune.timeout
-    supervisor.is_starved = is_memory_low
     environ = build_agent_environ(job.config, job.cluster, job.environ, run, job.host)
+    agent = make_agent(AgentRequest(job, run, environ), monitor, make_agent_on_machine)
+    deadline = time.monotonic() + trial.config.tune.timeout
+    supervisor = Supervisor(monitor, agent, deadline=deadline, is_starved=is_memory_low)
     try:
-        outcome = supervisor.run(make_agent(AgentRequest(job, run, environ), monitor, make_agent_on_machine))
+        outcome = supervisor.run()
     except OSError as error:
         raise MachineError(f"the ranks could not be started ({error}): see {run.path}") from None
     finally:
         monitor.viewer.close()
-    ending = judge_outcome(outcome, tuple(read_tail(run.agent_log(job.host), AGENT_LINES)))
+    ending = judge_end(outcome, read_tail(run.agent_log(job.host), AGENT_LINES))
     complete_manifest(monitor, ending)
     timed_out, starved = supervisor.timed_out, supervisor.starved
     return FinishedTrial(monitor, ending, trial.config, timed_out, starved, monitor.count_new_oom_kills())

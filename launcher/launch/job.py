@@ -8,7 +8,6 @@ from pathlib import Path
 
 from launcher.config.settings import Settings
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
-from launcher.launch.torchrun import parse_pairs, render_torchrun
 from launcher.protocol import (
     LAUNCH_ATTEMPT,
     LAUNCH_FIT,
@@ -127,10 +126,34 @@ def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
         "event_log_handler": own.event_log_handler,
         "signals_to_handle": own.signals_to_handle,
     }
-    shim = (sys.executable, "-I", "-S", str(SHIM))
     # torchrun fills in `${local_rank}` by string.Template, for which `$$` is `$`.
     program = [word.replace("$", "$$") for word in job.program]
-    return render_torchrun(sys.executable, options, shim, program)
+    return render_torchrun(sys.executable, options, (sys.executable, "-I", "-S", str(SHIM)), program)
+
+
+def render_torchrun(
+    python: str, options: Mapping[str, object], shim: Sequence[str], program: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the agent's command: torchrun's options, then the shim, then the program's words as they are.
+
+    An option that is None is left out, so that torchrun takes it from `PET_*` or its own default; a mapping
+    is `key=value,key=value`. As with the `torchrun` script, a `json.py` in the working directory is not what
+    the agent imports (-P). Without the `--`, argparse (of Python 3.13.0 too) looks for torchrun's options
+    among the program's words, and refuses `--log=x`, which may be short for two of them.
+    """
+    rendered = []
+    for name, value in options.items():
+        if value is not None and value != {}:
+            pairs = value.items() if isinstance(value, Mapping) else ()
+            text = ",".join(f"{key}={item}" for key, item in pairs) if pairs else value
+            rendered.append(f"--{name.replace('_', '-')}={text}")
+    return (python, "-P", "-m", "torch.distributed.run", *rendered, "--no-python", "--", *shim, *program)
+
+
+def parse_pairs(text: str) -> dict[str, str]:
+    """Read torchrun's `key=value,key=value`, as in `PET_RDZV_CONF`."""
+    pairs = (piece.partition("=") for piece in text.split(",") if piece)
+    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def render_shim(program: Sequence[str]) -> tuple[str, ...]:

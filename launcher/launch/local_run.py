@@ -8,15 +8,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from launcher.errors import EXIT_MACHINE, MachineError
-from launcher.launch.agent_process import Agent, AgentRequest
+from launcher.launch.agent import Agent, AgentRequest, TorchrunAgent, open_agent
+from launcher.launch.ending import report_end
 from launcher.launch.job import Job, JobSpec, build_agent_environ, render_agent, shares_terminal
 from launcher.launch.monitor import RankMonitor, Viewer
-from launcher.launch.outcome import report_outcome
 from launcher.launch.supervisor import Supervisor
-from launcher.launch.terminal import PseudoTerminal, open_terminal
-from launcher.launch.torchrun_agent import TorchrunAgent, open_agent
-from launcher.launch.watch_folder import open_watch_folder
-from launcher.launch.watching import watch_node
+from launcher.launch.terminal import open_terminal
+from launcher.launch.watching import keep_watch_folder, watch_node
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.rank_logs import measure_file, read_tail
 from launcher.runs.run_directory import (
@@ -53,40 +51,38 @@ def execute_job(
     log = run.agent_log(job.host)
     log_begin, started = measure_file(log), time.monotonic()
     reserve_space(run)
-    codes = job.config.cluster.requeue.exit_codes
-    supervisor = Supervisor(
-        monitor, len(job.plan.ranks), job.config.torchrun.shutdown_timeout, exit_codes=codes
-    )
-    supervisor.helpers = helpers
-    folder = open_watch_folder(job.environ) if job.config.watch.enabled else None
-    if folder:
-        supervisor.watching = watch_node(job, run, folder, job.config.node_rank or 0)
-    try:
-        environ = build_agent_environ(
-            job.config, job.cluster, job.environ, run, job.host, watch_folder=folder.path if folder else ""
-        )
-        if terminal := find_terminal(job):
-            monitor.use_terminal(terminal)
-            environ |= terminal.variables
-            supervisor.pressed, supervisor.helpers = terminal.pressed, (*helpers, terminal.guard.pid)
-        request = AgentRequest(job, run, environ, has_terminal=terminal is not None)
-        outcome = supervisor.run(make_agent(request, monitor, make_direct))
-    except OSError as error:
-        release_space(run)
-        manifest["outcome"] = {"state": "failed", "exit_code": EXIT_MACHINE, "reason": str(error)}
-        with contextlib.suppress(OSError):
-            write_manifest(run, manifest)
-        raise MachineError(f"the ranks could not be started ({error}): see {run.path}") from None
-    finally:
-        monitor.restore_terminal()
-        if supervisor.watching:
-            supervisor.watching.close()
-    if supervisor.watching and supervisor.watching.hangs:
-        manifest["hangs"] = supervisor.watching.hangs
-    if supervisor.watching and supervisor.watching.stragglers:
-        manifest["stragglers"] = supervisor.watching.stragglers
-    agent_log = read_tail(log, AGENT_LINES, log_begin)
-    status = report_outcome(monitor, outcome, agent_log, time.monotonic() - started)
+    terminal = None
+    with keep_watch_folder(job.environ, enabled=job.config.watch.enabled) as folder:
+        watching = watch_node(job, run, folder, job.config.node_rank or 0) if folder else None
+        try:
+            environ = build_agent_environ(
+                job.config, job.cluster, job.environ, run, job.host, watch_folder=folder
+            )
+            # The job's one rank has a terminal as if there was no launcher.
+            if job.world_size == 1 and job.config.logs.console != "none" and (terminal := open_terminal()):
+                monitor.use_terminal(terminal)
+                environ |= terminal.variables
+                helpers = (*helpers, terminal.guard.pid)
+            request = AgentRequest(job, run, environ, has_terminal=terminal is not None)
+            agent = make_agent(request, monitor, make_direct)
+            pressed = terminal.pressed if terminal else {}
+            supervisor = Supervisor(monitor, agent, watching=watching, helpers=helpers, pressed=pressed)
+            end = supervisor.run()
+        except OSError as error:
+            release_space(run)
+            manifest["outcome"] = {"state": "failed", "exit_code": EXIT_MACHINE, "reason": str(error)}
+            with contextlib.suppress(OSError):
+                write_manifest(run, manifest)
+            raise MachineError(f"the ranks could not be started ({error}): see {run.path}") from None
+        finally:
+            monitor.restore_terminal()
+            if watching:
+                watching.close()
+    if watching and watching.hangs:
+        manifest["hangs"] = watching.hangs
+    if watching and watching.stragglers:
+        manifest["stragglers"] = watching.stragglers
+    status = report_end(monitor, end, read_tail(log, AGENT_LINES, log_begin), time.monotonic() - started)
     if not monitor.viewer.close():
         os._exit(status)  # a thread is stuck in a write, and the interpreter's own end would wait for it
     return status
@@ -101,14 +97,7 @@ def make_agent(
     job, run, environ = request.job, request.run, request.environ
     command, log = render_agent(job, run.id), run.agent_log(job.host)
     stdin = subprocess.DEVNULL if shares_terminal(job) else None
-    return TorchrunAgent(lambda: open_agent(command, environ, log, stdin, ()), log, monitor.find_ranks)
-
-
-def find_terminal(job: Job) -> PseudoTerminal | None:
-    """Return a terminal for the job's one rank to have as if there was no launcher; None for other jobs."""
-    if job.world_size > 1 or job.config.logs.console == "none":
-        return None
-    return open_terminal()
+    return TorchrunAgent(lambda: open_agent(command, environ, log, stdin), log, monitor.find_ranks)
 
 
 def prepare_run(spec: JobSpec, argv: Sequence[str], hosts: Sequence[str]) -> tuple[RunDir, dict[str, object]]:

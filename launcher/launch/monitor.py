@@ -62,8 +62,6 @@ class RankMonitor:
     """Returns the processes that the kernel has killed for memory in this process's cgroup."""
     manifest: dict[str, object] | None = None
     """It is completed with the sources' versions while the job runs; None if another process writes it."""
-    finds_children: bool = False
-    """Find ranks among the agent's children, not by their records, whose folder all nodes share."""
     on_stop: Callable[[int, bool], None] = lambda *_: None
     """Called once, with the first stopping signal, and whether the job's first node sent it."""
     ranks: dict[int, RankProcess] = field(default_factory=dict)
@@ -72,13 +70,11 @@ class RankMonitor:
     """What was counted when the agent started."""
     relay: TerminalRelay | None = None
     """If the program has the user's terminal."""
-    reader: AppliedReader = field(init=False)
     sources: threading.Thread = field(init=False)
     """Asks git and the package index, which can take seconds on a network filesystem."""
 
     def __post_init__(self) -> None:
         """Make the thread; it starts with the job."""
-        self.reader = AppliedReader(self.run.path)
         self.sources = threading.Thread(target=self.find_sources, daemon=True)
 
     def use_terminal(self, terminal: PseudoTerminal) -> None:
@@ -107,10 +103,6 @@ class RankMonitor:
         if self.manifest is not None:
             self.manifest.update(describe_sources(Path(str(self.manifest["directory"]))))
 
-    def find_ranks(self, agent: int) -> list[RankProcess]:
-        """Return ranks that an agent in a process of its own (a PID) has started."""
-        return self.list_children(agent) if self.finds_children else self.read_records(agent)
-
     def add_ranks(self, found: Sequence[RankProcess]) -> list[RankProcess]:
         """Have the output shown of those ranks that are new, and return them."""
         fresh = [process for process in found if self.ranks.get(process.pid) != process]
@@ -119,24 +111,20 @@ class RankMonitor:
             self.viewer.watch_rank(process.rank, process.attempt, has_terminal=process.has_terminal)
         return fresh
 
-    def list_children(self, agent: int) -> list[RankProcess]:
-        """Return the ranks among the agent's children.
+    def find_ranks(self, agent: int) -> list[RankProcess]:
+        """Return the ranks among the children of an agent in a process of its own (a PID).
 
         Ranks that came and went between two calls are known by their records alone. These are looked for
-        once, when the agent has ended.
+        once, when the agent has ended, and only if they can be needed: all nodes share their folder.
         """
-        if len(self.ranks) < len(self.job.plan.ranks) and not Path(f"/proc/{agent}").exists():
-            return self.read_records(agent)
-        return list_ranks(agent, self.run.first_attempt)
-
-    def read_records(self, agent: int) -> list[RankProcess]:
-        """Return the ranks whose records are new.
-
-        In a shared run directory there are records of other nodes and of earlier starts: their PIDs say
-        nothing here.
-        """
-        records = [r for r in self.reader.read_new() if (r.host, r.agent) == (self.job.host, agent)]
-        return [RankProcess(r.rank, r.local_rank, r.attempt, r.pid, r.has_terminal) for r in records]
+        if Path(f"/proc/{agent}").exists():
+            return list_ranks(agent, self.run.first_attempt, has_terminal=self.relay is not None)
+        if len(self.ranks) >= len(self.job.plan.ranks) and self.job.cluster.max_nodes > 1:
+            return []
+        # There are records of other nodes and of earlier starts: their PIDs say nothing here.
+        records = AppliedReader(self.run.path).read_new()
+        own = [record for record in records if (record.host, record.agent) == (self.job.host, agent)]
+        return [RankProcess(r.rank, r.local_rank, r.attempt, r.pid, r.has_terminal) for r in own]
 
     def read_applied(self) -> list[Applied]:
         """Read what this node's ranks have recorded of themselves."""

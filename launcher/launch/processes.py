@@ -1,4 +1,4 @@
-"""Processes as the kernel shows them: deaths in their order, signals to groups, and what is left over."""
+"""Processes as the kernel shows them: ranks, their deaths in order, signals to groups, and what is left."""
 
 import contextlib
 import ctypes
@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from launcher.files import read_stat
@@ -26,7 +26,7 @@ EXIT_CODE_FIELD = 52
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """A rank's process on this node; torchrun gives each rank a session and process group of its own."""
+    """A rank's process on this node, which has a session and process group of its own."""
 
     rank: int
     local_rank: int
@@ -44,7 +44,7 @@ class Death:
     time: float
     """Seconds since the epoch."""
     exitcode: int | None
-    """As subprocess gives it: -n for signal n; None if the agent reaped the process first."""
+    """As subprocess gives it: -n for signal n; None if somebody else has reaped the process first."""
 
     @property
     def status(self) -> int:
@@ -53,106 +53,96 @@ class Death:
         return 128 - code if code < 0 else code
 
 
-def read_exitcode(pid: int) -> int | None:
-    """Read a zombie's exit code from procfs; None if its parent has reaped it already."""
+def read_exit(pid: int) -> int | None:
+    """Return what a process has ended with, -n for signal n, without reaping it.
+
+    None while it lives, and if its parent has reaped it. procfs tells of other processes' children.
+    """
     try:
-        _, fields = read_stat(pid)
-        return os.waitstatus_to_exitcode(int(fields[EXIT_CODE_FIELD - 3])) if fields[0] in "ZX" else None
-    except (OSError, ValueError):
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        try:
+            _, fields = read_stat(pid)
+            return os.waitstatus_to_exitcode(int(fields[EXIT_CODE_FIELD - 3])) if fields[0] in "ZX" else None
+        except (OSError, ValueError):
+            return None
+    if found is None:
         return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 @dataclass(slots=True)
-class RankPidfds:
-    """Holds a pidfd for each rank, and sees their deaths in order, whatever the agent's polling interval.
+class RankSet:
+    """The ranks of this node over all starts: those alive, and the deaths in their order.
 
-    An epoll instance gives descriptors in the order in which they have become readable (ep_poll_callback of
-    the kernel's fs/eventpoll.c), so that ranks that die at almost the same time are in order too.
+    An epoll instance gives pidfds in the order in which they have become readable (ep_poll_callback of the
+    kernel's fs/eventpoll.c), so that ranks that die at almost the same time are in order too.
     """
 
     alive: dict[int, RankProcess] = field(default_factory=dict)
-    """By pidfd."""
-    epoll: select.epoll = field(default_factory=select.epoll)
+    """By pidfd; by -PID if the kernel gives none (before Linux 5.3)."""
     deaths: list[Death] = field(default_factory=list)
-    read_exit: Callable[[int], int | None] = read_exitcode
-    """Returns what a process has ended with, -n for signal n; None if that is not known."""
-    unseen: list[RankProcess] = field(default_factory=list)
-    """Ranks for which the kernel gives no pidfd (before Linux 5.3): only the agent tells of their ends."""
+    epoll: select.epoll = field(default_factory=select.epoll)
 
-    def add_ranks(self, processes: Iterable[RankProcess]) -> None:
+    def add(self, processes: Iterable[RankProcess]) -> None:
         """Start to watch; a process that is gone already is a death."""
         for process in processes:
+            key = -process.pid
             try:
-                descriptor = os.pidfd_open(process.pid)
-                self.epoll.register(descriptor, select.EPOLLIN)
-                self.alive[descriptor] = process
+                key = os.pidfd_open(process.pid)
+                self.epoll.register(key, select.EPOLLIN)
             except ProcessLookupError:
-                self.deaths.append(Death(process, time.time(), self.read_exit(process.pid)))
+                self.deaths.append(Death(process, time.time(), None))
+                continue
             except OSError:
-                self.unseen.append(process)
+                pass
+            self.alive[key] = process
 
-    def processes(self) -> list[RankProcess]:
-        """Return every rank that has been watched, alive or dead."""
-        return [*self.alive.values(), *self.unseen, *(death.process for death in self.deaths)]
-
-    def record_deaths(self, ready: Iterable[int]) -> None:
-        """Note the deaths behind the pidfds that poll found readable."""
-        for descriptor in ready:
-            process = self.alive.pop(descriptor, None)
-            if process:
-                self.epoll.unregister(descriptor)
-                os.close(descriptor)
-                self.deaths.append(Death(process, time.time(), self.read_exit(process.pid)))
+    def poll(self, others: Iterable[int], timeout: float) -> None:
+        """Wait until a rank dies, another descriptor is readable, or the time (s) is over."""
+        poller = select.poll()
+        for descriptor in (self.epoll.fileno(), *others):
+            poller.register(descriptor, select.POLLIN)
+        poller.poll(timeout * 1000)
+        unseen = [key for key in self.alive if key < 0]
+        gone = [key for key in unseen if read_exit(-key) is not None or not os.path.exists(f"/proc/{-key}")]  # noqa: PTH110
+        for key in (*(descriptor for descriptor, _ in self.epoll.poll(0)), *gone):
+            process = self.alive.pop(key)
+            if key > 0:
+                self.epoll.unregister(key)
+                os.close(key)
+            self.deaths.append(Death(process, time.time(), read_exit(process.pid)))
 
     def signal_groups(self, number: int, ranks: Collection[int] = ()) -> bool:
         """Send a signal to the process group of every living rank, or of some; tell whether any got it."""
         reached = False
-        for process in (*self.alive.values(), *self.unseen):
+        for process in self.alive.values():
             if not ranks or process.rank in ranks:
                 with contextlib.suppress(OSError):
                     os.killpg(process.pid, number)
                     reached = True
         return reached
 
-    def signal_ranks(self, number: int) -> None:
-        """Send a signal to every living rank's own process."""
-        for descriptor in self.alive:
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(descriptor, number)
-        for process in self.unseen:
-            with contextlib.suppress(OSError):
-                os.kill(process.pid, number)
+    def signal_ranks(self, number: int, *, catchers: bool = False) -> int:
+        """Send a signal to each living rank's own process, or to those alone that have a handler for it.
 
-    def signal_catchers(self, number: int) -> tuple[int, int]:
-        """Send a signal to the living ranks that have a handler; return how many have one, and have not."""
-        ranks = [*self.alive.items(), *((None, process) for process in self.unseen)]
-        catching = [(pidfd, process.pid) for pidfd, process in ranks if catches(process.pid, number)]
-        for pidfd, pid in catching:
+        Returns how many ranks were left out.
+        """
+        spared = 0
+        for key, process in self.alive.items():
+            if catchers and number not in read_signals(process.pid, "SigCgt"):
+                spared += 1
+                continue
             with contextlib.suppress(OSError):
-                os.kill(pid, number) if pidfd is None else signal.pidfd_send_signal(pidfd, number)
-        return len(catching), len(ranks) - len(catching)
-
-    def poll(self, others: Iterable[int], timeout: float) -> list[int]:
-        """Wait until a rank dies, another descriptor is readable, or the time (s) is over."""
-        poller = select.poll()
-        for descriptor in (self.epoll.fileno(), *others):
-            poller.register(descriptor, select.POLLIN)
-        ready = [descriptor for descriptor, _ in poller.poll(timeout * 1000)]
-        if self.epoll.fileno() in ready:
-            self.record_deaths([descriptor for descriptor, _ in self.epoll.poll(0)])
-        return ready
+                signal.pidfd_send_signal(key, number) if key > 0 else os.kill(process.pid, number)
+        return spared
 
     def close(self) -> None:
         """Close the pidfds."""
-        for descriptor in self.alive:
-            os.close(descriptor)
+        for key in self.alive:
+            os.close(key) if key > 0 else None
         self.alive.clear()
         self.epoll.close()
-
-
-def catches(pid: int, number: int) -> bool:
-    """Tell whether a process has a handler for a signal."""
-    return number in read_signals(pid, "SigCgt")
 
 
 def ignores(pid: int, number: int) -> bool:
@@ -170,7 +160,7 @@ def read_signals(pid: int, name: str) -> set[int]:
     return {bit + 1 for mask in masks for bit in range(mask.bit_length()) if mask >> bit & 1}
 
 
-def list_ranks(agent: int, first_attempt: int) -> list[RankProcess]:
+def list_ranks(agent: int, first_attempt: int, *, has_terminal: bool = False) -> list[RankProcess]:
     """Return the ranks among an agent's children, as their environments tell (proc(5)).
 
     It asks this node's kernel alone: with records on a shared filesystem, all ranks would look for them.
@@ -183,7 +173,7 @@ def list_ranks(agent: int, first_attempt: int) -> list[RankProcess]:
             numbers = [int(pairs[name]) for name in (b"RANK", b"LOCAL_RANK", b"TORCHELASTIC_RESTART_COUNT")]
         except (OSError, KeyError, ValueError):  # it has ended, or is none
             continue
-        found.append(RankProcess(numbers[0], numbers[1], first_attempt + numbers[2], pid))
+        found.append(RankProcess(numbers[0], numbers[1], first_attempt + numbers[2], pid, has_terminal))
     return found
 
 
@@ -236,14 +226,23 @@ def end_leftovers(grace: float, helpers: Collection[int] = ()) -> list[str]:
     """End every descendant of this process, SIGTERM first; return what they were, as `name (pid)`.
 
     Those that end by themselves within SETTLE are none. `helpers` are PIDs of processes of our own, which are
-    left alone.
+    left alone, as are their children.
     """
     import psutil
 
+    def list_leftovers() -> "list[psutil.Process]":
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                is_helper = process.pid in helpers or process.ppid() in helpers
+                if not is_helper and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
     names: dict[int, str] = {}
-    psutil.wait_procs(list_leftovers(helpers), timeout=SETTLE)
+    psutil.wait_procs(list_leftovers(), timeout=SETTLE)
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
-        left = list_leftovers(helpers)
+        left = list_leftovers()
         if not left:
             break
         for process in left:
@@ -252,16 +251,3 @@ def end_leftovers(grace: float, helpers: Collection[int] = ()) -> list[str]:
                 process.send_signal(number)
         psutil.wait_procs(left, timeout=grace)
     return list(names.values())
-
-
-def list_leftovers(helpers: Collection[int]) -> list["psutil.Process"]:
-    """Return this process's living descendants but for `helpers` and their children."""
-    import psutil
-
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            is_helper = process.pid in helpers or process.ppid() in helpers
-            if not is_helper and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found

@@ -5,25 +5,27 @@ there for a while, and if it ends, or does not take what it is told, it is given
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
+import shutil
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
+from launcher.codec import convert
 from launcher.launch.job import Job
 from launcher.launch.processes import Death, RankProcess
-from launcher.launch.watch_folder import WatchFolder
 from launcher.runs.run_directory import RunDir
 from launcher.text import escape_text
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 DELAY = 3.0
 """Seconds from the first rank to the watcher's start, so that nothing of it slows the ranks' own."""
@@ -39,7 +41,77 @@ MOST_HANGS = 100
 """Hangs, and stragglers, that the manifest tells of."""
 MOST_LINES = 20
 """Lines of one message that are shown."""
-NOT_WATCHED = "the ranks are no longer watched, and run on: "
+
+PREFIX = "launch-watch-"
+LOCK = "lock"
+LONGEST = 80
+"""Bytes of the path of the folder of heartbeats: a socket's in it has 107 at most (unix(7))."""
+FRESH = 60.0
+"""Seconds in which a folder without a lock may be one that is being made."""
+
+
+@contextlib.contextmanager
+def keep_watch_folder(environ: Mapping[str, str], *, enabled: bool) -> Iterator[str]:
+    """Have a folder, on this node's memory or disk, in which ranks keep their heartbeats while a job runs.
+
+    It is in the first of /dev/shm, $TMPDIR and /tmp that takes one. Empty if ranks are not to be watched, and
+    with a warning if none does. Its owner holds a lock on a file in it: what another launcher has left that
+    was killed is known by its lock, which is free. PIDs would not tell, since containers can share /dev/shm
+    and not their PIDs.
+    """
+    with contextlib.ExitStack() as stack:
+        trouble = []
+        parents = dict.fromkeys(("/dev/shm", environ.get("TMPDIR") or "/tmp", "/tmp")) if enabled else ()
+        for parent in parents:
+            path = f"{parent}/{PREFIX}{os.urandom(6).hex()}"
+            if not parent.startswith("/") or len(os.fsencode(path)) > LONGEST:
+                continue
+            try:
+                with contextlib.ExitStack() as trial:
+                    os.mkdir(path, 0o700)
+                    trial.callback(shutil.rmtree, path, ignore_errors=True)
+                    lock = os.open(f"{path}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                    trial.callback(os.close, lock)
+                    os.write(lock, b"held by a launcher\n")  # there is room for more than names
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    stack.enter_context(trial.pop_all())
+            except OSError as error:
+                trouble.append(f"{parent}: {error.strerror}")
+                continue
+            if parent == "/dev/shm":
+                remove_stale(parent)
+            yield path
+            return
+        if enabled:
+            told = ", ".join(trouble)
+            logger.warning(f"the ranks are not watched: no folder for heartbeats can be made ({told})")
+        yield ""
+
+
+def remove_stale(parent: str) -> None:
+    """Remove the folders of this user's launchers that were killed; /dev/shm is memory."""
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if entry.name.startswith(PREFIX) and is_stale(entry):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def is_stale(entry: "os.DirEntry[str]") -> bool:
+    """Tell whether a folder is this user's, and nobody holds its lock; raises OSError if that is unknown."""
+    status = entry.stat(follow_symlinks=False)
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not is_own or time.time() - status.st_mtime < FRESH:
+        return False
+    try:
+        lock = os.open(f"{entry.path}/{LOCK}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(lock)
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +120,9 @@ class HangOrder:
 
     action: str
     """`restart` or `stop`."""
-    ranks: tuple[int, ...]
-    """Ranks to kill for a restart; none for all of this node."""
     sentence: str
+    ranks: tuple[int, ...] = ()
+    """Ranks to kill for a restart; none for all of this node."""
     pids: tuple[int, ...] = ()
     """Of all ranks on this node that it is about."""
 
@@ -59,11 +131,29 @@ class HangOrder:
         return any(process.pid not in self.pids for process in running)
 
 
+@dataclass(frozen=True, slots=True)
+class WatcherMessage:
+    """What the watcher says."""
+
+    event: str
+    lines: tuple[str, ...] = ()
+    hang: dict[str, Any] | None = None
+    """`watch.model.Hang`."""
+    straggler: dict[str, Any] | None = None
+    """`watch.model.Straggler`."""
+
+
+def decode_order(message: object) -> HangOrder:
+    """Return what a message asks for; raises DecodeError."""
+    order = convert(HangOrder, message)
+    return replace(order, sentence=escape_text(order.sentence))
+
+
 @dataclass(slots=True)
 class Watching:
     """Starts the watcher, tells it of ranks, and takes its messages."""
 
-    folder: WatchFolder
+    folder: str
     settings: Mapping[str, object]
     """Its first line: `watch.model.WatcherSettings`."""
     hangs: list[dict[str, object]] = field(default_factory=list)
@@ -94,7 +184,11 @@ class Watching:
 
         `deaths` are all of them so far.
         """
-        return self.guard(lambda: self.exchange(deaths)) or []
+        try:
+            return self.exchange(deaths)
+        except Exception as error:
+            self.give_up(repr(error))
+            return []
 
     def exchange(self, deaths: Sequence[Death]) -> list[HangOrder]:
         """Do what `attend` says; may raise what nobody has foreseen."""
@@ -111,16 +205,15 @@ class Watching:
         self.flush()
         orders = self.read_messages(self.process)
         if self.process.poll() is not None:
-            self.give_up(f"it ended with code {self.process.returncode}{self.read_last_words()}")
+            self.give_up(f"it ended with code {self.process.returncode}{self.last_words()}")
         return orders
 
     def start(self) -> None:
         """Start it in a session of its own, which a terminal's Ctrl-C does not reach."""
-        command = (sys.executable, "-P", "-m", "launcher.watch")
         try:
-            with open(f"{self.folder.path}/{LOG}", "ab") as log:  # noqa: PTH123
+            with open(f"{self.folder}/{LOG}", "ab") as log:
                 self.process = subprocess.Popen(
-                    command,
+                    (sys.executable, "-P", "-m", "launcher.watch"),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
@@ -132,13 +225,13 @@ class Watching:
             return
         for stream in (self.process.stdin, self.process.stdout):
             os.set_blocking(stream.fileno(), False) if stream else None
-        self.outbox[:0] = encode_line(self.settings)
+        self.outbox[:0] = json.dumps(self.settings).encode() + b"\n"
         self.flush()
 
     def tell(self, message: Mapping[str, object]) -> None:
         """Send it a message, or keep it until the process takes it."""
         if not self.given_up:
-            self.outbox += encode_line(message)
+            self.outbox += json.dumps(message).encode() + b"\n"
 
     def flush(self) -> None:
         """Write what the pipe takes."""
@@ -162,29 +255,25 @@ class Watching:
         orders = []
         for line in lines:
             with contextlib.suppress(ValueError, RecursionError):
-                message = json.loads(line)
-                if isinstance(message, dict) and (order := self.take_message(message)):
-                    orders.append(order)
+                found = json.loads(line)
+                message = convert(WatcherMessage, found)
+                level = logging.WARNING if message.event == "warning" else logging.INFO
+                for text in message.lines[:MOST_LINES]:
+                    logger.log(level, escape_text(text))
+                if message.hang and message.event != "act":  # one, or what has become of it
+                    number = message.hang.get("number")
+                    others = [one for one in self.hangs if one.get("number") != number]
+                    self.hangs = [*others, message.hang][-MOST_HANGS:]
+                if message.straggler:
+                    self.stragglers = [*self.stragglers, message.straggler][-MOST_HANGS:]
+                if message.event == "act":
+                    orders.append(decode_order(found))
         return orders
 
-    def take_message(self, message: dict[str, object]) -> HangOrder | None:
-        """Log a message, keep the hang or straggler in it, and return the order that it is."""
-        event, hang, straggler = message.get("event"), message.get("hang"), message.get("straggler")
-        if not isinstance(event, str):
-            return None
-        for line in select_texts(message.get("lines"))[:MOST_LINES]:
-            logger.log(logging.WARNING if event == "warning" else logging.INFO, escape_text(line))
-        if event in ("hang", "recovered") and isinstance(hang, dict):  # one, or what has become of it
-            others = [one for one in self.hangs if one.get("number") != hang.get("number")]
-            self.hangs = [*others, hang][-MOST_HANGS:]
-        if event == "straggler" and isinstance(straggler, dict):
-            self.stragglers = [*self.stragglers, straggler][-MOST_HANGS:]
-        return decode_order(message) if event == "act" else None
-
-    def read_last_words(self) -> str:
+    def last_words(self) -> str:
         """Return the last line that it printed, for the warning; empty if it printed nothing."""
         try:
-            path = Path(self.folder.path) / LOG
+            path = Path(self.folder) / LOG
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - LAST_WORDS))
                 lines = file.read().decode(errors="replace").split("\n")
@@ -192,86 +281,52 @@ class Watching:
             return ""
         return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
 
-    def guard(self, call: Callable[[], Result]) -> Result | None:
-        """Call what must not touch the job."""
-        try:
-            return call()
-        except Exception as error:
-            if not self.given_up:
-                logger.warning(f"{NOT_WATCHED}{error!r}")
-            self.given_up = True
-            return None
-
     def give_up(self, reason: str) -> None:
         """Go on without it, and say so once."""
         if not self.given_up:
-            logger.warning(f"{NOT_WATCHED}the watcher failed ({reason})")
+            logger.warning(f"the ranks are no longer watched, and run on: the watcher failed ({reason})")
         self.given_up = True
         self.outbox.clear()
 
     def finish(self) -> None:
         """Tell it that the job has ended; it has a moment to write its last report."""
-        self.flush() if not self.given_up else None
+        if not self.given_up:
+            self.flush()
         if self.process and self.process.stdin:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
 
     def close(self) -> None:
-        """End it for good, remove the folder, and take its last messages.
+        """End it for good, and take its last messages.
 
         One that the kernel keeps in a call, as to a filesystem that hangs, is left behind.
         """
-        self.guard(self.finish)
-        if self.process:
-            for seconds in (PATIENCE, PATIENCE):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(seconds)
-                    break
-                self.process.kill()
-            if not self.given_up:
-                process = self.process
-                self.guard(lambda: self.read_messages(process))
-            self.process.stdout.close() if self.process.stdout else None
-        self.folder.remove()
+        try:
+            self.finish()
+            if process := self.process:
+                for seconds in (PATIENCE, PATIENCE):
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(seconds)
+                        break
+                    process.kill()
+                if not self.given_up:
+                    self.read_messages(process)
+        except Exception as error:
+            self.give_up(repr(error))
 
 
-def watch_node(job: Job, run: RunDir, folder: WatchFolder, node_rank: int) -> Watching:
+def watch_node(job: Job, run: RunDir, folder: str, node_rank: int) -> Watching:
     """Return what watches a node's part of a job, once ranks have started."""
-    config = job.config
-    return Watching(
-        folder,
-        {
-            "run_dir": str(run.path),
-            "run": f"{run.path.parent.name}/{run.id}",
-            "folder": folder.path,
-            "host": job.host,
-            "node_rank": node_rank,
-            "nodes": job.cluster.max_nodes,
-            "attempt": run.first_attempt,
-            "ranks": len(job.plan.ranks),
-            "watch": asdict(config.watch),
-            "notify": asdict(config.notify),
-        },
-    )
-
-
-def encode_line(message: Mapping[str, object]) -> bytes:
-    """Return a message as a line."""
-    return json.dumps(message).encode() + b"\n"
-
-
-def decode_order(message: Mapping[str, object]) -> HangOrder:
-    """Return what a message asks for."""
-    ranks, pids = take_numbers(message.get("ranks")), take_numbers(message.get("pids"))
-    sentence = escape_text(str(message.get("sentence") or ""))
-    return HangOrder(str(message.get("action")), ranks, sentence, pids)
-
-
-def take_numbers(value: object) -> tuple[int, ...]:
-    """Return the whole numbers of a list."""
-    return tuple(item for item in value if type(item) is int) if isinstance(value, list) else ()
-
-
-def select_texts(value: object) -> list[str]:
-    """Return the texts of a list."""
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+    settings = {
+        "run_dir": str(run.path),
+        "run": f"{run.path.parent.name}/{run.id}",
+        "folder": folder,
+        "host": job.host,
+        "node_rank": node_rank,
+        "nodes": job.cluster.max_nodes,
+        "attempt": run.first_attempt,
+        "ranks": len(job.plan.ranks),
+        "watch": asdict(job.config.watch),
+        "notify": asdict(job.config.notify),
+    }
+    return Watching(folder, settings)

@@ -34,6 +34,18 @@ class RankFailure:
         """The exit code as a shell gives it: 128+n for signal n."""
         return 128 - self.exitcode if self.exitcode < 0 else self.exitcode
 
+    def to_json(self, host: str) -> dict[str, object]:
+        """Return it as a manifest has it."""
+        return {
+            "rank": self.rank,
+            "local_rank": self.local_rank,
+            "host": host,
+            "attempt": self.attempt,
+            "exit_code": self.status,
+            "reason": self.reason,
+            "last_lines": list(self.lines),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:

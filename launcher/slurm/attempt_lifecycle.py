@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 from launcher.config.settings import RequeueConfig
 from launcher.errors import EXIT_MACHINE, LaunchError, SchedulerError
-from launcher.launch.end_notice import post_end
+from launcher.launch.ending import post_end
 from launcher.launch.signals import STOPPING, name_signal
 from launcher.protocol import name_host
 from launcher.runs.manifest import stamp_time

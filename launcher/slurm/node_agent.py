@@ -10,21 +10,12 @@ from dataclasses import dataclass, replace
 
 from launcher.agent.group_messages import NodeReport, render_task_report
 from launcher.config.settings import SLURM_KINDS
-from launcher.launch.failure import list_clean_exits
+from launcher.launch.ending import NodeEnd, add_oom_kills, check_success, describe_failure, judge_end
 from launcher.launch.job import Job
 from launcher.launch.monitor import STARTING, RankMonitor, describe_job
-from launcher.launch.outcome import (
-    JobOutcome,
-    add_oom_kills,
-    check_success,
-    describe_agent_exit,
-    describe_failure,
-    judge_outcome,
-)
 from launcher.launch.signal_channel import SignalChannel, open_signal_channel
 from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import Supervisor
-from launcher.launch.watch_folder import WatchFolder
 from launcher.launch.watching import watch_node
 from launcher.probe.limits import count_oom_kills
 from launcher.report.viewer import OutputViewer, ViewOptions
@@ -53,36 +44,33 @@ def run_agent(
     *,
     log_begin: int,
     started: float,
-    folder: WatchFolder | None = None,
+    folder: str = "",
     helpers: Collection[int] = (),
 ) -> int:
     """Run this node's ranks to their end; raises OSError if they, or their agent, cannot be started.
 
-    `folder` is where the ranks keep their heartbeats; None if they are not watched. `helpers` are PIDs of
+    `folder` is where the ranks keep their heartbeats; empty if they are not watched. `helpers` are PIDs of
     processes of ours.
     """
     log = run.agent_log(place.host)
-    monitor = RankMonitor(job, run, make_node_viewer(job, run, place), count_oom_kills, finds_children=True)
+    monitor = RankMonitor(job, run, make_node_viewer(job, run, place), count_oom_kills)
     control = open_signal_channel(0)
     reserve_space(run, RECORD_SIZE)
     recorder = NodeRecorder(monitor, place, control, started)
     monitor.on_stop = recorder.record_stop
-    grace = job.config.torchrun.shutdown_timeout
-    ranks, codes = len(job.plan.ranks), job.config.cluster.requeue.exit_codes
-    supervisor = Supervisor(monitor, ranks, grace, control=control, exit_codes=codes)
-    supervisor.helpers = helpers
-    if folder:
-        supervisor.watching = watch_node(job, run, folder, place.node_rank)
+    watching = watch_node(job, run, folder, place.node_rank) if folder else None
     signal.signal(signal.SIGTERM, lambda *_: None)  # from here on the supervisor's, and nothing after it
-    outcome = supervisor.run(make_agent(job, monitor, control))
-    if supervisor.watching:
-        supervisor.watching.close()
-    ending = judge_outcome(outcome, tuple(read_tail(log, AGENT_LINES, log_begin)), ranks)
-    ending = add_oom_kills(ending, job, monitor.count_new_oom_kills())
-    state = recorder.write_end(ending)
+    agent = make_agent(job, monitor, control)
+    supervisor = Supervisor(monitor, agent, control, watching, helpers)
+    end = supervisor.run()
+    if watching:
+        watching.close()
+    end = judge_end(end, read_tail(log, AGENT_LINES, log_begin), len(job.plan.ranks))
+    end = add_oom_kills(end, job, monitor.count_new_oom_kills())
+    state = recorder.write_end(end)
     # To srun, the first task that fails is the end of all: others may still have time to stop.
-    status = 0 if state == "stopped" and supervisor.commanded else ending.status
-    monitor.viewer.finish(patient=outcome.signal is None)
+    status = 0 if state == "stopped" and supervisor.commanded else end.status
+    monitor.viewer.finish(patient=end.signal is None)
     if not monitor.viewer.close():
         os._exit(status)  # a thread is stuck in a write, and the interpreter's end would wait for it
     return status
@@ -130,22 +118,21 @@ class NodeRecorder:
         with contextlib.suppress(OSError):
             self.write_record("stopped", 128 + number, number, "it was killed while its ranks ended", None)
 
-    def write_end(self, ending: JobOutcome) -> str | None:
+    def write_end(self, end: NodeEnd) -> str | None:
         """Record how this node's part ended, and say what was not as planned; returns the kept state."""
-        failure, number = ending.failure, ending.agent_exit.signal
-        if number and failure and failure.exitcode == -signal.SIGTERM:  # SLURM sent it to the rank too
-            failure, ending = None, replace(ending, failure=None)
-        hang = ending.agent_exit.hang
-        state = "stopped" if number and not (failure or hang) and ending.status else ending.state
-        self.clean = tuple((d.process.rank, d.time) for d in list_clean_exits(ending.agent_exit.deaths))
-        agent = f"{ending.agent_exit.label}'s agent"
-        said = "" if failure or hang or state != "failed" else f"{agent} {describe_agent_exit(ending)}"
-        for line in check_success(self.monitor, ending) if state == "succeeded" else ():
+        number = end.signal
+        if number and end.failure and end.failure.exitcode == -signal.SIGTERM:
+            end = replace(end, failure=None)  # SLURM sent it to the rank too
+        failure, hang = end.failure, end.hang
+        state = "stopped" if number and not (failure or hang) and end.status else end.state
+        self.clean = tuple((death.process.rank, death.time) for death in end.clean)
+        said = "" if failure or hang or state != "failed" else end.describe_agent()
+        for line in check_success(self.monitor, end) if state == "succeeded" else ():
             logger.warning(line)
         self.trouble = release_space(self.monitor.run)
         try:
-            failed = describe_failure(self.monitor, ending)
-            self.write_record(state, ending.status, number, said, failed, hang=hang)
+            failed = describe_failure(self.monitor, end)
+            self.write_record(state, end.status, number, said, failed, hang=hang)
         except OSError as error:
             logger.warning(f"its record could not be written ({error})")
             return None

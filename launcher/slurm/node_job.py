@@ -14,12 +14,11 @@ from launcher.config.program import find_program
 from launcher.config.settings import Settings
 from launcher.config.start import AgentChoice, Cluster, check_port_free, parse_endpoint
 from launcher.errors import MachineError
-from launcher.launch.agent_process import Agent, AgentRequest
+from launcher.launch.agent import Agent, AgentRequest, TorchrunAgent, check_open_files, preload_agent
 from launcher.launch.job import Job, build_agent_environ, choose_restarts, render_agent
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.signal_channel import SignalChannel
-from launcher.launch.torchrun_agent import TorchrunAgent, check_open_files, preload_agent
-from launcher.launch.watch_folder import keep_watch_folder
+from launcher.launch.watching import keep_watch_folder
 from launcher.plan.model import Plan
 from launcher.runs.memory_records import keep_prediction
 from launcher.runs.node_records import refuse_node, write_node
@@ -103,8 +102,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
         reading_ahead(config.start.read_ahead, program, merged) as helpers,
         keep_watch_folder(merged, enabled=config.watch.enabled) as folder,
     ):
-        heartbeats = folder.path if folder else ""
-        variables = build_agent_environ(config, cluster, merged, run, task.host, watch_folder=heartbeats)
+        variables = build_agent_environ(config, cluster, merged, run, task.host, watch_folder=folder)
         make_agent = prepare_agent_maker(request, program, run, task, variables)
         from launcher.slurm.node_agent import run_agent  # as all that follows, while torch is imported
 

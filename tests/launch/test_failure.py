@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from launcher.launch.failure import describe_exit, find_failure, list_clean_exits
-from launcher.launch.outcome import add_oom_kills, judge_outcome
+from launcher.launch.ending import NodeEnd, add_oom_kills, describe_exit, find_failure, judge_end
 from launcher.launch.processes import Death, RankProcess
-from launcher.launch.supervisor import AgentExit
 from launcher.plan.model import Limits
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ def test_what_the_kernel_counts_is_no_guess(exitcode: int, words: str) -> None:
 def test_what_the_kernel_has_killed_meanwhile(before: int, limit: int | None, kind: str, words: str) -> None:
     machine = SimpleNamespace(limits=Limits(memory_kib=limit))
     job = SimpleNamespace(plan=SimpleNamespace(machine=machine), cluster=SimpleNamespace(kind=kind))
-    ending = judge_outcome(AgentExit(1, (death(1, -9),), None, math.inf, ()), ())
+    ending = judge_end(NodeEnd(1, (death(1, -9),), None, math.inf, ()), ())
     noted = add_oom_kills(ending, cast("Job", job), 5 - before)
     memory = f"out of memory: the kernel killed {words}" if words else ""
     assert noted.failure is not None
@@ -106,8 +104,8 @@ def test_what_the_kernel_has_killed_meanwhile(before: int, limit: int | None, ki
 def test_what_was_ended_for_a_hang_has_its_code(
     code: int, number: int | None, hang: str, status: int
 ) -> None:
-    agent_exit = AgentExit(code, (), number, 0.0 if number else math.inf, (), hang)
-    assert judge_outcome(agent_exit, ()).status == status
+    agent_exit = NodeEnd(code, (), number, 0.0 if number else math.inf, (), hang)
+    assert judge_end(agent_exit, ()).status == status
 
 
 @pytest.mark.parametrize(
@@ -143,10 +141,12 @@ def test_a_rank_that_the_agent_has_ended_did_not_fail() -> None:
 
 
 def test_the_ranks_that_ended_with_0() -> None:
-    deaths = [death(0, 0, pid=100), death(1, 1, pid=101), death(0, 0, attempt=1, pid=200)]
-    assert [d.process.pid for d in list_clean_exits(deaths)] == [200]
-    assert list_clean_exits([death(0, None), death(1, 0, pid=7)])[0].process.pid == 7
-    assert list_clean_exits([]) == []
+    for deaths, pids in (
+        ([death(0, 0, pid=100), death(1, 1, pid=101), death(0, 0, attempt=1, pid=200)], [200]),
+        ([death(0, None), death(1, 0, pid=7)], [7]),
+        ([], []),
+    ):
+        assert [d.process.pid for d in NodeEnd(0, tuple(deaths), None, math.inf, ()).clean] == pids
 
 
 def test_ranks_that_were_started_anew_within_an_attempt_do_not_count() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from launcher.launch.processes import RankPidfds, catches, list_children, list_ranks
+from launcher.launch.processes import RankSet, list_children, list_ranks, read_signals
 from launcher.launch.signal_channel import (
     KILL_WAIT,
     LOST,
@@ -86,14 +86,14 @@ sys.stdin.read()
         [sys.executable, "-c", agent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout
-    watch = RankPidfds()
+    watch = RankSet()
     try:
         assert [process.stdout.readline() for _ in range(2)] == ["UP\n"] * 2
         ranks = list_ranks(process.pid, first_attempt=10)
         found = sorted((rank.rank, rank.local_rank, rank.attempt) for rank in ranks)
         assert found == [(4, 0, 12), (5, 1, 12)], "its other child is none"
-        watch.add_ranks(ranks)
-        assert watch.signal_catchers(signal.SIGUSR2) == (1, 1)
+        watch.add(ranks)
+        assert watch.signal_ranks(signal.SIGUSR2, catchers=True) == 1
         assert process.stdout.readline() == "CAUGHT\n"
         watch.poll((), 0.1)
         assert len(watch.alive) == 2, "the one that does not catch it lives on"
@@ -107,7 +107,7 @@ sys.stdin.read()
 def test_a_process_that_is_gone_catches_nothing() -> None:
     done = subprocess.Popen(["true"])
     done.wait()
-    assert not catches(done.pid, signal.SIGTERM)
+    assert not read_signals(done.pid, "SigCgt")
     assert list_ranks(done.pid, 0) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from launcher.launch.torchrun import render_torchrun
+from launcher.launch.job import render_torchrun
 from tests.seam import run_outside
 
 OPTIONS = {

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from launcher.config.settings import NotifyConfig
-from launcher.launch import end_notice
-from launcher.launch.end_notice import choose_event, describe_end, post_end
+from launcher.launch import ending
+from launcher.launch.ending import describe_outcome, post_end
 from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import mask_text, mask_tree, mask_words
 from launcher.watch import notify
@@ -186,13 +186,13 @@ def test_urls_are_masked_wherever_settings_are_written() -> None:
     ],
 )
 def test_what_is_told_of_an_end(outcome: dict[str, object], event: str, sentence: str) -> None:
-    assert (choose_event(outcome), describe_end(outcome)) == (event, sentence)
+    assert describe_outcome(outcome) == (event, sentence)
 
 
 def test_a_job_ends_in_time_and_as_it_did_whatever_the_server_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(end_notice, "PATIENCE", 0.1)
+    monkeypatch.setattr(ending, "NOTICE_PATIENCE", 0.1)
     stuck = threading.Event()
     with serving([stuck]) as hook:
         post_end(NotifyConfig(url=hook.url), RunDir(tmp_path), "n1", {"state": "failed"})

@@ -1,11 +1,11 @@
-"""torchrun as the agent of a node: how it is started, and what its log tells at once."""
+"""What the supervisor needs of an agent, which starts the ranks, and torchrun as one."""
 
 import contextlib
 import json
 import os
-import re
 import subprocess
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
@@ -13,42 +13,91 @@ from typing import ClassVar
 
 from launcher.errors import MachineError
 from launcher.files import open_append, open_below
-from launcher.launch.agent_process import Agent
-from launcher.launch.processes import RankProcess, prepare_agent, read_exitcode
+from launcher.launch.job import Job
+from launcher.launch.processes import RankProcess, RankSet, prepare_agent
 from launcher.launch.signals import FORWARDED
+from launcher.runs.run_directory import RunDir, closing_descriptor
 
 HEARD = b"death signal"
 """What torchelastic's agent says of a signal that it got (torch/distributed/elastic/agent/server/api.py)."""
-
-ENDED = "launch-agent: process "
-"""`launch-agent: process 4711 ended with -15`: how the lines begin by which a preloaded agent tells of its
-children, as it finds them to have ended."""
-EXIT = re.compile(rf"^{ENDED}(\d+) ended with (-?\d+)$", re.MULTILINE)
-PRELOAD = f"""\
-import contextlib, json, os, subprocess, sys
+PRELOAD = """\
+import json, os, sys
 pipe = os.fdopen(int(sys.argv[1]))
 import torch.distributed.run as torchrun
 words = pipe.read() or sys.exit(1)
 pipe.close()
-keep = getattr(subprocess.Popen, "_handle_exitstatus", None)
-def tell(process, *status):
-    keep(process, *status)
-    with contextlib.suppress(OSError):
-        print({ENDED!r} + str(process.pid), "ended with", process.returncode, file=sys.stderr, flush=True)
-if keep:
-    subprocess.Popen._handle_exitstatus = tell
 sys.argv[:] = json.loads(words)
 torchrun.main()
 """
-"""An agent that imports torch, takes over a second for that, and is told what to do while it does.
-
-It tells what its children ended with, since nobody else learns that once it has looked (waitpid(2)).
-"""
-
-
+"""An agent that imports torch, takes over a second for that, and is told what to do while it does."""
 MIN_FILES, DEFAULT_FILES = 32, 1024
 """Open files without which torchrun's agent hangs or fails (with 12 it waits for ever; 26 are enough for two
 ranks of torch 2.13), and the limit that most shells have."""
+
+
+class Agent(ABC):
+    """Starts a node's ranks, waits for them, ends all if one has failed, and starts them again."""
+
+    label: ClassVar[str] = "launch"
+    """Its name in messages: `torchrun`, or `launch`."""
+    gets_signals: ClassVar[bool] = False
+    """It is a process of its own, which signals can reach past the supervisor."""
+    ranks: RankSet
+    """All ranks that the supervisor has found."""
+
+    @property
+    def pids(self) -> Collection[int]:
+        """PIDs of processes of the agent's own, which it ends itself and which are no leftovers."""
+        return ()
+
+    @property
+    @abstractmethod
+    def children(self) -> Collection[int]:
+        """PIDs of children that the agent waits for: nobody else may reap them."""
+
+    @property
+    def descriptors(self) -> Collection[int]:
+        """Descriptors that become readable once `poll` has something to do."""
+        return ()
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Start it; raises OSError if that is not possible."""
+
+    @abstractmethod
+    def poll(self) -> int | None:
+        """Do what is due; return its exit code once all is over (-n for signal n), None before."""
+
+    @abstractmethod
+    def list_ranks(self) -> Sequence[RankProcess]:
+        """Return the ranks that it has started, at least those since the last call."""
+
+    def was_signalled(self) -> bool:
+        """Tell whether a stopping signal has reached the agent past the supervisor."""
+        return False
+
+    @abstractmethod
+    def send_signal(self, number: int) -> None:
+        """End the ranks by a signal, and start none after that."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once."""
+
+    def close(self) -> None:  # noqa: B027 - most agents hold nothing
+        """Give back what it holds; its ranks have ended, or will be ended by others."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRequest:
+    """What an agent of this process is made from."""
+
+    job: Job
+    run: RunDir
+    environ: Mapping[str, str]
+    """Each rank's, before the agent's own variables (see `launcher.launch.job.build_agent_environ`)."""
+    has_terminal: bool = False
+    """The job's one rank has a pseudo-terminal."""
 
 
 @dataclass(slots=True)
@@ -59,6 +108,7 @@ class TorchrunAgent(Agent):
     log: Path
     find_ranks: Callable[[int], Sequence[RankProcess]]
     """Returns ranks that a process of this PID has started: all of them, or those since the last call."""
+    ranks: RankSet = field(default_factory=RankSet)
     log_begin: int = 0
     """Bytes of the log that are of earlier starts."""
     process: "subprocess.Popen[bytes]" = field(init=False)
@@ -84,26 +134,12 @@ class TorchrunAgent(Agent):
         """Return the ranks that torchrun has started, at least those since the last call."""
         return self.find_ranks(self.process.pid)
 
-    def read_exit(self, pid: int) -> int | None:
-        """Return what a rank ended with; None if torchrun has reaped it already."""
-        return read_exitcode(pid)
-
-    def read_exits(self) -> Mapping[int, int]:
-        """Return what torchrun's children ended with, -n for signal n, as far as its log tells."""
-        return {int(pid): int(code) for pid, code in EXIT.findall(self.read_log().decode(errors="replace"))}
-
     def was_signalled(self) -> bool:
         """Tell whether torchrun has said that it was sent a signal."""
-        return HEARD in self.read_log()
-
-    def read_log(self) -> bytes:
-        """Return torchrun's log since this start; empty if it cannot be read."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(self.log_begin)
-                return file.read()
-        except OSError:
-            return b""
+        with contextlib.suppress(OSError), self.log.open("rb") as file:
+            file.seek(self.log_begin)
+            return HEARD in file.read()
+        return False
 
     def send_signal(self, number: int) -> None:
         """Send torchrun a signal, which it passes on to the ranks."""
@@ -146,6 +182,41 @@ def preload_agent(python: str, environ: Mapping[str, str], log: Path) -> Preload
         os.close(reading)
 
 
+def open_agent(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    log: Path,
+    stdin: int | None,
+    files: Sequence[int] = (),
+) -> "subprocess.Popen[bytes]":
+    """Start the agent in a session of its own, so that a terminal's Ctrl-C reaches `launch` alone.
+
+    SLURM sends a step's signals to every process in it: the agent would die of those for the ranks. There,
+    stdin brings the first node's commands, which are not for the agent. `files` stay open.
+    """
+    parent = os.getpid()
+    with open_log(log) as descriptor:
+        return subprocess.Popen(
+            command,
+            env=dict(environ),
+            stdin=stdin,
+            stdout=descriptor,
+            stderr=descriptor,
+            pass_fds=files,
+            start_new_session=True,
+            preexec_fn=lambda: prepare_agent(parent, FORWARDED),  # noqa: PLW1509 - there is one thread
+        )
+
+
+@contextlib.contextmanager
+def open_log(log: Path) -> Iterator[int]:
+    """Open an agent's log in a run directory, to append to it; raises OSError."""
+    with closing_descriptor(open_below(log.parents[1], log.parent.name)) as logs:
+        descriptor = open_append(logs, log.name)
+    with closing_descriptor(descriptor):
+        yield descriptor
+
+
 def check_open_files() -> None:
     """Let this process, and so the agent, open as many files as is usual.
 
@@ -161,32 +232,3 @@ def check_open_files() -> None:
     if soft != RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             setrlimit(RLIMIT_NOFILE, (wanted, hard))
-
-
-def open_agent(
-    command: Sequence[str], environ: Mapping[str, str], log: Path, stdin: int | None, files: Sequence[int]
-) -> "subprocess.Popen[bytes]":
-    """Start the agent in a session of its own, so that a terminal's Ctrl-C reaches `launch` alone.
-
-    SLURM sends a step's signals to every process in it: the agent would die of those for the ranks. There,
-    stdin brings the first node's commands, which are not for the agent. `files` stay open.
-    """
-    parent = os.getpid()
-    logs = open_below(log.parents[1], log.parent.name)
-    try:
-        descriptor = open_append(logs, log.name)
-    finally:
-        os.close(logs)
-    try:
-        return subprocess.Popen(
-            command,
-            env=dict(environ),
-            stdin=stdin,
-            stdout=descriptor,
-            stderr=descriptor,
-            pass_fds=files,
-            start_new_session=True,
-            preexec_fn=lambda: prepare_agent(parent, FORWARDED),  # noqa: PLW1509 - there is one thread
-        )
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,363 @@
+"""The end of a job on this node: which rank failed first and why, exit code, manifest, and the last words."""
+
+import logging
+import os
+import re
+import resource
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from launcher.config.settings import SLURM_KINDS, NotifyConfig
+from launcher.errors import EXIT_HANG, EXIT_MACHINE
+from launcher.launch.job import Job
+from launcher.launch.monitor import RankMonitor
+from launcher.launch.processes import Death, RankProcess
+from launcher.launch.signals import name_signal
+from launcher.runs.manifest import stamp_time, write_manifest
+from launcher.runs.node_records import RankFailure, read_error
+from launcher.runs.progress import LONG_BEFORE, CleanEnd, EarlyEnd, describe_progress, find_early_exits
+from launcher.runs.rank_logs import read_tail
+from launcher.runs.run_directory import RunDir, release_space
+from launcher.runs.run_records import compare_applied
+from launcher.text import describe_first_failed_rank, describe_time
+
+logger = logging.getLogger(__name__)
+
+REPORT = re.compile(
+    r"rank\s*: (?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)\s+"
+    r"exitcode\s*: (?P<exitcode>-?\d+) \(pid: (?P<pid>\d+)\)"
+)
+"""One entry of the table in torchelastic's ChildFailedError."""
+CLOSING = re.compile(r"Sending process (\d+) closing signal")
+"""What the agent says of a rank that it ends itself (torch/distributed/elastic/multiprocessing/api.py)."""
+SIGNAL_HINTS = {
+    signal.SIGTERM: "from outside",
+    signal.SIGKILL: "probably out of memory: see `dmesg`, and the job's memory limit",
+    signal.SIGXCPU: "its CPU time is used up: `ulimit -t`, limits.conf",
+    signal.SIGBUS: "a bus error: often /dev/shm is full",
+    signal.SIGSEGV: "a crash in native code: PYTHONFAULTHANDLER=1 shows where",
+    signal.SIGABRT: "aborted: often a CUDA assertion, or a collective that ran into its timeout",
+}
+EXIT_HINTS = {
+    os.EX_TEMPFAIL: "EX_TEMPFAIL: it asks for another start",
+    126: "the program cannot be executed",
+    127: "the program was not found",
+}
+MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+"""What gloo says of a message that is larger than the operation it is for (transport/tcp/pair.cc)."""
+SHIM_LINES = ("launch-rank: rank ", "launch-rank: warning: ")
+"""Beginnings of the shim's lines in a rank's log, which are not the program's last words."""
+NOTICE_PATIENCE = 5.0
+"""Seconds that a job's end may be late because of a message to notify.url."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEnd:
+    """How the ranks of this node, and the agent that started them, ended; and what there is to say of it."""
+
+    agent_code: int
+    """As subprocess gives it: -n for signal n."""
+    deaths: tuple[Death, ...]
+    """The ranks' ends in the order in which the kernel saw them, over all attempts."""
+    signal: int | None
+    """The first stopping signal that `launch` was sent."""
+    signal_time: float
+    """When it came, in seconds since the epoch; infinite if none did."""
+    leftovers: tuple[str, ...]
+    """Processes that outlived the agent and were ended."""
+    hang: str = ""
+    """The hang, in words, for which ranks were ended from here."""
+    label: str = "torchrun"
+    """The agent's name."""
+
+    failure: Death | None = None
+    """The first rank of this node that failed; None if none did, or a stop was asked for."""
+    status: int = 0
+    """Exit code of `launch`."""
+    agent_log: tuple[str, ...] = ()
+    memory: str = ""
+    """What the kernel has killed for memory on this node, in words; empty if it has killed nothing."""
+    requested: bool = False
+    """The first rank that failed had one of the exit codes that ask for another start."""
+    asking: bool = False
+    """The same, or a rank had one of them that was stopped."""
+    early: bool = False
+    """Ranks had ended with 0 before the first failure."""
+    events: tuple[str, ...] = ()
+    """What came before the first failure, in words."""
+
+    @property
+    def state(self) -> str:
+        """`succeeded`, `failed`, or `stopped`: by a signal to `launch` before any failure, or as asked."""
+        if self.status == 0:
+            return "succeeded"
+        if self.hang:
+            return "failed"
+        return "stopped" if self.requested or (self.signal and not self.failure) else "failed"
+
+    @property
+    def last_deaths(self) -> list[Death]:
+        """The ends of the last start's ranks, in their order."""
+        return select_last_start(self.deaths)
+
+    @property
+    def clean(self) -> list[Death]:
+        """Those of the last start's ranks that ended with 0."""
+        return [death for death in self.last_deaths if death.exitcode == 0]
+
+    def describe_agent(self) -> str:
+        """Say how an agent ended that failed by itself, with its last words."""
+        code = self.agent_code
+        said = [line.strip() for line in self.agent_log if any(map(str.isalpha, line))]
+        how = name_signal(-code) if code < 0 else f"code {code}: {said[-1] if said else 'it printed nothing'}"
+        memory = f", {self.memory}" if self.memory else ""
+        return f"{self.label}'s agent ended with {how}{memory}"
+
+
+def select_last_start(deaths: Sequence[Death]) -> list[Death]:
+    """Return the ends of the last start's ranks, in their order.
+
+    When nodes join or leave, torchrun starts the ranks anew within an attempt: only the newest count.
+    """
+    last = max((death.process.attempt for death in deaths), default=0)
+    newest = {death.process.local_rank: death.process.pid for death in deaths}
+    return [d for d in deaths if d.process.attempt == last and newest[d.process.local_rank] == d.process.pid]
+
+
+def judge_end(end: NodeEnd, log: Sequence[str], ranks: int = 0) -> NodeEnd:
+    """Add the first failure and the exit code: the program's own, 128+n for a signal, 3 for the agent's.
+
+    `log` is what the agent has said since its start. If the number of this node's ranks is given, it is a
+    success if all of them ended with 0, even if a signal had asked them to end. What was stopped for a hang
+    has that code, whatever the ranks made of it.
+    """
+    code, end = end.agent_code, replace(end, agent_log=tuple(log))
+    if end.hang and (code != 0 or end.signal):
+        return replace(end, status=EXIT_HANG)
+    if code == 0 or (ranks and len(end.clean) == ranks):
+        return end
+    # What comes after a signal to `launch`, or by SIGTERM after the agent was killed, is no failure.
+    # Nor is what the ranks were started anew for.
+    last = max((death.process.attempt for death in end.deaths), default=0)
+    counted = [d for d in end.deaths if d.time < end.signal_time and d.process.attempt == last]
+    counted = [d for d in counted if code > 0 or d.exitcode != -signal.SIGTERM]
+    if failure := find_failure(counted, "" if end.signal or code < 0 else "\n".join(log)):
+        return replace(end, failure=failure, status=failure.status)
+    if end.signal:
+        return replace(end, status=128 + end.signal)
+    return replace(end, status=128 - code if code < 0 else EXIT_MACHINE)
+
+
+def find_failure(deaths: Sequence[Death], agent_log: str) -> Death | None:
+    """Return the first end of a rank of the last attempt that was a failure; None if no rank failed.
+
+    The kernel's order of deaths decides, since the agent polls and sees several at once. If the agent
+    reaped a process before its exit code was read, the code is taken from the agent's report. Ranks that the
+    agent itself has ended did not fail.
+    """
+    reported = {int(m["pid"]): m for m in REPORT.finditer(agent_log)}
+    closed = {int(pid) for pid in CLOSING.findall(agent_log)}
+    for death in select_last_start(deaths):
+        process = death.process
+        report = reported.get(process.pid)
+        exitcode = death.exitcode if death.exitcode is not None else report and int(report["exitcode"])
+        if exitcode and not (exitcode == -signal.SIGTERM and process.pid in closed):
+            return Death(process, death.time, exitcode)
+    last = max((death.process.attempt for death in deaths), default=0)
+    for pid, report in reported.items():
+        process = RankProcess(int(report["rank"]), int(report["local_rank"]), last, pid)
+        return Death(process, time.time(), int(report["exitcode"]))
+    return None
+
+
+def add_oom_kills(end: NodeEnd, job: Job, killed: int) -> NodeEnd:
+    """Add that the kernel has killed this many processes for memory here since the agent's start."""
+    if killed <= 0:
+        return end
+    limit = job.plan.machine.limits.memory_kib
+    processes = "a process" if killed == 1 else f"{killed} processes"
+    where = f"at the limit of the job's cgroup, {limit >> 10} MiB" if limit else "of the job"
+    fix = ": ask for more with cluster.mem" if limit and job.cluster.kind in SLURM_KINDS else ""
+    return replace(end, memory=f"out of memory: the kernel killed {processes} {where}{fix}")
+
+
+def report_end(monitor: RankMonitor, end: NodeEnd, agent_log: Sequence[str], seconds: float) -> int:
+    """Write how the job ended, say it, and return the exit code; the agent's log is that of this start."""
+    trouble = release_space(monitor.run)
+    end = add_oom_kills(judge_end(end, agent_log), monitor.job, monitor.count_new_oom_kills())
+    # What came before the first failure, and what that failure means to this job.
+    codes = monitor.job.config.cluster.requeue.exit_codes
+    requested = bool(end.failure and end.failure.status in codes)
+    early = None if requested or end.status == 0 else find_early(monitor, end)
+    asking = requested or any(death.exitcode in codes for death in end.last_deaths)
+    events = tuple(filter(None, (trouble, early.describe() if early else "")))
+    end = replace(end, requested=requested, asking=asking, early=bool(early), events=events)
+    written = complete_manifest(monitor, end)
+    # How it went: the first failure or what was not as planned, the result, the run directory.
+    result = describe_progress(monitor.viewer.finish(patient=end.signal is None))
+    if end.state == "failed":
+        lines = explain_failure(monitor, end, output_shown=monitor.job.config.logs.console != "none")
+    else:
+        lines = check_success(monitor, end) if end.state == "succeeded" else explain_stop(monitor, end)
+    for line in lines:
+        logger.log(logging.WARNING if end.state == "succeeded" else logging.INFO, line)
+    logger.info(f"{end.state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
+    logger.info(f"run directory {monitor.run.path}")
+    post_end(monitor.job.config.notify, monitor.run, monitor.job.host, written)
+    return end.status
+
+
+def find_early(monitor: RankMonitor, end: NodeEnd) -> EarlyEnd | None:
+    """Return the ranks that ended with 0 before the first failure, or long before all were stopped."""
+    before = end.failure.time if end.failure else end.signal_time - LONG_BEFORE
+    ends = [CleanEnd(d.process.rank, monitor.job.host, d.time, d.process.attempt) for d in end.clean]
+    return find_early_exits(monitor.run, ends, before, len(monitor.job.plan.ranks))
+
+
+def complete_manifest(monitor: RankMonitor, end: NodeEnd) -> dict[str, object]:
+    """Complete the manifest, and return its outcome."""
+    failure = describe_failure(monitor, end)
+    manifest = monitor.manifest if monitor.manifest is not None else {}
+    manifest["ended"] = stamp_time()
+    written: dict[str, object] = {
+        "state": end.state,
+        **({"cause": "hang", "reason": end.hang} if end.hang else {}),
+        "exit_code": end.status,
+        "signal": name_signal(end.signal) if end.signal else None,
+        "events": list(end.events),
+        "first_failure": failure and failure.to_json(monitor.job.host),
+        "attempts": 1 + max((d.process.attempt for d in end.deaths), default=monitor.run.first_attempt),
+    }
+    manifest["outcome"] = written
+    try:
+        write_manifest(monitor.run, manifest)
+    except OSError as error:
+        logger.warning(f"the manifest could not be written ({error})")
+    return written
+
+
+def describe_failure(monitor: RankMonitor, end: NodeEnd) -> RankFailure | None:
+    """Return the first failure with its reason and last lines; None if no rank failed."""
+    if (death := end.failure) is None or death.exitcode is None:
+        return None
+    rank, attempt = death.process.rank, death.process.attempt
+    log, lines = tail_rank(monitor.run, death.process, monitor.job.config.logs.tail)
+    error = read_error(monitor.run, rank, attempt)
+    if any(line.startswith("bdb.BdbQuit") for line in lines[-1:]) and monitor.job.world_size > 1:
+        error = "breakpoint() needs a terminal, which only a single rank has: nproc_per_node=1"
+    cause = end.memory
+    if not cause and (found := next(filter(None, map(MISMATCH.search, reversed(lines))), None)):
+        cause = (
+            "ranks have called different collectives as one, or one with different shapes: another rank sent"
+            f" {found[1]} bytes where {found[2]} were due"
+        )
+    reason = describe_exit(death.exitcode, cause) + (f": {error}" if error else "")
+    local_rank = death.process.local_rank
+    return RankFailure(rank, local_rank, death.time, death.exitcode, reason, log, tuple(lines), attempt)
+
+
+def describe_exit(exitcode: int, cause: str = "") -> str:
+    """Say in words how a process ended; `cause` is why, if that is known."""
+    number = -exitcode if exitcode < 0 else exitcode - 128
+    name = signal.Signals(number).name if 0 < number < signal.SIGRTMIN else ""
+    hint = SIGNAL_HINTS.get(signal.Signals(number), "") if name else ""
+    if exitcode >= 0:  # above 128 as a shell gives it, which the program may have passed on
+        passed_on = f"128+{number}, as of a child killed by {name}" + (f", {hint}" if hint else "")
+        meaning = cause or EXIT_HINTS.get(exitcode) or (passed_on if name else "")
+        return f"exited with code {exitcode}" + (f" ({meaning})" if meaning else "")
+    if not name:
+        return f"was killed by signal {number}"
+    seconds = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    if number == signal.SIGKILL and seconds != resource.RLIM_INFINITY:
+        hint = f"after {seconds} s of CPU time (`ulimit -t`), or for want of memory: see `dmesg`"
+    hint = cause or hint
+    return f"was killed by {name} (signal {number})" + (f", {hint}" if hint else "")
+
+
+def tail_rank(run: RunDir, process: RankProcess, count: int) -> tuple[str, list[str]]:
+    """Return the log with the first failed rank's last words, and these; stdout if stderr is empty."""
+    for stream in ("err", "out"):
+        path = run.rank_log(process.rank, process.attempt, stream)
+        lines = [line for line in read_tail(path, count + 5) if not line.startswith(SHIM_LINES)]
+        if any(line.strip() for line in lines):
+            return str(path), lines[-count:]
+    return str(run.rank_log(process.rank, process.attempt, "err")), []
+
+
+def check_success(monitor: RankMonitor, end: NodeEnd) -> list[str]:
+    """Say what was not as planned in a job that succeeded."""
+    planned = monitor.job.plan.ranks if monitor.ranks else ()  # a spare node has none
+    lines = [*end.events, *compare_applied(planned, monitor.read_applied())]
+    lines += [f"{name} outlived the program, and was ended" for name in end.leftovers]
+    return [*lines, end.memory] if end.memory else lines
+
+
+def explain_stop(monitor: RankMonitor, end: NodeEnd) -> list[str]:
+    """Say who asks for another start, and how to go on."""
+    lines = list(end.events)
+    if end.failure:
+        who = f"rank {end.failure.process.rank} on {monitor.job.host}"
+        lines.append(f"{who} ended with {end.failure.status}, and asks for another start")
+    if end.asking:
+        lines.append(f"the same command with run_dir={monitor.run.path} goes on")
+    return lines
+
+
+def explain_failure(monitor: RankMonitor, end: NodeEnd, *, output_shown: bool) -> list[str]:
+    """Say who failed first and show the end of its log; or what the agent said, if no rank failed.
+
+    With `output_shown` the console has shown what the ranks printed, and a single rank's is not repeated.
+    """
+    failure, host = describe_failure(monitor, end), monitor.job.host
+    if end.hang:
+        return [*end.events, f"ended for a hang: {end.hang}"]
+    if failure is None:
+        said = f"no rank failed, but {end.describe_agent()}"
+        return [*end.events, said, f"its log is {monitor.run.agent_log(host)}"]
+    if monitor.job.world_size == 1 and output_shown and failure.lines:
+        return [*end.events, f"rank 0 on {host} {failure.reason}"]
+    where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
+    what = "failed after that" if end.early else "failed first"
+    told = describe_first_failed_rank(where, failure.reason, failure.log, failure.lines, what)
+    return [*end.events, *told]
+
+
+def post_end(
+    config: NotifyConfig, run: RunDir, host: str, outcome: Mapping[str, object], *, job_id: str | None = None
+) -> None:
+    """Tell notify.url of the manifest's outcome, from one node of the job; a failure is a warning."""
+    if config.url is None or run.node_rank > 0:
+        return
+    try:
+        from launcher.watch.model import NotifySettings
+        from launcher.watch.notify import Notifier
+
+        event, sentence = describe_outcome(outcome)
+        code, state = outcome.get("exit_code"), str(outcome.get("state"))
+        settings = NotifySettings(url=config.url, format=config.format, events=tuple(config.events))
+        name = f"{run.path.parent.name}/{run.path.name}"
+        notifier = Notifier(
+            settings, logger.warning, run=name, run_dir=str(run.path), host=host, job_id=job_id
+        )
+        notifier.tell(event, sentence, state=state, exit_code=code if isinstance(code, int) else None)
+        notifier.close(NOTICE_PATIENCE)
+    except Exception as error:  # the program's exit code counts, whatever becomes of the message
+        logger.warning(f"notify.url was not told of the end ({type(error).__name__})")
+
+
+def describe_outcome(outcome: Mapping[str, object]) -> tuple[str, str]:
+    """Return the event, `fail` or `end`, and why it ended so: who failed first, and the manifest's reason.
+
+    An attempt that failed and is requeued is a `fail` too, but not one that was preempted, or that ran into
+    its time limit.
+    """
+    state, first, reason = str(outcome.get("state")), outcome.get("first_failure"), outcome.get("reason")
+    goes_on = state == "requeued" and outcome.get("cause") in ("preempted", "timeout", "requeued")
+    parts = [state]
+    if isinstance(first, Mapping):
+        parts.append(f"rank {first['rank']} on {first['host']} {first['reason']}")
+    if reason:
+        parts.append(str(reason))
+    return "fail" if state in ("failed", "requeued") and not goes_on else "end", "; ".join(parts)
