@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,16 +21,30 @@ from launcher.runs.run_directory import RunDir, closing_descriptor
 
 HEARD = b"death signal"
 """What torchelastic's agent says of a signal that it got (torch/distributed/elastic/agent/server/api.py)."""
-PRELOAD = """\
-import json, os, sys
+ENDED = "launch-agent: process "
+"""`launch-agent: process 4711 ended with -15`: how the lines begin by which a preloaded agent tells of its
+children, as it finds them to have ended."""
+EXIT = re.compile(rf"^{ENDED}(\d+) ended with (-?\d+)$", re.MULTILINE)
+PRELOAD = f"""\
+import contextlib, json, os, subprocess, sys
 pipe = os.fdopen(int(sys.argv[1]))
 import torch.distributed.run as torchrun
 words = pipe.read() or sys.exit(1)
 pipe.close()
+keep = getattr(subprocess.Popen, "_handle_exitstatus", None)
+def tell(process, *status):
+    keep(process, *status)
+    with contextlib.suppress(OSError):
+        print({ENDED!r} + str(process.pid), "ended with", process.returncode, file=sys.stderr, flush=True)
+if keep:
+    subprocess.Popen._handle_exitstatus = tell
 sys.argv[:] = json.loads(words)
 torchrun.main()
 """
-"""An agent that imports torch, takes over a second for that, and is told what to do while it does."""
+"""An agent that imports torch, takes over a second for that, and is told what to do while it does.
+
+It tells what its children ended with, since nobody else learns that once it has looked (waitpid(2)).
+"""
 MIN_FILES, DEFAULT_FILES = 32, 1024
 """Open files without which torchrun's agent hangs or fails (with 12 it waits for ever; 26 are enough for two
 ranks of torch 2.13), and the limit that most shells have."""
@@ -75,6 +90,10 @@ class Agent(ABC):
     def was_signalled(self) -> bool:
         """Tell whether a stopping signal has reached the agent past the supervisor."""
         return False
+
+    def read_exits(self) -> Mapping[int, int]:
+        """Return what ranks ended with that the agent has reaped, by PID, as far as it tells."""
+        return {}
 
     @abstractmethod
     def send_signal(self, number: int) -> None:
@@ -136,10 +155,18 @@ class TorchrunAgent(Agent):
 
     def was_signalled(self) -> bool:
         """Tell whether torchrun has said that it was sent a signal."""
+        return HEARD in self.read_log()
+
+    def read_exits(self) -> Mapping[int, int]:
+        """Return what torchrun's children ended with, -n for signal n, as far as its log tells."""
+        return {int(pid): int(code) for pid, code in EXIT.findall(self.read_log().decode(errors="replace"))}
+
+    def read_log(self) -> bytes:
+        """Return torchrun's log since this start; empty if it cannot be read."""
         with contextlib.suppress(OSError), self.log.open("rb") as file:
             file.seek(self.log_begin)
-            return HEARD in file.read()
-        return False
+            return file.read()
+        return b""
 
     def send_signal(self, number: int) -> None:
         """Send torchrun a signal, which it passes on to the ranks."""

@@ -70,11 +70,13 @@ class RankMonitor:
     """What was counted when the agent started."""
     relay: TerminalRelay | None = None
     """If the program has the user's terminal."""
+    reader: AppliedReader = field(init=False)
     sources: threading.Thread = field(init=False)
     """Asks git and the package index, which can take seconds on a network filesystem."""
 
     def __post_init__(self) -> None:
         """Make the thread; it starts with the job."""
+        self.reader = AppliedReader(self.run.path)
         self.sources = threading.Thread(target=self.find_sources, daemon=True)
 
     def use_terminal(self, terminal: PseudoTerminal) -> None:
@@ -112,18 +114,18 @@ class RankMonitor:
         return fresh
 
     def find_ranks(self, agent: int) -> list[RankProcess]:
-        """Return the ranks among the children of an agent in a process of its own (a PID).
+        """Return ranks that an agent in a process of its own (a PID) has started, new ones at least.
 
-        Ranks that came and went between two calls are known by their records alone. These are looked for
-        once, when the agent has ended, and only if they can be needed: all nodes share their folder.
+        Their records tell, of those too that came and went between two calls. If other nodes share the
+        folder of records, the ranks are found among the agent's children, and the records are read once, when
+        the agent has ended and there are too few.
         """
-        if Path(f"/proc/{agent}").exists():
-            return list_ranks(agent, self.run.first_attempt, has_terminal=self.relay is not None)
-        if len(self.ranks) >= len(self.job.plan.ranks) and self.job.cluster.max_nodes > 1:
-            return []
+        if self.job.cluster.max_nodes > 1 and (
+            len(self.ranks) >= len(self.job.plan.ranks) or Path(f"/proc/{agent}").exists()
+        ):
+            return list_ranks(agent, self.run.first_attempt)
         # There are records of other nodes and of earlier starts: their PIDs say nothing here.
-        records = AppliedReader(self.run.path).read_new()
-        own = [record for record in records if (record.host, record.agent) == (self.job.host, agent)]
+        own = [r for r in self.reader.read_new() if (r.host, r.agent) == (self.job.host, agent)]
         return [RankProcess(r.rank, r.local_rank, r.attempt, r.pid, r.has_terminal) for r in own]
 
     def read_applied(self) -> list[Applied]:

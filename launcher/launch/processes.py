@@ -160,7 +160,7 @@ def read_signals(pid: int, name: str) -> set[int]:
     return {bit + 1 for mask in masks for bit in range(mask.bit_length()) if mask >> bit & 1}
 
 
-def list_ranks(agent: int, first_attempt: int, *, has_terminal: bool = False) -> list[RankProcess]:
+def list_ranks(agent: int, first_attempt: int) -> list[RankProcess]:
     """Return the ranks among an agent's children, as their environments tell (proc(5)).
 
     It asks this node's kernel alone: with records on a shared filesystem, all ranks would look for them.
@@ -173,7 +173,7 @@ def list_ranks(agent: int, first_attempt: int, *, has_terminal: bool = False) ->
             numbers = [int(pairs[name]) for name in (b"RANK", b"LOCAL_RANK", b"TORCHELASTIC_RESTART_COUNT")]
         except (OSError, KeyError, ValueError):  # it has ended, or is none
             continue
-        found.append(RankProcess(numbers[0], numbers[1], first_attempt + numbers[2], pid, has_terminal))
+        found.append(RankProcess(numbers[0], numbers[1], first_attempt + numbers[2], pid))
     return found
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from launcher.launch.agent import Agent
 from launcher.launch.ending import NodeEnd
@@ -182,7 +182,11 @@ class Supervisor:
                 agent.close()
         status = agent.poll()
         code = -signal.SIGKILL if status is None else status
-        deaths, number = tuple(self.ranks.deaths), self.first_signal
+        exits, number = agent.read_exits(), self.first_signal
+        deaths = tuple(
+            death if death.exitcode is not None else replace(death, exitcode=exits.get(death.process.pid))
+            for death in self.ranks.deaths
+        )
         return NodeEnd(code, deaths, number, self.signal_time, tuple(left), self.hang, agent.label)
 
     def list_own(self) -> set[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.launch.agent import PreloadedAgent, preload_agent
+from launcher.launch.agent import PreloadedAgent, TorchrunAgent, preload_agent
 from tests.seam import clean_environ
 
 TORCHRUN = """
@@ -41,6 +41,31 @@ def test_it_gets_its_words_environment_and_nothing_else(tmp_path: Path) -> None:
     assert argv == ["torch.distributed.run", *words]
     assert (own, reads_nothing) == ("1", True)
     assert files[:3] == [0, 1, 2] and len(files) == 4, "the listing's own, and no pipe"
+
+
+CHILDREN = """
+import subprocess, sys
+def main():
+    for word in ("exit 0", "exit 3", "kill -TERM $$"):
+        print(subprocess.Popen(["sh", "-c", word]).wait(10), flush=True)
+    waited = subprocess.Popen(["true"])
+    while waited.poll() is None:
+        pass
+"""
+
+
+def test_it_tells_what_its_children_ended_with(tmp_path: Path) -> None:
+    preloaded, log = preload(tmp_path, CHILDREN)
+    log.write_text("launch-agent: process 1 ended with 5\n")  # of an earlier start
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    agent = TorchrunAgent(lambda: preloaded.begin(command), log, lambda _: ())
+    agent.begin()
+    assert agent.process.wait(60) == 0, log.read_text()
+    exits = agent.read_exits()
+    assert sorted(exits.values()) == [-15, 0, 0, 3] and 1 not in exits
+    assert "\n0\n" in log.read_text() and "\n-15\n" in log.read_text(), "they end as they did"
+    log.unlink()
+    assert agent.read_exits() == {} and not agent.was_signalled()
 
 
 def test_files_in_the_working_directory_do_not_shadow_its_modules(
