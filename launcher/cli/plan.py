@@ -22,7 +22,6 @@ from launcher.files import LARGEST
 from launcher.plan.allocator import read_host
 from launcher.plan.model import KIND, Machine, Plan, machine_to_json, plan_to_json
 from launcher.plan.planner import plan
-from launcher.probe.malloc_library import locate_malloc
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +78,8 @@ def plan_node(config: Settings, environ: Mapping[str, str]) -> Plan:
     machine = read_machine(config.machine)
     request = make_request(config, environ, machine)
     if config.machine.snapshot is None:
+        from launcher.probe.machine import locate_malloc
+
         library = locate_malloc(read_host(config.allocator), environ, config.machine.root)
         request = replace(request, host_library=library)
     return plan(machine, request)

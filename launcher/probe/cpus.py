@@ -9,7 +9,6 @@ from launcher.cpulist import format_cpulist
 from launcher.errors import MachineError
 from launcher.plan.model import Cache, Cpu, NumaNode
 from launcher.probe.gpus import read_gpu_memory_nodes
-from launcher.probe.limits import read_cpuset
 from launcher.probe.sysfs import Tree, parse_list, parse_number, quote_content
 
 CPU = "sys/devices/system/cpu/"
@@ -39,7 +38,7 @@ def read_cpu_sets(tree: Tree, status: dict[str, str]) -> tuple[frozenset[int], f
     path = f"{CPU}online"
     value = status.get("Cpus_allowed_list")
     online = tree.read_list(path)
-    allowed = parse_list(value or "") or read_cpuset(tree, "cpus")
+    allowed = parse_list(value or "")
     if not online:
         # Offline CPUs have no topology directory.
         known = allowed or tree.read_list(f"{CPU}present") or frozenset(tree.list_numbers(CPU, "cpu"))
@@ -56,8 +55,7 @@ def read_cpu_sets(tree: Tree, status: dict[str, str]) -> tuple[frozenset[int], f
         return online, online
     if not allowed & online:
         # Seen with lxcfs, which renumbers `online` for a container; the affinity is the scheduler's word.
-        source = "the cpuset" if value is None else "Cpus_allowed_list"
-        text = f"no CPU of {source} ({{items}}) is in {path} ({{value}}): taken as online"
+        text = f"no CPU of Cpus_allowed_list ({{items}}) is in {path} ({{value}}): taken as online"
         tree.add_warning(text, *allowed, path=path)
         online = allowed
     return online, allowed & online
@@ -75,7 +73,7 @@ def read_isolated(tree: Tree, online: frozenset[int]) -> frozenset[int]:
 def read_allowed_mems(tree: Tree, status: dict[str, str], nodes: frozenset[int]) -> frozenset[int]:
     """The online NUMA nodes whose memory this job may use; all of them if nothing says."""
     value = status.get("Mems_allowed_list")
-    allowed = parse_list(value or "") or read_cpuset(tree, "mems") or frozenset()
+    allowed = parse_list(value or "") or frozenset()
     if allowed & nodes:
         return allowed & nodes
     tree.add_warning(

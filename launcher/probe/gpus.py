@@ -8,8 +8,7 @@ import re
 from dataclasses import replace
 
 from launcher.plan.model import Gpu
-from launcher.probe.pci import PCI, format_pci, normalise_pci, order_pci, read_locality
-from launcher.probe.sysfs import Tree, parse_number
+from launcher.probe.sysfs import PCI, Tree, format_pci, normalise_pci, order_pci, parse_number, read_locality
 
 GPUS = "proc/driver/nvidia/gpus/"
 CAPABILITIES = "proc/driver/nvidia/capabilities"

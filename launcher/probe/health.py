@@ -7,8 +7,7 @@ from launcher.plan.model import Machine
 from launcher.probe.cpus import CPU, STATUS
 from launcher.probe.gpus import GPUS, list_cards
 from launcher.probe.limits import FILES, RESOURCES, find_resource, read_pids_max
-from launcher.probe.pci import PCI
-from launcher.probe.sysfs import Tree, parse_number
+from launcher.probe.sysfs import PCI, Tree, parse_number
 
 WIDEST = 32
 """Lanes of the widest PCI Express link; a virtual machine may show 0, 63 or 255 for unknown."""

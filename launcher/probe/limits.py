@@ -1,11 +1,10 @@
 """What the job's cgroup, mounts and resource limits leave it: CPU time, memory, /dev/shm, descriptors.
 
-Cgroups of version 1 and 2, those above the job's own too, as far as they are mounted.
+Cgroups of version 1 and 2 at their usual place, those above the job's own too.
 """
 
 import os
 import re
-from collections.abc import Iterator
 
 from launcher.plan.model import Limits, Machine
 from launcher.probe.sysfs import Tree, parse_number
@@ -18,10 +17,8 @@ UNLIMITED = 1 << 62
 """Bytes from which on a limit is none: version 1 shows 2^63 less a page if nothing was set."""
 UNSET = ("", "max", "-1")
 """A missing file (the root cgroup, a controller that is off), version 2's and version 1's word for none."""
-OCTAL = re.compile(r"\\([0-7]{3})")
-"""White space and backslashes in paths of the mount table."""
 SHM = "/dev/shm"  # noqa: S108  # its size is asked for, nothing is written
-SHM_SIZE = re.compile(r"size=([0-9]{1,20})([kmg]?)")
+SHM_SIZE = re.compile(r".*[ ,]size=([0-9]{1,20})([kmg]?)(?![^ ,])")
 UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
 RESOURCES = "proc/self/limits"
 FILES = "Max open files"
@@ -33,107 +30,44 @@ LEAST_FREE_KIB = 1 << 20
 """KiB that are enough in any case."""
 Groups = tuple[int, list[str]]
 """A hierarchy's version, and directories of it below the machine's root, without a leading slash."""
-Mount = tuple[str, str, str, list[str]]
-"""What of a file system is mounted (`/`, or a directory of it for a bind mount), where, its type (`cgroup2`,
-`tmpfs`), and its own options: version 1's controllers, a tmpfs's size."""
 
 
 def list_cgroups(tree: Tree, controllers: tuple[str, ...], process: int | str = "self") -> dict[str, Groups]:
-    """For each controller the cgroup that limits a process, then those above it as far as they are seen."""
-    own_paths = _read_own_cgroups(tree, process)
-    groups: dict[str, Groups] = {}
-    for controller in controllers:
-        version = 1 if controller in own_paths else 2
-        path = own_paths.get(controller if version == 1 else "")
-        if path is not None:
-            groups[controller] = version, _find_folders(tree, controller, version, path)
-    return groups
+    """For each controller the cgroup that limits a process, then those above it as far as they are seen.
 
-
-def _read_own_cgroups(tree: Tree, process: int | str = "self") -> dict[str, str]:
-    """The paths of /proc/PID/cgroup by controller, with version 2's under an empty name (cgroups(7))."""
-    paths = {}
+    /proc/PID/cgroup names them by controller, version 2's under an empty name (cgroups(7)).
+    """
+    own_paths: dict[str, str] = {}
     for line in (tree.read(f"proc/{process}/cgroup") or "").splitlines():
         _, names, path = (*line.split(":", 2), "", "")[:3]
         if path.startswith("/") and len(path) <= LONGEST:
-            paths.update(dict.fromkeys(names.split(","), path))
-    return paths
+            own_paths.update(dict.fromkeys(names.split(","), path))
+    groups: dict[str, Groups] = {}
+    for controller in controllers:
+        version = 1 if controller in own_paths else 2
+        own_path = own_paths.get(controller if version == 1 else "")
+        if own_path is not None:
+            groups[controller] = version, _find_folders(tree, controller, version, own_path)
+    return groups
 
 
 def _find_folders(tree: Tree, controller: str, version: int, path: str) -> list[str]:
-    """The directories of a cgroup and of those above it, up to the top of what is mounted.
+    """The directories of a cgroup and of those above it, up to the top of the hierarchy.
 
-    The mount table, which can be long, is read only if a cgroup is not at its usual place: on systems
-    that mount the hierarchies elsewhere, and in containers that see the host's names for their cgroups.
+    In a container that sees the host's names for its cgroups, what stands for the container is the top. What
+    is outside of the process's cgroup namespace (`/..`) is not known.
     """
-    if version == 1:
-        mount = f"{TOP}/{controller}"
+    if version == 1:  # a container may lack the link `cpu` to `cpu,cpuacct`
+        names = (name for name in tree.list_directory(TOP) if controller in name.split(","))
+        top = f"{TOP}/{next(names, controller)}"
     else:
-        mount = TOP if tree.has(f"{TOP}/cgroup.controllers") else f"{TOP}/unified"
-    if ".." in path.split("/") or not tree.has(f"{mount}{path}"):
-        for root, point, kind, options in _list_mounts(tree):
-            is_it = kind == "cgroup2" if version == 2 else kind == "cgroup" and controller in options
-            below = _make_relative(path, root) if is_it else None
-            if below is not None:
-                mount, path = point.strip("/"), below
-                break
+        top = TOP if tree.has(f"{TOP}/cgroup.controllers") else f"{TOP}/unified"
     parts = [part for part in path.split("/") if part]
-    if ".." in (*mount.split("/"), *parts) or tree.resolve_links(mount) is None:
+    if ".." in parts or tree.resolve_links(top) is None:
         return []
-    return ["/".join([mount, *parts[:depth]]) for depth in range(len(parts), -1, -1)]
-
-
-def _make_relative(path: str, root: str) -> str | None:
-    """A cgroup's path below a mount of `root`; None if it is not below that.
-
-    Both are as the process's cgroup namespace shows them: what is outside of the namespace begins with
-    `/..`, and then the names between are unknown, so that only the mount's top can be read.
-    """
-    inner, outer = ([part for part in text.split("/") if part] for text in (path, root))
-    if inner[: len(outer)] == outer:
-        below = inner[len(outer) :]
-        return None if ".." in below else "".join(f"/{part}" for part in below)
-    return "" if set(outer) == {".."} else None
-
-
-def _list_mounts(tree: Tree) -> Iterator[Mount]:
-    """The mounts in their order, from mountinfo (proc_pid_mountinfo(5)), else from `mounts` (fstab(5))."""
-    text = tree.read("proc/self/mountinfo", lines=True)
-    for line in (text or "").splitlines():
-        head, _, tail = line.partition(" - ")
-        place, source = head.split(" "), tail.split(" ")
-        if len(place) >= 6 and len(source) >= 3:
-            yield _decode_octal(place[3]), _decode_octal(place[4]), source[0], source[-1].split(",")
-    if text:
-        return
-    text = tree.read("proc/self/mounts", lines=True) or tree.read("proc/mounts", lines=True) or ""
-    for line in text.splitlines():
-        words = line.split(" ")
-        if len(words) > 3:
-            yield "/", _decode_octal(words[1]), words[2], words[3].split(",")
-
-
-def _decode_octal(text: str) -> str:
-    return OCTAL.sub(lambda found: chr(int(found[1], 8)), text)
-
-
-def read_cpuset(tree: Tree, kind: str) -> frozenset[int] | None:
-    """The `cpus` or `mems` of this process's cpuset by the files of its cgroup; None if none are to be found.
-
-    For trees without proc/self/status, as hwloc-gather-topology captures them. A cgroup that leaves the list
-    empty, or that is without the controller, has that of the next one above it. proc/self/cpuset names the
-    cgroup if proc/self/cgroup does not. Source: cpuset(7); the kernel's cgroup-v1/cpusets and cgroup-v2.
-    """
-    names = {1: f"cpuset.effective_{kind}", 2: f"cpuset.{kind}.effective"}
-    own_paths, named = _read_own_cgroups(tree), tree.read("proc/self/cpuset")
-    for version, path in ((1, own_paths.get("cpuset")), (2, own_paths.get("")), (1, named), (2, named)):
-        if not path or not path.startswith("/") or len(path) > LONGEST:
-            continue
-        for folder in _find_folders(tree, "cpuset", version, path):
-            for name in (names[version], f"cpuset.{kind}"):
-                if found := tree.read_list(f"{folder}/{name}"):
-                    return found
-    return None
+    while parts and not tree.has("/".join([top, *parts])):
+        del parts[0]
+    return ["/".join([top, *parts[:depth]]) for depth in range(len(parts), -1, -1)]
 
 
 def count_oom_kills(tree: Tree | None = None) -> int:
@@ -224,9 +158,10 @@ def _read_shm_size(tree: Tree) -> int | None:
         except OSError:
             return None
         return space.f_blocks * space.f_frsize >> 10
-    found = [options for _, point, kind, options in _list_mounts(tree) if (point, kind) == (SHM, "tmpfs")]
-    sizes = [option for option in found[-1] if option.startswith("size=")] if found else []
-    size = SHM_SIZE.fullmatch(sizes[-1]) if sizes else None
+    tables = (tree.read(f"proc/{name}", lines=True) for name in ("self/mountinfo", "self/mounts", "mounts"))
+    lines = next(filter(None, tables), "").splitlines()
+    mounts = [line for line in lines if f" {SHM} " in line and " tmpfs " in line]
+    size = SHM_SIZE.match(mounts[-1]) if mounts else None
     return int(size[1]) << UNITS[size[2]] >> 10 if size else None
 
 

@@ -1,6 +1,8 @@
 """Reads a machine: what the node has, and what this job may use of it."""
 
 import os
+import sys
+from collections.abc import Mapping
 
 from launcher.errors import UsageError
 from launcher.plan.model import Machine
@@ -29,6 +31,12 @@ PLACEHOLDERS = frozenset((
 """Firmware's placeholders for a name that nobody filled in, in lower case."""
 LONGEST = 100
 """Characters of a name at most."""
+SONAMES = {
+    "tcmalloc": ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4", "libtcmalloc_minimal.so", "libtcmalloc.so"),
+    "jemalloc": ("libjemalloc.so.2", "libjemalloc.so"),
+}
+"""Files of the libraries that replace malloc, those that a run-time package has first."""
+USUAL = ("/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/local/lib", "/usr/local/lib64")
 
 
 def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine:
@@ -90,3 +98,22 @@ def clean_name(text: str) -> str:
     shown = "".join(char if char.isprintable() else " " for char in text)
     name = " ".join(shown.split())[:LONGEST].strip()
     return "" if name.lower() in PLACEHOLDERS or not any(map(str.isalnum, name)) else name
+
+
+def locate_malloc(word: str, environ: Mapping[str, str], root: str) -> str | None:
+    """Return the path of the library for `allocator.host` on this node, empty if it has none.
+
+    The nearest to the user comes first. None for the system's malloc, and for another machine (`root`), whose
+    files are not here. LD_PRELOAD separates paths by blanks and colons, so a path with one is of no use.
+    """
+    if word == "system" or root != "/":
+        return None
+    multiarch = getattr(sys.implementation, "_multiarch", "")
+    folders = [
+        f"{prefix}/lib" for prefix in (environ.get("CONDA_PREFIX"), sys.prefix, sys.base_prefix) if prefix
+    ]
+    folders += environ.get("LD_LIBRARY_PATH", "").replace(";", ":").split(":")
+    folders += [f"{folder}/{multiarch}" for folder in ("/lib", "/usr/lib")] + [*USUAL]
+    paths = (f"{folder}/{name}" for folder in folders for name in SONAMES.get(word, ()))
+    found = (path for path in paths if path.startswith("/") and not set(path) & set(" \t\n:"))
+    return next(filter(os.path.isfile, found), "")

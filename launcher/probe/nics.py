@@ -3,8 +3,7 @@
 import re
 
 from launcher.plan.model import Nic
-from launcher.probe.pci import find_node, split_path
-from launcher.probe.sysfs import Tree, parse_number
+from launcher.probe.sysfs import Tree, find_node, parse_number, split_path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` costs each start of a rank some milliseconds

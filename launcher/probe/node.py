@@ -5,28 +5,28 @@ import errno
 import os
 import re
 import resource
-import secrets
+import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing.connection import Connection, Pipe, wait
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, NoReturn, TypeVar
 
 from launcher.doctor.model import Facts, KernelXid, PathFacts, Unchecked
 from launcher.errors import MachineError
 from launcher.probe.cpus import STATUS, read_cpu_sets
 from launcher.probe.gpu_facts import Wanted, read_gpu_facts
-from launcher.probe.guarded import Answer, call_in_children
 from launcher.probe.limits import SHM, read_limits
 from launcher.probe.nics import read_nic_ports
 from launcher.probe.nvml import import_nvml
-from launcher.probe.pci import normalise_pci
-from launcher.probe.sysfs import Tree, parse_number
+from launcher.probe.sysfs import Tree, normalise_pci, parse_number
 
 PATIENCE = 5.0
 """Seconds that a path, a driver or an interpreter may take: an automounter's first mount is among them."""
@@ -46,8 +46,6 @@ STATES = {
     errno.EPERM: "denied",
     errno.EROFS: "read_only",
 }
-UNNAMED_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
-"""What file systems and kernels without O_TMPFILE say (open(2))."""
 LOG_RECORD = 8192
 """Bytes of a record of the kernel's log at most: CONSOLE_EXT_LOG_MAX; a shorter buffer makes read(2) fail."""
 MOST_RECORDS = 200_000
@@ -67,6 +65,24 @@ LARGEST_VERSION = 1 << 16
 """Bytes of `torch/version.py` that are read; it has less than one KB."""
 TORCH = re.compile(r"^__version__\s*(?::[^=]*)?=\s*['\"]([^'\"\s]{1,80})['\"]", re.MULTILINE)
 TORCH_CUDA = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]([0-9.]{1,20})['\"]", re.MULTILINE)
+HIGHEST = 1 << 20
+"""Descriptors from here on are not looked for: the usual hard limit."""
+GRACE = 0.05
+"""Seconds in which a killed child is gone, unless it is in state D."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[T]):
+    """What became of a call."""
+
+    value: T | None
+    """None if it failed or did not answer."""
+    seconds: float
+    stuck: bool = False
+    """It had not answered at the limit."""
+    problem: str = ""
+    """The error that it ended with, or the signal that ended its process."""
 
 
 def read_node_facts(
@@ -122,6 +138,10 @@ def read_node_facts(
         unchecked.append(Unchecked("torch", torch_answer.problem))
     if paths and not tree.is_real:
         unchecked.append(Unchecked("paths", "not in these files"))
+    looked_at = []
+    for entry, look in zip(live_paths, looks, strict=True):
+        path = look.value or PathFacts(*entry, "stuck" if look.stuck else "failed", detail=look.problem)
+        looked_at.append(replace(path, seconds=round(look.seconds, 3)))
     limits, memory = read_limits(tree), tree.read_meminfo()
     memory_kib = min(memory.get("MemTotal", 0), limits.memory_kib or sys.maxsize)
     free_kib = memory.get("MemAvailable")
@@ -132,7 +152,7 @@ def read_node_facts(
         node_rank=node_rank,
         time=clock() if tree.is_real else 0.0,
         nics=read_nic_ports(tree),
-        paths=tuple(_describe_path(*entry, look) for entry, look in zip(live_paths, looks, strict=True)),
+        paths=tuple(looked_at),
         xids=xids,
         driver=driver[1] if driver else "",
         torch=torch,
@@ -230,13 +250,6 @@ def read_kernel_xids(tree: Tree) -> tuple[KernelXid, ...] | None:
     return tuple(xids[-MOST_XIDS:])
 
 
-def _describe_path(path: str, purpose: str, look: Answer[PathFacts]) -> PathFacts:
-    if look.value is not None:
-        return replace(look.value, seconds=round(look.seconds, 3))
-    state = "stuck" if look.stuck else "failed"
-    return PathFacts(path, purpose, state, round(look.seconds, 3), detail=look.problem)
-
-
 def read_path(path: str, purpose: str) -> PathFacts:
     """Look at one path: whether it answers, and what is free there; this may hang."""
     free_kib = free_inodes = None
@@ -246,7 +259,8 @@ def read_path(path: str, purpose: str) -> PathFacts:
         free_kib = space.f_bavail * space.f_frsize >> 10
         free_inodes = space.f_favail if space.f_files else None  # Btrfs and others have no table of inodes.
         if purpose in WRITTEN:
-            _write_sample(path)
+            with tempfile.TemporaryFile(dir=path, buffering=0) as sample:
+                sample.write(SAMPLE)
         elif stat.S_ISREG(mode):
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -260,27 +274,6 @@ def read_path(path: str, purpose: str) -> PathFacts:
         reason = getattr(error, "strerror", None) or str(error)
         return PathFacts(path, purpose, STATES.get(code, "failed"), 0.0, free_kib, free_inodes, reason)
     return PathFacts(path, purpose, "ok", 0.0, free_kib, free_inodes)
-
-
-def _write_sample(folder: str) -> None:
-    """Write a block to a file without a name, or else to one that is removed; raises OSError."""
-    flags, name = os.O_WRONLY | os.O_CLOEXEC, ""
-    try:
-        descriptor = os.open(folder, flags | os.O_TMPFILE, 0o600)
-    except OSError as error:
-        if error.errno not in UNNAMED_REFUSED:
-            raise
-        name = os.path.join(folder, f".launch-{secrets.token_hex(8)}")
-        descriptor = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        try:
-            os.write(descriptor, SAMPLE)
-        finally:
-            os.close(descriptor)  # which is where NFS tells that a disk is full
-    finally:
-        if name:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
 
 
 def read_torch(python: str | None = None) -> tuple[str, str]:
@@ -309,3 +302,90 @@ def read_torch(python: str | None = None) -> tuple[str, str]:
         text = file.read(LARGEST_VERSION)
     version, cuda = TORCH.search(text), TORCH_CUDA.search(text)
     return version[1] if version else "", cuda[1] if cuda else ""
+
+
+def call_in_children(calls: Sequence[Callable[[], T]], limit: float) -> tuple[Answer[T], ...]:
+    """Make all calls at once, each in a child of its own, and wait `limit` seconds for their answers.
+
+    For what may never return, such as calls of a file system or driver that hangs. A process that waits in
+    the kernel without interruption (state D) cannot be killed, and whoever waits for it waits too: a child
+    that does not answer in time is killed and left behind.
+
+    A result has to be something that pickle can carry. Raises OSError if no process can be made.
+    """
+    begin = time.monotonic()
+    pids: dict[Connection, int] = {}
+    answers: dict[Connection, Answer[T]] = {}
+    try:
+        for call in calls:
+            _start_child(call, pids)
+        waiting = set(pids)
+        while waiting and (left := begin + limit - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), left):
+                assert isinstance(pipe, Connection)  # noqa: S101 - for mypy
+                waiting.remove(pipe)
+                try:
+                    value, problem = pipe.recv()
+                except (EOFError, OSError):
+                    value, problem = None, f"its process ended with {_reap_child(pids[pipe]) or 'no answer'}"
+                answers[pipe] = Answer(value, time.monotonic() - begin, problem=problem)
+    finally:
+        for pipe, pid in pids.items():
+            pipe.close()
+            if pipe not in answers:
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+        for pid in pids.values():
+            _reap_child(pid)
+    stuck: Answer[T] = Answer(None, limit, stuck=True, problem=f"no answer in {limit:g} s")
+    return tuple(answers.get(pipe, stuck) for pipe in pids)
+
+
+def _start_child(call: Callable[[], Any], pids: dict[Connection, int]) -> None:
+    """Fork a child that makes a call and sends the result; raises OSError."""
+    receiver, sender = Pipe(duplex=False)
+    with sender:
+        try:
+            pid = os.fork()
+        except OSError:
+            receiver.close()
+            raise
+        if pid == 0:
+            _run_child(call, sender)
+        pids[receiver] = pid
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)  # Here too: the child may not have come to it when it is killed.
+
+
+def _run_child(call: Callable[[], Any], pipe: Connection) -> NoReturn:
+    """Make the call and end; nothing else of this process is kept open, since the child may stay for ever."""
+    try:
+        os.setpgid(0, 0)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):
+            os.dup2(null, standard)
+        os.closerange(3, pipe.fileno())
+        os.closerange(pipe.fileno() + 1, HIGHEST)
+        try:
+            result: tuple[Any, str] = call(), ""
+        except Exception as error:  # It is told to the parent.
+            result = None, f"{type(error).__name__}: {error}"
+        pipe.send(result)
+    finally:
+        os._exit(0)
+
+
+def _reap_child(pid: int) -> str:
+    """Wait a moment for a child to be gone; return the signal that ended it, if one has."""
+    end = time.monotonic() + GRACE
+    while time.monotonic() < end:
+        try:
+            found, status = os.waitpid(pid, os.WNOHANG)
+        except OSError:
+            break
+        if found:
+            return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else ""
+        time.sleep(0.001)
+    return ""

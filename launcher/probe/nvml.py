@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.plan.model import Gpu
 from launcher.probe.gpus import sort_gpus
-from launcher.probe.pci import normalise_pci
-from launcher.probe.sysfs import Tree
+from launcher.probe.sysfs import Tree, normalise_pci
 
 if TYPE_CHECKING:
     from launcher.watch.model import GpuSample

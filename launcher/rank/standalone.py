@@ -24,8 +24,7 @@ from launcher.plan.model import (
 from launcher.plan.planner import plan
 from launcher.plan.topology import build_topology
 from launcher.plan.variables import HONOURED, VISIBLE_DEVICES
-from launcher.probe.machine import probe
-from launcher.probe.malloc_library import locate_malloc
+from launcher.probe.machine import locate_malloc, probe
 from launcher.protocol import LAUNCH_BINDING, find_user_set
 from launcher.rank.affinity import find_node_cpus
 from launcher.rank.entry import PlacementError, PlanEntry, select_entry

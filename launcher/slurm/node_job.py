@@ -135,8 +135,7 @@ def plan_here(config: Settings, environ: Mapping[str, str], caches: str = "") ->
     from launcher.config.request import make_request
     from launcher.plan.allocator import read_host
     from launcher.plan.planner import plan
-    from launcher.probe.machine import probe
-    from launcher.probe.malloc_library import locate_malloc
+    from launcher.probe.machine import locate_malloc, probe
 
     machine = probe(config.machine.root)
     request = make_request(config, environ, machine, caches)

@@ -17,8 +17,7 @@ import pytest
 from launcher.codec import convert
 from launcher.doctor.job import judge_nodes
 from launcher.doctor.model import Facts, Wanted
-from launcher.probe.guarded import call_in_children
-from launcher.probe.node import read_kernel_xids, read_node_facts, read_path, read_torch
+from launcher.probe.node import call_in_children, read_kernel_xids, read_node_facts, read_path, read_torch
 from launcher.probe.sysfs import Tree
 from tests.probe.in_namespace import run_in_namespace
 from tests.probe.machine_trees import put

@@ -12,8 +12,7 @@ from launcher.plan.model import Gpu
 from launcher.probe.gpus import list_gpus
 from launcher.probe.limits import count_oom_kills
 from launcher.probe.machine import probe
-from launcher.probe.pci import normalise_pci, split_path
-from launcher.probe.sysfs import PAGE, SIZE_LIMIT, Tree, parse_number
+from launcher.probe.sysfs import PAGE, SIZE_LIMIT, Tree, normalise_pci, parse_number, split_path
 
 from .machine_trees import CPU, NODE, PCI, put, short_lived, write_small
 from .odd_machines import judge, read_cases, write_bases

@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launcher.probe.machine import probe
+import pytest
+
+from launcher.probe import machine as machine_module
+from launcher.probe.machine import locate_malloc, probe
 from launcher.probe.sysfs import Tree
 
 from .machine_trees import write_small
@@ -100,3 +103,28 @@ def test_nothing_but_this_package_is_loaded(tmp_path: Path) -> None:
     loaded = run(LOADED, str(write_small(tmp_path)))
     assert "launcher.probe.machine" in loaded
     assert [name for name in loaded if not name.startswith("launcher")] == []
+
+
+def test_the_library_of_a_malloc_is_the_one_nearest_to_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_module, "USUAL", (str(tmp_path / "usual"),))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    monkeypatch.setattr(sys, "base_prefix", "/no/such")
+    monkeypatch.setattr(sys.implementation, "_multiarch", "no-such", raising=False)
+    folders = ("usual", "given", "venv/lib", "conda/lib")
+    given = f":relative:{tmp_path / 'a b'}:{tmp_path / 'given'}"
+    environ = {"CONDA_PREFIX": str(tmp_path / "conda"), "LD_LIBRARY_PATH": given}
+    monkeypatch.chdir(tmp_path)
+    for folder in ("relative", "a b", *folders):  # what cannot be preloaded is passed over
+        (tmp_path / folder).mkdir(parents=True)
+    for folder in ("relative", "a b"):
+        (tmp_path / folder / "libjemalloc.so.2").touch()
+    (tmp_path / "given/libjemalloc.so.2").mkdir()
+    assert locate_malloc("jemalloc", environ, "/") == locate_malloc("tcmalloc", environ, "/") == ""
+    for folder in folders:
+        path = tmp_path / folder / "libtcmalloc_minimal.so.4"
+        path.touch()
+        assert locate_malloc("tcmalloc", environ, "/") == str(path)
+    assert locate_malloc("system", environ, "/") is None
+    assert locate_malloc("tcmalloc", environ, str(tmp_path)) is None, "another machine's files are not here"
