@@ -92,18 +92,21 @@ class Proof:
         whole = {**clean_environ(), **shown, **dict([self.mark.split("=", 1)]), **environ}
         began = time.monotonic()
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-            process = subprocess.Popen(
-                command, cwd=folder, env=whole, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                env=whole,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                timeout=limit,
+                check=False,
             )
-            try:
-                process.wait(limit)
-            finally:
-                end_process(process)
         said, errors = ((folder / stream).read_text(errors="replace") for stream in ("out", "err"))
         seconds = time.monotonic() - began
-        print(f"=== {name}: exit code {process.returncode} after {seconds:.1f} s: {' '.join(command)}")
+        print(f"=== {name}: exit code {done.returncode} after {seconds:.1f} s: {' '.join(command)}")
         print(said[-20_000:], errors[-20_000:], sep="\n")
-        ended = Ended(process.returncode, said, errors, seconds, folder / "run")
+        ended = Ended(done.returncode, said, errors, seconds, folder / "run")
         assert code is None or ended.code == code, f"{name}: {ended.code}: {(errors or said)[-1000:]}"
         return ended
 
@@ -116,17 +119,6 @@ class Proof:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         assert not left, left
-
-
-def end_process(process: "subprocess.Popen[bytes]") -> None:
-    """End a process: SIGTERM, and SIGKILL 15 seconds later."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 Item = TypeVar("Item")

@@ -1,4 +1,4 @@
-"""What `launch` makes of the machine: its facts, topo, plan and doctor, and NVML beside other sources."""
+"""What `launch` makes of a machine with GPUs: topo, plan, doctor, preflight, and what CUDA shows to ranks."""
 
 import json
 import os
@@ -6,20 +6,29 @@ import platform
 import shutil
 import socket
 import subprocess
+import sys
 import sysconfig
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from launcher.doctor.model import Facts
+from launcher.plan.devices import resolve_visible
+from launcher.plan.model import Gpu
+from launcher.preflight.checks import SECONDS, PreflightRequest, parse_answer
 from launcher.probe.machine import probe
 from tests.gpu.programs import describe_device
-from tests.gpu.proof import Proof
+from tests.gpu.proof import PROGRAMS, Proof, together
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+HOST = "this"
 LOOKED_AT = (
     *("proc/driver/nvidia/version", "proc/driver/nvidia/gpus/*/*", "proc/driver/nvidia/capabilities/*"),
     *("dev/nvidia*", "dev/dxg", "dev/kfd", "sys/bus/pci/drivers/nvidia/*", "sys/class/infiniband/*"),
@@ -146,3 +155,117 @@ def test_nvml_beside_the_drivers_files_nvidia_smi_and_torch(proof: Proof) -> Non
         assert 0.9 < device["memory_mib"] / one.memory_mib <= 1
     for warning in machine.warnings:
         proof.record("Warnings of the probe", warning)
+
+
+def list_forms(gpus: Sequence[Gpu]) -> dict[str, str | None]:
+    first, last = gpus[0], gpus[-1]
+    return {
+        "unset": None,
+        "index": str(last.index),
+        "two indices, the second of no GPU": f"0,{len(gpus)}",
+        "index of no GPU": str(len(gpus)),
+        "index twice": "0,0",
+        "index with text behind it": "0gpu",
+        "UUID": last.uuid,
+        "prefix of a UUID": last.uuid[:12],
+        "UUID, then a number": f"{first.uuid},0",
+        "UUID of no GPU": "GPU-00000000-0000-0000-0000-000000000000",
+        "UUID twice": f"{first.uuid},{first.uuid}",
+        "empty": "",
+        "-1": "-1",
+        "SLURM's NoDevFiles": "NoDevFiles",
+        **{f"MIG instance {uuid}": uuid for gpu in gpus for uuid in gpu.mig},
+    }
+
+
+def test_cuda_shows_what_the_launcher_expects(proof: Proof) -> None:
+    proof.need_gpu()
+    gpus = probe("/").gpus
+    if len(gpus) < 2 or not any(gpu.mig for gpu in gpus):
+        proof.record("Not proved here", f"{len(gpus)} GPUs, MIG: {any(gpu.mig for gpu in gpus)}")
+
+    def look(form: tuple[str, str | None]) -> tuple[str, list[str], list[str]]:
+        name, value = form
+        setting = {} if value is None else {VISIBLE: value}
+        command = ["env", *(["-u", VISIBLE] if value is None else []), sys.executable, PROGRAMS, "show"]
+        ended = proof.run(name, command, 0, 60, {ORDER: "PCI_BUS_ID", **setting})
+        expected = [gpu.uuid for gpu in resolve_visible(tuple(gpus), setting).devices]
+        shown = json.loads(ended.out.splitlines()[-1])["devices"]
+        return name, [name_uuid(device["uuid"], expected) for device in shown], expected
+
+    found = together(look, list_forms(gpus).items())
+    for name, shown, expected in found:
+        row = {"form": name, "CUDA shows": len(shown), "launch expects": len(expected)}
+        proof.record(VISIBLE, {**row, "same": shown == expected})
+    assert [one for one in found if one[1] != one[2]] == []
+
+
+def name_uuid(uuid: str, expected: Sequence[str]) -> str:
+    """A UUID of torch's as NVML has it: that of a MIG instance, if one is expected."""
+    return next((name for name in (f"MIG-{uuid}", uuid) if name in expected), f"GPU-{uuid}")
+
+
+@pytest.mark.parametrize("form", ["all", "own", "spread", "index", "uuid", "prefix and own", "fastest first"])
+def test_a_rank_finds_the_gpu_and_cores_of_its_plan(proof: Proof, form: str) -> None:
+    last = None if proof.cpu else probe("/").gpus[-1]
+    settings, environ = [f"devices={form}"], dict[str, str]()
+    if form == "fastest first":
+        settings, environ = [], {ORDER: "FASTEST_FIRST"}
+    elif form not in ("all", "own", "spread"):
+        values = (
+            {"index": str(last.index), "uuid": last.uuid, "prefix and own": last.uuid[:14]} if last else {}
+        )
+        settings, environ = ["devices=own"] * (form == "prefix and own"), {VISIBLE: values.get(form, "")}
+        environ |= {ORDER: "PCI_BUS_ID"} if form == "index" else {}
+    ended = proof.program("run", "show", settings=settings, **environ)
+    shown: dict[str, Any] = json.loads(ended.read_rank().splitlines()[-1])
+    (plan,) = ended.run.glob("plan-*.json")
+    planned = json.loads(plan.read_text())["ranks"][0]["gpu"]
+    assert set(shown["cpus"]) <= os.sched_getaffinity(0)
+    if last is None:
+        assert planned is None and not shown["devices"]
+        return
+    device, environ = shown["devices"][0], shown["environ"]
+    proof.record("Runs", {"form": form, "devices": len(shown["devices"]), VISIBLE: environ[VISIBLE]})
+    assert (device["pci"], name_uuid(device["uuid"], [planned["uuid"]])) == (planned["pci"], planned["uuid"])
+    assert form not in ("index", "uuid", "prefix and own") or planned["uuid"] == last.uuid
+    assert "own" not in form or len(shown["devices"]) == 1
+    assert environ[ORDER] == ("FASTEST_FIRST" if form == "fastest first" else "PCI_BUS_ID")
+
+
+def test_the_work_of_a_node(proof: Proof) -> None:
+    before = [] if proof.cpu else read_memory()
+    runs = {kind: check_node(proof, kind) for kind in (["light"] if proof.cpu else ["light", "deep"])}
+    for kind, facts in runs.items():
+        names = [f"GPU {gpu.index}" for gpu in facts.gpus]
+        assert [f"{one.measure} {one.where}: {one.problem}" for one in facts.work if one.problem] == []
+        for measure in () if proof.cpu else ("matmul", "copy_to", "copy_from"):
+            assert [one.where for one in facts.work if one.measure == measure and one.value] == names, kind
+        if len(names) > 1:
+            assert {"peer_copy", "all_reduce"} <= {one.measure for one in facts.work if one.value}
+    if not proof.cpu:
+        assert len({one.checksum for facts in runs.values() for one in facts.work if one.checksum}) == 1
+        assert all(now <= then + 64 for now, then in zip(read_memory(), before, strict=True)), before
+
+
+def check_node(proof: Proof, kind: str) -> Facts:
+    """Run the node's program as a job does."""
+    request = PreflightRequest(kind, (HOST,), SECONDS[kind], time.time())
+    command = [*request.command]
+    ended = proof.run(kind, command, 0, SECONDS[kind] + 20, {"SLURMD_NODENAME": HOST})
+    answers = [answer for line in ended.out.splitlines() if (answer := parse_answer(line))]
+    facts = next(answer.facts for answer in answers if answer.is_final)
+    proof.keep(f"preflight-{kind}.json", json.dumps([str(one) for one in facts.work], indent=1))
+    for one in facts.work:
+        row = {"kind": kind, "measure": one.measure, "where": one.where, "value": one.value, "unit": one.unit}
+        proof.record("Preflight", {**row, "device": one.device, "remark": one.problem or one.reason})
+    proof.record("Seconds of preflight", {"kind": kind, "seconds": ended.seconds})
+    assert ended.seconds <= SECONDS[kind] + 2
+    return facts
+
+
+def read_memory() -> list[int]:
+    """MiB that are used on each GPU."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    return [int(line) for line in done.stdout.split()]

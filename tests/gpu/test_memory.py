@@ -1,12 +1,17 @@
-"""GPU memory under the policies of collection, and with and without expandable segments."""
+"""The CUDA allocator: its settings against the table of them, and memory under policies of collection."""
 
 import json
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.gpu.proof import Proof, together
+from launcher.config.allocator_options import parse_version
+from launcher.plan.allocator import ALLOCATOR_VARIABLES, KNOWN, find_fault, list_known_keys
+from tests.gpu.proof import PROGRAMS, Proof, together
+from tests.plan.allocator_values import CORE, LAX, RIGHT, WRONG
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 LITTER = {
@@ -16,6 +21,77 @@ LITTER = {
 """Steps, micro-steps and evaluations of a program, and the policies under which it runs."""
 ALLOCATORS = ("default", "expandable")
 BATCHES = (2, 4, 8, 16, 32)
+VERSION = parse_version(torch.__version__)
+RUNTIME = ("backend",)
+"""Settings that cannot be changed once torch is imported."""
+
+
+def test_torchs_parser_takes_and_refuses_what_the_table_does(proof: Proof) -> None:
+    set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if set_settings is None:
+        pytest.skip(f"torch {torch.__version__} has no function for it")
+
+    def accepts(text: str) -> bool:
+        try:
+            set_settings(text)
+        except (ValueError, RuntimeError, IndexError):
+            return False
+        finally:
+            set_settings("large_segment_size_mb:20")  # other settings depend on it
+        return True
+
+    tried, differ = 0, []
+    for name in list_known_keys(VERSION):
+        if name in RUNTIME or not (torch.version.cuda or name in CORE):
+            continue
+        for value in filter(str.strip, (*RIGHT[KNOWN[name].kind], *WRONG[KNOWN[name].kind])):
+            tried += 1
+            taken, ours = accepts(f"{name}:{value}"), not find_fault(name, {name: value}, VERSION)
+            differ += [(name, value, taken)] * (taken != ours and not (taken and value in LAX))
+    proof.record("Allocator", {"what": "values that torch's parser was asked", "number": tried})
+    assert tried > 30 and differ == []
+    assert not torch.version.cuda or not accepts("no_such_key:1")
+
+
+def test_cudas_first_use_takes_and_refuses_what_the_table_does(proof: Proof) -> None:
+    proof.need_gpu()
+
+    def use(attempt: tuple[str, dict[str, str], bool | None]) -> tuple[str, bool | None, bool, str]:
+        name, environ, expected = attempt
+        ended = proof.run(name, [sys.executable, PROGRAMS, "first_use"], None, 60, environ)
+        return name, expected, ended.code == 0, (ended.err.strip() or ended.out.strip()).splitlines()[-1]
+
+    found = together(use, [*list_settings(), *list_variables()])
+    for name, expected, taken, said in found:
+        if expected is None or not taken:
+            proof.record("Settings at CUDA's first use", {"setting": name, "taken": taken, "torch": said})
+    assert [one for one in found if one[1] is not None and one[1] != one[2]] == []
+
+
+def list_settings() -> Iterator[tuple[str, dict[str, str], bool | None]]:
+    """For each setting a right value and a wrong one, and names that this torch does not know."""
+    variable = ALLOCATOR_VARIABLES[0]
+    for name in list_known_keys(VERSION):
+        kind = KNOWN[name].kind
+        # A share of 0 leaves no memory to use.
+        first = RIGHT[kind][-1:] if kind == "share" else RIGHT[kind][:1]
+        for value in RIGHT[kind] if name in RUNTIME else first:
+            yield f"{name}:{value}", {variable: f"{name}:{value}"}, True
+        wrong = next(value for value in WRONG[kind] if value.strip() == value != "" and value not in LAX)
+        yield f"{name}:{wrong}", {variable: f"{name}:{wrong}"}, False
+    for name in ("no_such_key", *(key for key in KNOWN if key not in list_known_keys(VERSION))):
+        yield f"{name}, unknown to this torch", {variable: f"{name}:1"}, False
+
+
+def list_variables() -> Iterator[tuple[str, dict[str, str], bool | None]]:
+    """Which variables torch reads: a wrong setting in one that is not read does nothing."""
+    first, second, third = ALLOCATOR_VARIABLES[:3]
+    wrong, right = "no_such_key:1", "expandable_segments:True"
+    both = "expandable_segments:True,max_split_size_mb:512,roundup_power2_divisions:[256:1,512:2,>:8]"
+    yield "several together", {first: both, third: both}, True
+    yield f"{third} is read", {third: wrong}, not (VERSION is None or VERSION >= (2, 10))
+    yield f"{first} comes before {third}", {first: right, third: wrong}, True
+    yield f"{second} is read", {second: wrong}, None
 
 
 @pytest.mark.parametrize("program", LITTER)

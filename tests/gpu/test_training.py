@@ -1,4 +1,4 @@
-"""The bundled program on a GPU: memory and speed, predicted by `launch fit` and measured; the watch."""
+"""Training on a GPU: memory and speed as predicted and as measured, the watch, and tuned loaders."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.proof import Proof
+from tests.gpu.proof import PROGRAMS, Proof
 from tests.programs.start_program import STEP
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
@@ -83,3 +83,21 @@ def test_compiled_and_checkpointed_it_learns(proof: Proof, parallel: str) -> Non
     assert proof.cpu or "cuda:0" in said
     losses = [float(found[3]) for found in map(STEP.fullmatch, said.splitlines()) if found]
     assert losses[-1] < losses[0] - 0.3
+
+
+def test_tuned_workers_make_it_faster_and_a_run_takes_them(proof: Proof) -> None:
+    size = ("tune.max_workers=2", "tune.steps=10") if proof.cpu else ("tune.max_workers=6", "tune.steps=24")
+    words = ("tune", "dataloader", "nproc_per_node=1", *size, "tune.timeout=60", "format=json")
+    found = json.loads(proof.verb("tune", *words, "--", PROGRAMS, "load", "9999", limit=100).out)
+    trials = {trial["workers"]: trial for trial in found["trials"]}
+    names = ("workers", "steps_per_second", "wait_share", "steps", "failure")
+    for _, trial in sorted(trials.items()):
+        proof.record("Loading with pinned memory", {name: trial[name] for name in names})
+    assert [trial["failure"] for trial in trials.values() if trial["failure"]] == []
+    assert found["complete"] is True
+    chosen = found["num_workers"]
+    assert chosen and trials[chosen]["steps_per_second"] > trials[0]["steps_per_second"]
+    tuned = proof.program("tune", "load", "20", settings=["dataloader=tuned"])
+    assert f"workers {chosen}," in "".join(
+        line for line in tuned.err.splitlines() if "launch-rank: rank 0" in line
+    )

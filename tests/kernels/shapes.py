@@ -1,7 +1,9 @@
 """The machines that are booted, and how each looks in the lab's form of a description."""
 
+import tomllib
 from dataclasses import dataclass
 from itertools import groupby, product
+from pathlib import Path
 from typing import Any
 
 from launcher.cpulist import format_cpulist, parse_cpulist
@@ -129,103 +131,15 @@ class Shape:
         ]
 
 
-SHAPES = (
-    Shape(
-        "2-packages-smt",
-        gpus=(1, 0, 0),
-        scenarios=(
-            Scenario("exclusive", alone=True),
-            Scenario("numa", binding="numa"),
-            Scenario("socket", binding="socket", nproc_per_node=2, alone=True),
-            Scenario("none", binding="none", nproc_per_node=1),
-            Scenario("fewer-ranks", nproc_per_node=1),
-            Scenario("more-ranks", nproc_per_node=4),
-            Scenario("permuted-devices", environ={"CUDA_VISIBLE_DEVICES": "2,0"}),
-            Scenario("no-mempolicy", deny_mempolicy=True, nproc_per_node=2),
-        ),
-    ),
-    Shape(
-        "4-nodes-devices-on-2",
-        dies=2,
-        cores=2,
-        numbering="adjacent",
-        memory=(512, 192, 192, 192),
-        gpus=(3, 3, 1, 1),
-        scenarios=(
-            Scenario("exclusive", alone=True),
-            Scenario("l3", binding="l3"),
-            Scenario("without-gpus", environ={"CUDA_VISIBLE_DEVICES": ""}, alone=True),
-        ),
-    ),
-    Shape(
-        "cpu-less-memory-node",
-        threads=1,
-        memory=(512, 192, 256),
-        distance=(14, 21),
-        gpus=(0, 1),
-        scenarios=(Scenario("exclusive", alone=True), Scenario("numa", binding="numa")),
-    ),
-    Shape(
-        "odd-even",
-        numbering="odd-even",
-        gpus=(0, 0, 1, 1),
-        cgroup=1,
-        scenarios=(
-            Scenario("exclusive", alone=True),
-            Scenario("numa", binding="numa"),
-            Scenario("offline", offline=(2, 9)),
-            Scenario("cgroup-v1", cpus="2-7", mems="0-1", quota=3, memory_mib=384),
-            Scenario("denied-device", deny_gpus=(1, 3), alone=True),
-        ),
-    ),
-    Shape(
-        "cpuset-narrower-than-a-node",
-        dies=2,
-        cores=4,
-        memory=(512, 192, 192, 192),
-        gpus=(0, 1, 2),
-        scenarios=(
-            Scenario("inside-a-node", cpus="1-2,17-18", mems="0", nproc_per_node=2),
-            Scenario(
-                "parts-of-two",
-                cpus="2-5,18-21",
-                mems="0-1",
-                quota=2.5,
-                memory_mib=384,
-                nproc_per_node=2,
-                alone=True,
-            ),
-            Scenario("one-thread-a-core", cpus="0-3", nproc_per_node=2),
-            Scenario(
-                "away-from-the-gpu", cpus="12-15,28-31", mems="3", environ={"CUDA_VISIBLE_DEVICES": "0"}
-            ),
-            Scenario("memory-elsewhere", cpus="0-3,16-19", mems="1", nproc_per_node=1),
-        ),
-    ),
-    Shape(
-        "64-cpus",
-        dies=2,
-        cores=8,
-        memory=(512, 192, 192, 192),
-        gpus=(3, 3, 2, 2, 1, 1, 0, 0),
-        scenarios=(Scenario("exclusive"),),
-    ),
-    Shape(
-        "no-numa-isolated",
-        packages=1,
-        memory=(768,),
-        numa=False,
-        gpus=(0, 0),
-        isolated="3,7",
-        scenarios=(
-            Scenario("exclusive", alone=True),
-            Scenario("isolated-only", cpus="3,7", nproc_per_node=1),
-        ),
-    ),
-    Shape(
-        "node-without-memory",
-        memory=(512, 0),
-        gpus=(0, 1),
-        scenarios=(Scenario("exclusive", alone=True),),
-    ),
-)
+def load_shapes() -> tuple[Shape, ...]:
+    """Read tests/data/kernels.toml."""
+
+    def freeze(row: dict[str, Any]) -> dict[str, Any]:
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+
+    rows = tomllib.loads((Path(__file__).parents[1] / "data/kernels.toml").read_text())["shape"]
+    jobs = [tuple(Scenario(**freeze(job)) for job in row.pop("scenarios")) for row in rows]
+    return tuple(Shape(scenarios=own, **freeze(row)) for row, own in zip(rows, jobs, strict=True))
+
+
+SHAPES = load_shapes()

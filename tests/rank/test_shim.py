@@ -1,4 +1,4 @@
-"""The shim really execs; its child tells what the kernel gave it."""
+"""The shim really execs; its child tells what the kernel gave it, also in a rank inside a rank."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from launcher.cpulist import parse_cpulist
-from launcher.rank.identity import Identity
+from launcher.rank.hook import FOLDER
 from launcher.rank.shim import raise_open_files
 from tests.rank.seccomp_filter import KNOWN, forbid
 from tests.rank.start_shim import ALLOWED, COMMAND, ECHO, SHIM, TELL, run_shim, run_words, tell, write_plan
-from tests.seam import drop_powers
+from tests.seam import LAUNCH, clean_environ, drop_powers
 
 CASES = tomllib.loads((Path(__file__).parents[1] / "data" / "shim.toml").read_text())["case"]
 
@@ -27,7 +27,8 @@ CASES = tomllib.loads((Path(__file__).parents[1] / "data" / "shim.toml").read_te
 def fill(value: Any, folder: Path) -> Any:
     """Put the CPU and the folder into the texts of a case."""
     if isinstance(value, str):
-        return value.replace("{cpu}", str(ALLOWED[0])).replace("{dir}", str(folder))
+        value = value.replace("{cpu}", str(ALLOWED[0])).replace("{dir}", str(folder))
+        return value.replace("{python}", sys.executable)
     if isinstance(value, dict):
         return {name: fill(item, folder) for name, item in value.items()}
     return [fill(item, folder) for item in value] if isinstance(value, list) else value
@@ -150,43 +151,6 @@ def test_under_plain_torchrun_the_node_is_planned_by_each_rank(tmp_path: Path) -
     assert done.stderr.count("launch-rank: rank") == 2
 
 
-SLURM_STEP = {
-    **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1"},
-    **{"SLURM_LOCALID": "1", "SLURM_PROCID": "3"},
-}
-OPEN_MPI = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
-SLURM_BATCH = {"SLURM_JOB_ID": "7", "SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "2"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, (0, 0, 1)),
-        ({"LOCAL_RANK": "2", "RANK": "6", "LOCAL_WORLD_SIZE": "4", **SLURM_STEP}, (6, 2, 4)),
-        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, (3, 1, 2)),
-        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "1,2"}, (3, 1, 2)),
-        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (3, 1, 4)),
-        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "nonsense"}, (3, 1, None)),
-        (SLURM_BATCH, (0, 0, 1)),
-        ({**SLURM_BATCH, **OPEN_MPI}, (5, 1, 8)),
-        ({"LOCAL_RANK": "1", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (1, 1, 4)),
-        ({"LOCAL_RANK": "1", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "1"}, (1, 1, None)),
-        ({"LOCAL_RANK": "0", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (0, 0, None)),
-        ({"LOCAL_RANK": "1", "RANK": "1", "LOCAL_SIZE": "2"}, (1, 1, 2)),
-        ({"LOCAL_RANK": "-1"}, (0, 0, 1)),
-        ({"LOCAL_RANK": "abc", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (3, 1, 4)),
-        ({"LOCAL_RANK": "9" * 5000}, (0, 0, 1)),
-        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2(x999999999)"}, (1, 1, None)),
-        ({**SLURM_STEP, "MPI_LOCALRANKID": "0", "PMI_RANK": "4", "MPI_LOCALNRANKS": "2"}, (4, 0, 2)),
-    ],
-)
-def test_numbers_come_from_one_launcher(
-    environ: dict[str, str], expected: tuple[int, int, int | None]
-) -> None:
-    found = Identity(environ)
-    assert (found.rank, found.local_rank, found.local_world_size) == expected
-
-
 def test_a_rank_whose_starter_has_died_before_it_could_be_tied_to_it_does_not_run(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     (tmp_path / "logs" / "0").mkdir(parents=True, mode=0o700)
@@ -301,3 +265,87 @@ def test_torch_has_the_number_that_was_set_last_before_its_import(
     told = tell(run_shim(sys.executable, "-c", program, preexec=None, **{**shares, **environ}))
     assert told["mine"] == (with_mkl if told["mkl"] else threads)
     assert told["names"] == sorted({"OMP_NUM_THREADS", *environ})
+
+
+INNER = [*COMMAND, sys.executable, "-c", TELL]
+OUTER = {
+    "LAUNCH_GC": "frozen,warmup=3",
+    "LAUNCH_NUM_WORKERS": "17",
+    "OMP_NUM_THREADS": "19",
+    "CUDA_VISIBLE_DEVICES": "GPU-7",
+}
+
+
+def start_nested(folder: Path, *inner: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """A shim in the program of a shim, whose plan sets what no plan made here would."""
+    outer = write_plan(folder, str(ALLOWED[0]), env=OUTER)
+    script = 'unset LAUNCH_PLAN; exec "$@"'
+    return run_shim(
+        "sh", "-c", script, "sh", *(inner or INNER), preexec=None, LAUNCH_PLAN=str(outer), **variables
+    )
+
+
+def environ_of(done: "subprocess.CompletedProcess[str]") -> dict[str, str]:
+    env = tell(done)["env"]
+    assert isinstance(env, dict)
+    return env
+
+
+def test_the_outer_plans_values_are_made_anew_and_the_users_are_kept(tmp_path: Path) -> None:
+    found = environ_of(start_nested(tmp_path))
+    alone = environ_of(
+        run_shim(sys.executable, "-c", TELL, preexec=lambda: os.sched_setaffinity(0, {ALLOWED[0]}))
+    )
+    for name in ("LAUNCH_GC", "LAUNCH_NUM_WORKERS", "OMP_NUM_THREADS"):
+        assert found[name] == alone[name] != OUTER[name], name
+    assert found["CUDA_VISIBLE_DEVICES"] == "GPU-7"  # it is in the outer rank, as its CPUs are
+    assert found.get("PYTHONPATH", "").count(FOLDER) <= 1
+    found = environ_of(start_nested(tmp_path, OMP_NUM_THREADS="4", LAUNCH_GC="default"))
+    assert (found["OMP_NUM_THREADS"], found["LAUNCH_GC"]) == ("4", "default"), "from before the outer rank"
+    changes = 'export OMP_NUM_THREADS=6 LAUNCH_NUM_WORKERS=0; exec "$@"'
+    found = environ_of(start_nested(tmp_path, "sh", "-c", changes, "sh", *INNER))
+    assert (found["OMP_NUM_THREADS"], found["LAUNCH_NUM_WORKERS"]) == ("6", "0"), "from inside it"
+    assert found["LAUNCH_GC"] != OUTER["LAUNCH_GC"]
+    # torchrun's agent sets OMP_NUM_THREADS=1 in the outer ranks; that is no user's value to come back to.
+    found = environ_of(start_nested(tmp_path, TORCHELASTIC_RUN_ID="x", OMP_NUM_THREADS="1"))
+    told = json.loads(found["LAUNCH_RANK_PLAN"])
+    assert "OMP_NUM_THREADS" in told["env"] and "OMP_NUM_THREADS" not in told["env_before"]
+
+
+def test_launch_in_a_rank_plans_as_if_it_were_not_in_one(tmp_path: Path) -> None:
+    outer = write_plan(tmp_path, str(ALLOWED[0]), env=OUTER)
+    words = ["sh", "-c", 'unset LAUNCH_PLAN; exec "$@"', "sh", *LAUNCH, "plan", "format=json"]
+    words.append("env.LAUNCH_NIC=x")
+    environ = {**clean_environ(), "LOCAL_RANK": "0", "LAUNCH_PLAN": str(outer), "NCCL_DEBUG": "WARN"}
+    done = subprocess.run(
+        [*COMMAND, *words], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    (rank,) = json.loads(done.stdout)["ranks"]
+    sources = {each["name"]: each["from"] for each in rank["variables"]}
+    assert sources["LAUNCH_GC"] == sources["OMP_NUM_THREADS"] == sources["LAUNCH_NUM_WORKERS"] == "plan"
+    assert (sources["NCCL_DEBUG"], sources["LAUNCH_NIC"]) == ("user", "configuration")
+    assert not set(rank["env"].items()) & set(OUTER.items())
+
+
+def test_a_word_that_no_shim_has_left_and_odd_places_of_the_hook(tmp_path: Path) -> None:
+    plan = str(write_plan(tmp_path, ",".join(map(str, ALLOWED))))
+    words = ["", "{", "[]", "3", '{"env": 3}', '{"env": {"A": "1"}}', "[" * 100_000]
+    paths = {"/x": "/x", FOLDER: "", f"{FOLDER}:/x:": "/x:", f"/x:{FOLDER}": f"/x:{FOLDER}"}
+    for text, path in [*((text, "/x") for text in words), *(("{}", path) for path in paths)]:
+        inner = {"LAUNCH_RANK_PLAN": text, "PYTHONPATH": path, "LAUNCH_PLAN": plan, "LAUNCH_GC": "default"}
+        done = run_shim("sh", "-c", 'echo "$A, $PYTHONPATH"', preexec=None, A="1", **inner)
+        assert done.stdout == f"1, {paths[path]}\n", (text, path)
+
+
+def test_a_watched_rank_hands_the_folder_to_its_interpreter_alone(tmp_path: Path) -> None:
+    """Neither to a rank inside it, nor to a program in which the hook would not start."""
+    watched = {"LAUNCH_WATCH": str(tmp_path), "LAUNCH_GC": "default"}
+    plan = write_plan(tmp_path, ",".join(map(str, ALLOWED)))
+    script = "echo $LAUNCH_WATCH, $PYTHONPATH"
+    for argv, found in (
+        (["sh", "-c", script], f"{tmp_path}, {FOLDER}"),
+        (["sh", "-c", 'exec "$@"', "sh", *COMMAND, "sh", "-c", script], ","),
+        ([sys.executable, "-I", "-c", "import os; print('LAUNCH_WATCH' in os.environ)"], "False"),
+    ):
+        done = run_shim(*argv, preexec=None, LAUNCH_PLAN=str(plan), **watched)
+        assert done.stdout.startswith(found), (argv, done)

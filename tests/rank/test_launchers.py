@@ -1,4 +1,4 @@
-"""Ranks that srun, mpirun or torchrun has bound one by one: real processes with masks of their own."""
+"""Ranks that srun, mpirun or torchrun starts: their numbers, variables, and CPUs by masks of their own."""
 
 import json
 import os
@@ -11,18 +11,20 @@ from pathlib import Path
 import pytest
 
 from launcher.rank.affinity import MAX_CPUS, join_srun_bindings, try_affinity
-from launcher.rank.identity import Identity
-from tests.rank.start_bound import (
+from launcher.rank.identity import Identity, find_first_host, make_rank_variables
+from launcher.slurm.notation import expand_hosts
+from tests.rank.start_shim import (
+    ALLOWED,
+    COMMAND,
     PROGRAM,
-    STEP,
     by_agent,
     by_hand,
     by_hydra,
     by_open_mpi,
     by_srun,
+    run_words,
     start_bound,
 )
-from tests.rank.start_shim import ALLOWED, COMMAND
 
 FIRST, LAST = ALLOWED[0], ALLOWED[-1]
 needs_two = pytest.mark.skipif(len(ALLOWED) < 2, reason="two ranks cannot be bound apart on one CPU")
@@ -211,12 +213,128 @@ def test_under_the_real_mpirun(tmp_path: Path, options: tuple[str, ...]) -> None
     ],
 )
 def test_masks_of_a_large_node(size: int | None, own: set[int], expected: set[int] | None) -> None:
-    environ = {
-        **STEP,
-        "SLURM_LOCALID": "0",
-        "SLURM_CPU_BIND_TYPE": "mask_cpu:",
-        "SLURM_CPU_BIND_LIST": "0x020000020000,0x400000400000",
-    }
+    environ = by_srun("mask_cpu:", "0x020000020000,0x400000400000")(0)
     identity = Identity(environ)
     identity.local_world_size = size
     assert join_srun_bindings(identity, environ, frozenset(own)) == expected
+
+
+TASK = {
+    **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"},
+    **{"SLURM_PROCID": "3", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4"},
+    **{"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURMD_NODENAME": "n1"},
+}
+NAMED = {
+    **{"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "GROUP_RANK": "1"},
+    **{"GROUP_WORLD_SIZE": "2", "ROLE_RANK": "3", "ROLE_WORLD_SIZE": "4", "ROLE_NAME": "default"},
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+}
+
+
+def make(**variables: str) -> dict[str, str]:
+    environ = {**TASK, **variables}
+    return make_rank_variables(Identity(environ), environ)[0]
+
+
+def start(**variables: str) -> "tuple[dict[str, str], subprocess.CompletedProcess[str]]":
+    """What the program of a task finds."""
+    code = "import json, os; print(json.dumps(dict(os.environ)))"
+    words = ["env", "-u", "LOCAL_RANK", *COMMAND, sys.executable, "-I", "-S", "-c", code]
+    done = run_words(words, {**TASK, **variables})
+    return json.loads(done.stdout), done
+
+
+def test_a_task_without_a_rank_becomes_one() -> None:
+    told, _ = start(SLURM_STEP_NODELIST="n[0-1]")
+    assert {name: told.get(name) for name in NAMED} == NAMED
+    assert not [name for name in told if name.startswith("TORCHELASTIC_")]
+    assert told["MASTER_ADDR"] == "n0"
+    assert 10240 <= int(told["MASTER_PORT"]) < 32768
+    other = make(SLURM_STEP_NODELIST="n[0-1]", SLURM_PROCID="2", SLURM_LOCALID="0")
+    assert (other["RANK"], other["MASTER_PORT"]) == ("2", told["MASTER_PORT"])
+    step = make(SLURM_STEP_ID="1")
+    assert step["MASTER_PORT"] != told["MASTER_PORT"] and "MASTER_ADDR" not in step
+
+
+def test_what_a_job_script_has_set_of_the_meeting_stays() -> None:
+    told, _ = start(MASTER_ADDR="head", MASTER_PORT="29500", WORLD_SIZE="9")
+    assert (told["MASTER_ADDR"], told["MASTER_PORT"], told["RANK"]) == ("head", "29500", "3")
+    assert told["WORLD_SIZE"] == "4"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "9"},
+        {"LOCAL_RANK": "1"},
+        {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_RANK": "0"},
+        {"SLURM_STEP_NUM_TASKS": "many"},
+        {"SLURM_STEP_TASKS_PER_NODE": "?"},
+        {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
+    ],
+)
+def test_ranks_of_another_launcher_are_left_alone(variables: dict[str, str]) -> None:
+    assert make(**variables) == {}
+    batch = {"SLURM_JOB_ID": "7", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}
+    assert make_rank_variables(Identity(batch), batch) == ({}, "")
+
+
+def test_tasks_that_see_their_own_gpu_alone_are_told_why_they_are_no_ranks() -> None:
+    told, done = start(SLURM_LOCALID="0", SLURM_PROCID="2", CUDA_VISIBLE_DEVICES="0")
+    assert not set(NAMED) & set(told)
+    assert "use srun --gpus-per-node, not --gpus-per-task" in done.stderr
+    assert make(CUDA_VISIBLE_DEVICES="0,1")["RANK"] == "3"
+
+
+SLURM_STEP = {
+    **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1"},
+    **{"SLURM_LOCALID": "1", "SLURM_PROCID": "3"},
+}
+OPEN_MPI = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
+SLURM_BATCH = {"SLURM_JOB_ID": "7", "SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (0, 0, 1)),
+        ({"LOCAL_RANK": "2", "RANK": "6", "LOCAL_WORLD_SIZE": "4", **SLURM_STEP}, (6, 2, 4)),
+        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, (3, 1, 2)),
+        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "1,2"}, (3, 1, 2)),
+        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (3, 1, 4)),
+        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "nonsense"}, (3, 1, None)),
+        (SLURM_BATCH, (0, 0, 1)),
+        ({**SLURM_BATCH, **OPEN_MPI}, (5, 1, 8)),
+        ({"LOCAL_RANK": "1", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (1, 1, 4)),
+        ({"LOCAL_RANK": "1", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "1"}, (1, 1, None)),
+        ({"LOCAL_RANK": "0", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (0, 0, None)),
+        ({"LOCAL_RANK": "1", "RANK": "1", "LOCAL_SIZE": "2"}, (1, 1, 2)),
+        ({"LOCAL_RANK": "-1"}, (0, 0, 1)),
+        ({"LOCAL_RANK": "abc", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (3, 1, 4)),
+        ({"LOCAL_RANK": "9" * 5000}, (0, 0, 1)),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2(x999999999)"}, (1, 1, None)),
+        ({**SLURM_STEP, "MPI_LOCALRANKID": "0", "PMI_RANK": "4", "MPI_LOCALNRANKS": "2"}, (4, 0, 2)),
+    ],
+)
+def test_numbers_come_from_one_launcher(
+    environ: dict[str, str], expected: tuple[int, int, int | None]
+) -> None:
+    found = Identity(environ)
+    assert (found.rank, found.local_rank, found.local_world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("n[0-3]", "n0"),
+        ("login,n[0-3]", "login"),
+        ("rack[1-2]n[08-10,12],login", "rack1n08"),
+        ("a,b", "a"),
+        ("n7", "n7"),
+        ("n[5,7],m1", "n5"),
+        ("", ""),
+    ],
+)
+def test_the_first_node_of_a_list(text: str, first: str) -> None:
+    assert find_first_host(text) == first
+    assert expand_hosts(text)[:1] == ((first,) if first else ())
