@@ -1,18 +1,16 @@
 """The text as sequences of bytes, and their order: a pure function of the seed and the position."""
 
 import ctypes
-import hashlib
 import multiprocessing
 import os
 import signal
 import sysconfig
-import tempfile
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -22,94 +20,63 @@ EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packa
 """Directories of Python's library that are not taken: tests, and what was installed into it."""
 
 
-def find_text(path: str | None) -> Path:
-    """Return the file to train on: the user's, the files of the user's directory in one, or Python's library.
+def find_files(path: str | None) -> list[Path]:
+    """Return the files to train on, in order: the user's, those of a directory, or Python's library.
 
-    Files are gathered in this user's cache, under a name that changes with any of them. Raises OptionError if
-    there is none or it cannot be read.
+    Raises OptionError if there is none, or one that cannot be read.
     """
     source = Path(sysconfig.get_path("stdlib")) if path is None else Path(path).expanduser()
+    files = [] if source.is_dir() else [source]
     try:
-        if not source.is_dir():
-            with source.open("rb"):
-                return source
-        files, digest = [], hashlib.sha256()
-        for folder, folders, names in os.walk(source):
-            folders[:] = sorted(
-                set(folders) - (EXCLUDED if path is None else set())
-            )  # the same order anywhere
-            for file in (Path(folder, name) for name in sorted(names)):
-                if file.is_file() and (path is not None or file.suffix == ".py"):
-                    files.append(file)
-                    found = file.stat()
-                    digest.update(os.fsencode(file.resolve()))
-                    digest.update(f"\0{found.st_size}\0{found.st_mtime_ns}\0".encode())
-        if not files:
-            raise OptionError(f"--data.path {source} holds no files: give a directory with text in it")
-        target = _find_cache() / f"directory-{digest.hexdigest()[:16]}.txt"
-        if not target.exists():
-            # Ranks that start at once each write a file of their own and rename it: the last one stays.
-            with (
-                tempfile.TemporaryDirectory(dir=target.parent) as part,
-                Path(part, "text").open("wb") as text,
-            ):
-                for file in files:
-                    text.write(file.read_bytes())
-                text.flush()
-                Path(text.name).rename(target)
-        return target
+        for folder, folders, names in os.walk(source):  # which is nothing for a file
+            folders[:] = sorted(set(folders) - (EXCLUDED if path is None else set()))
+            found = (Path(folder, name) for name in sorted(names) if path is not None or name.endswith(".py"))
+            files += filter(Path.is_file, found)
+        for file in files:
+            with file.open("rb"):
+                pass
     except OSError as error:
-        raise OptionError(f"--data.path {source}: {error.strerror}: give one that can be read") from None
-
-
-def _find_cache() -> Path:
-    """Return a directory of this user's for derived files."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.expanduser raises if there is no home
-    for base in (Path(home), Path(tempfile.gettempdir(), f"cache-{os.getuid()}")):
-        folder = base / "launch-text"
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
-        # Another user's directory in a shared /tmp could hold anything.
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
-            return folder
-    raise OptionError(f"neither {home} nor {tempfile.gettempdir()} can be written: set XDG_CACHE_HOME")
+        name = error.filename or source
+        raise OptionError(f"--data.path {name}: {error.strerror}: give one that can be read") from None
+    if not files:
+        raise OptionError(f"--data.path {source} holds no files: give a directory with text in it")
+    return files
 
 
 class Windows(Dataset[torch.Tensor]):
-    """The text cut into windows of seq_len + 1 bytes, each overlapping the next by one; uint8.
+    """The text, one file after the other, cut into windows of seq_len + 1 bytes that overlap by one; uint8.
 
     The first `training` are for training, the last `validation` are held out.
     """
 
-    def __init__(self, path: Path, seq_len: int, val_fraction: float) -> None:
+    def __init__(self, files: Sequence[Path], seq_len: int, val_fraction: float) -> None:
         """Raises OptionError if the text is too short."""
-        self.path, self.seq_len = path, seq_len
-        self.size = path.stat().st_size
+        self.files, self.seq_len = files, seq_len
+        self.ends = list(accumulate(file.stat().st_size for file in files))
+        """Of each file, in the text."""
+        self.size = self.ends[-1]
         count = max(0, self.size - 1) // seq_len
         self.validation = max(1, round(count * val_fraction)) if val_fraction else 0
         self.training = count - self.validation
-        self.text: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         if self.training < 1:
             least = (2 if val_fraction else 1) * seq_len + 1
             raise OptionError(
-                f"{path} has {self.size} bytes, but sequences of {seq_len} need {least}: "
-                "give more text, or a smaller --seq-len"
+                f"{os.path.commonpath(files)} has {self.size} bytes, but sequences of {seq_len} need {least}:"
+                " give more text, or a smaller --seq-len"
             )
 
     def __len__(self) -> int:
         return self.training + self.validation
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if self.text is None:
-            self.text = np.memmap(self.path, dtype=np.uint8, mode="r")
-        start = index * self.seq_len
-        return torch.from_numpy(np.array(self.text[start : start + self.seq_len + 1]))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Spawned workers map the file themselves: pickling a map copies all of it.
-        return {**self.__dict__, "text": None}
+        start, data = index * self.seq_len, bytearray()
+        number = bisect_right(self.ends, start)
+        while len(data) <= self.seq_len:
+            with self.files[number].open("rb") as file:
+                file.seek(start + len(data) - (self.ends[number - 1] if number else 0))
+                data += file.read(self.seq_len + 1 - len(data))
+            number += 1
+        return torch.frombuffer(data, dtype=torch.uint8)
 
 
 @dataclass

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from launcher.fit.gpus import find_gpu
 from launcher.programs.checkpoint import Checkpointer, Progress
-from launcher.programs.data import Schedule, Windows, find_text
+from launcher.programs.data import Schedule, Windows, find_files
 from launcher.programs.device_work import name_processor
 from launcher.programs.options import RECOMPUTED, Config, OptionError, TrainConfig
 from launcher.programs.transformer import Transformer, count_flops, initialise
@@ -201,7 +201,7 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         """Find the data, join the other ranks, and build everything; raises OptionError."""
-        self.windows = Windows(find_text(config.data.path), config.seq_len, config.data.val_fraction)
+        self.windows = Windows(find_files(config.data.path), config.seq_len, config.data.val_fraction)
         self.ranks = ranks = Ranks(config.train.device)
         self.config = config = agree(config, ranks)
         self.train_config = train = config.train

@@ -1,14 +1,13 @@
 """The text and its order."""
 
 import pickle
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 
-from launcher.programs.data import Schedule, Windows, find_text
+from launcher.programs.data import Schedule, Windows, find_files
 from launcher.programs.options import OptionError
 
 
@@ -31,7 +30,7 @@ def consume(
 
 
 def test_steps_depend_on_neither_the_world_size_nor_a_resumption(tmp_path: Path) -> None:
-    windows = Windows(write_text(tmp_path / "text", 70), 1, 1 / 7)
+    windows = Windows([write_text(tmp_path / "text", 70)], 1, 1 / 7)
     whole = consume(windows, 1, 1, 8, steps=12)
     for world_size, accumulation, batch_size in ((1, 4, 2), (2, 2, 2), (4, 1, 2), (8, 1, 1)):
         assert consume(windows, world_size, accumulation, batch_size, steps=12) == whole
@@ -39,7 +38,7 @@ def test_steps_depend_on_neither_the_world_size_nor_a_resumption(tmp_path: Path)
 
 
 def test_each_epoch_is_another_order_of_the_windows_for_training(tmp_path: Path) -> None:
-    windows = Windows(write_text(tmp_path / "text", 60), 1, 1 / 6)
+    windows = Windows([write_text(tmp_path / "text", 60)], 1, 1 / 6)
     epochs = [next(iter(Schedule(windows, 3, epoch * 50, 1, 50, 0, 1))) for epoch in range(3)]
     assert (windows.training, windows.validation) == (50, 10)
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
@@ -51,7 +50,7 @@ def test_each_epoch_is_another_order_of_the_windows_for_training(tmp_path: Path)
 def test_a_share_is_held_out_one_window_at_least(tmp_path: Path) -> None:
     cases = ((1, 0.0, 0), (40, 0.0, 0), (2, 0.5, 1), (3, 0.01, 1), (100, 0.01, 1), (477, 0.03, 14))
     for count, fraction, held_out in cases:
-        windows = Windows(write_text(tmp_path / "text", count), 1, fraction)
+        windows = Windows([write_text(tmp_path / "text", count)], 1, fraction)
         assert (windows.validation, windows.training, len(windows)) == (held_out, count - held_out, count)
 
 
@@ -63,7 +62,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_windows_overlap_by_the_byte_to_predict(text: Path) -> None:
-    windows = Windows(text, 10, 0)
+    windows = Windows([text], 10, 0)
     assert len(windows) == 10
     assert windows[0].tolist() == list(range(11))
     assert windows[9].tolist() == list(range(90, 101))
@@ -73,7 +72,7 @@ def test_windows_overlap_by_the_byte_to_predict(text: Path) -> None:
 
 
 def test_loaders_give_the_schedule_also_through_workers(text: Path) -> None:
-    windows = Windows(text, 10, 0.2)
+    windows = Windows([text], 10, 0.2)
     schedule = Schedule(windows, 1, 0, 6, 2, 0, 1)
     plain = [batch.tolist() for batch in schedule.make_loader(0, pin=False)]
     worked = [batch.tolist() for batch in schedule.make_loader(1, pin=False)]
@@ -86,58 +85,37 @@ def test_a_text_too_short(tmp_path: Path, size: int, fraction: float) -> None:
     path = tmp_path / "short"
     path.write_bytes(bytes(size))
     with pytest.raises(OptionError, match=f"has {size} bytes"):
-        Windows(path, 10, fraction)
+        Windows([path], 10, fraction)
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield tmp_path / "cache"
+def test_pythons_library_without_its_tests() -> None:
+    windows = Windows(find_files(None), 1000, 0)
+    content = b"".join(bytes(windows[index][:-1].tolist()) for index in range(len(windows)))
+    assert len(content) > 1_000_000 and b"class ArgumentParser" in content
+    assert b"class TestOptionalsSingleDash(" not in content
 
 
-def test_pythons_library_is_gathered_once(cache: Path) -> None:
-    found = find_text(None)
-    assert cache in found.parents
-    assert found.stat().st_size > 1_000_000
-    content = found.read_bytes()
-    assert b"class ArgumentParser" in content
-    assert b"class TestOptionalsSingleDash(" not in content  # of the library's own tests
-    first = found.stat().st_ino
-    assert find_text(None) == found
-    assert found.stat().st_ino == first
-    found.unlink()
-    assert find_text(None).read_bytes() == content
-    assert list(found.parent.iterdir()) == [found]
-
-
-def test_a_directory_is_gathered_in_order_and_anew_when_it_changes(cache: Path, tmp_path: Path) -> None:
+def test_a_directory_is_one_text_in_order(tmp_path: Path) -> None:
     folder = tmp_path / "with space"
     (folder / "b").mkdir(parents=True)
     (folder / "z").write_text("last ")
     (folder / "a").write_text("first ")
+    (folder / "empty").touch()
     (folder / "b" / "c").write_text("below ")
     for number in reversed(range(9)):
         (folder / f"d{number}").mkdir()
         (folder / f"d{number}" / "file").write_text(f"{number} ")
-    found = find_text(str(folder))
-    assert found.read_text() == "first last below 0 1 2 3 4 5 6 7 8 "
-    (folder / "a").write_text("changed ")
-    assert find_text(str(folder)).read_text() == "changed last below 0 1 2 3 4 5 6 7 8 "
-    assert found.read_text() == "first last below 0 1 2 3 4 5 6 7 8 "
-
-
-def test_a_cache_that_cannot_be_written_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "a").write_text("text")
-    assert tmp_path / "temporary" in find_text(str(tmp_path / "folder")).parents
+    files, text = find_files(str(folder)), b"first last below 0 1 2 3 4 5 6 7 8 "
+    for length in (1, 5, 17, len(text) - 1):
+        windows = Windows(files, length, 0)
+        for index in range(len(windows)):
+            start = index * length
+            assert bytes(windows[index].tolist()) == text[start : start + length + 1]
+    assert find_files(str(folder / "a")) == [folder / "a"]
 
 
 @pytest.mark.parametrize("path", ["nowhere", "empty"])
-def test_no_text(cache: Path, tmp_path: Path, path: str) -> None:
+def test_no_text(tmp_path: Path, path: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(OptionError, match=r"--data\.path"):
-        find_text(str(tmp_path / path))
+        find_files(str(tmp_path / path))
