@@ -17,18 +17,19 @@ from pathlib import Path
 from launcher.cli.plan import plan_node
 from launcher.cli.verbs import Call, print_json
 from launcher.codec import DecodeError, load
-from launcher.config.fit_check import find_start_model, settle_planned
-from launcher.config.fit_request import (
+from launcher.config.program import find_program
+from launcher.config.settings import Settings
+from launcher.config.training import (
     choose_fit_device,
     count_plan_nodes,
     find_fit_model,
+    find_start_model,
     has_expandable_segments,
     is_bundled_program,
     make_fit_request,
+    settle_planned,
     settle_program,
 )
-from launcher.config.program import find_program
-from launcher.config.settings import Settings
 from launcher.errors import EXIT_MACHINE, MachineError, UsageError
 from launcher.files import read_file
 from launcher.fit.choice import FitReport, StepFit, assess, fit_step, fit_to_json, make_step_peak

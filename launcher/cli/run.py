@@ -190,7 +190,7 @@ def _find_job_model(
     asked = any(key.partition(".")[0] == "model" for key in given)
     if (config.fit.check == "off" and not is_bundled) or not config.model or (program and not asked):
         return None
-    from launcher.config.fit_check import find_start_model
+    from launcher.config.training import find_start_model
 
     return find_start_model(config, program, given)
 
@@ -273,7 +273,7 @@ def settle_fit(spec: JobSpec, job: Job, *, judges: bool = True) -> tuple[JobSpec
     """
     if spec.fit_model is None:
         return spec, job
-    from launcher.config.fit_check import settle_job, settle_planned
+    from launcher.config.training import settle_job, settle_planned
 
     config = settle_planned(
         spec.config,
@@ -333,7 +333,7 @@ def make_agent_on_machine(request: "AgentRequest", early: EarlyStart | None = No
 def _predict_memory(spec: JobSpec, plan: "Plan") -> int:
     """Return the bytes that a rank is expected to take, 0 if that is not known."""
     from launcher.cli.fit import predict_request
-    from launcher.config.fit_request import make_fit_request
+    from launcher.config.training import make_fit_request
 
     try:
         request = make_fit_request(

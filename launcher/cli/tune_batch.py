@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from launcher.cli.tune import Conclusion, Strategy
 from launcher.cli.tune_trial import FinishedTrial, specify_trial
-from launcher.config.fit_request import find_fit_model, is_bundled_program, make_fit_request
 from launcher.config.settings import Settings
+from launcher.config.training import find_fit_model, is_bundled_program, make_fit_request
 from launcher.errors import UsageError
 from launcher.fit.memory import estimate_memory
 from launcher.launch.job import Job, JobSpec

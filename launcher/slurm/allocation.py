@@ -73,7 +73,7 @@ def judge_allocation(spec: JobSpec, hosts: Sequence[str]) -> JobSpec:
     """
     if spec.fit_model is None or name_host(os.environ) not in hosts:
         return spec
-    from launcher.config.fit_check import settle_job, settle_planned
+    from launcher.config.training import settle_job, settle_planned
 
     settled = settle_planned(
         spec.config,

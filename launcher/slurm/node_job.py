@@ -150,7 +150,7 @@ def check_node_fit(request: JobRequest, job: Job, *, is_first: bool) -> Job:
     """
     if request.fit_model is None:
         return job
-    from launcher.config.fit_check import settle_planned
+    from launcher.config.training import settle_planned
 
     config = settle_planned(
         job.config,

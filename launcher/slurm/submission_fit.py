@@ -3,10 +3,15 @@
 import math
 from dataclasses import dataclass, replace
 
-from launcher.config.fit_check import act_on_request, settle_job, settle_planned
-from launcher.config.fit_request import find_fit_device, make_request_on
 from launcher.config.request import load_snapshot, make_request
 from launcher.config.settings import MachineConfig, Settings
+from launcher.config.training import (
+    find_fit_device,
+    make_request_on,
+    settle_job,
+    settle_planned,
+    settle_training,
+)
 from launcher.fit.gpus import GPU_TYPES, GpuType, find_gpu, split_words
 from launcher.fit.training import Device, ModelDimensions, NodeResources, Training
 from launcher.launch.job import JobSpec
@@ -59,7 +64,7 @@ def judge_submission(spec: JobSpec, chosen: JobOptions) -> JobSpec:
     site = describe_site(config, chosen)
     if site is None:
         return spec
-    settled = act_on_request(
+    settled = settle_training(
         lambda one: make_site_request(replace(spec, config=one), model, site),
         config,
         is_bundled=spec.is_bundled,

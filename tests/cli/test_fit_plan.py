@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.config import fit_check
+from launcher.config import training
 from launcher.config.compose import compose, resolve
 from launcher.config.program import find_program
 from launcher.config.sources import find_sources
@@ -277,7 +277,7 @@ def test_a_mistake_of_the_estimate_is_a_warning(launch: Launch, monkeypatch: pyt
     def fail(*_: object) -> None:
         raise ZeroDivisionError("by us")
 
-    monkeypatch.setattr(fit_check, "assess", fail)
+    monkeypatch.setattr(training, "assess", fail)
     done = launch("+model=gpt2", "dry_run=true")
     assert done.code == 0 and "no estimate of memory (ZeroDivisionError: by us)" in done.err
     assert "what is auto is the program's own: 8 sequences" in " ".join(done.err.split())

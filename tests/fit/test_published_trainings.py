@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.config.fit_request import find_fit_device, make_request_on, read_dimensions
 from launcher.config.settings import FitConfig, LoraConfig, ParallelConfig, Settings
+from launcher.config.training import find_fit_device, make_request_on, read_dimensions
 from launcher.fit.choice import FitReport, assess
 from launcher.fit.training import NodeResources, Range
 

@@ -6,9 +6,9 @@ import pytest
 
 from launcher.cli.tune import find_max_workers
 from launcher.cli.tune_batch import expect_batch
-from launcher.config.fit_request import find_fit_model, make_fit_request
 from launcher.config.program import BUNDLED
 from launcher.config.settings import FitConfig, Settings, TuneConfig
+from launcher.config.training import find_fit_model, make_fit_request
 from launcher.fit.memory import estimate_memory
 from launcher.plan.model import DataloaderConfig, Limits, Plan, Request
 from launcher.plan.planner import plan

@@ -1,18 +1,35 @@
-"""The Training that a configuration asks for: the model, how it is split, and on what device."""
+"""The Training that a configuration asks for, and what a start makes of the estimate of its memory."""
 
+import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from launcher.codec import DecodeError, convert
+from launcher.config.config_file import dump_masked
 from launcher.config.program import BUNDLED, find_unused
-from launcher.config.settings import FitConfig, ParallelConfig, Settings
+from launcher.config.settings import (
+    FitConfig,
+    ParallelConfig,
+    Settings,
+    find_fault,
+    list_settings,
+    show_value,
+)
 from launcher.config.start import is_step_task, parse_nodes
-from launcher.errors import UsageError
+from launcher.errors import MachineError, UsageError
 from launcher.files import read_input
-from launcher.fit.choice import choose_settings
+from launcher.fit.choice import (
+    FitReport,
+    assess,
+    choose_settings,
+    describe_change,
+    describe_choice,
+    describe_fit,
+    explain_misfit,
+)
 from launcher.fit.counts import count_model_parameters
 from launcher.fit.gpus import find_gpu
 from launcher.fit.memory import estimate_memory
@@ -33,14 +50,27 @@ from launcher.plan.allocator import EXPANDABLE, merge_settings, read_settings
 from launcher.plan.model import Gpu, Plan
 from launcher.plan.resources import count_memory_kib
 
+if TYPE_CHECKING:
+    from launcher.launch.job import JobSpec
+
+logger = logging.getLogger(__name__)
+
 AUTO = "auto"
 MAX_DEFAULT_SEQ_LEN = 4096
 """As in launcher.programs.options."""
-PROGRAM_WORDS = {
-    "parallel": (AUTO, "ddp", "fsdp"),
-    "activation_checkpointing": (AUTO, "none", "selective", "full"),
+LARGEST_NUMBER = 10**9
+"""Of a dimension: none is near it, and products of several stay within what a float can hold."""
+LARGEST_LAYERS = 10_000
+"""The deepest published models have some hundred."""
+NUMBER = {"whole": True, "minimum": 1, "maximum": LARGEST_NUMBER, "words": (AUTO,)}
+PROGRAM_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "batch_size": NUMBER,
+    "grad_accumulation": NUMBER,
+    "seq_len": NUMBER,
+    "activation_checkpointing": {"choices": (AUTO, "none", "selective", "full")},
+    "parallel": {"choices": (AUTO, "ddp", "fsdp")},
 }
-"""As in launcher.programs.options, and what is chosen."""
+"""What the bundled program's options take, as in launcher.programs.options; `auto` is chosen."""
 NOT_OF_THE_TRAINING = ("check", "gpu", "gpu_memory_gib", "tokens", "step_seconds", "grid", "timeout")
 """Keys of `fit` that ask about a training and do not describe it."""
 TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kM]?)(tokens)?")
@@ -49,11 +79,8 @@ FEWEST_PARAMETERS = 100_000_000
 """Of a model whose preset's usual global batch counts; gpt2, the smallest with one, has 124 million."""
 LARGEST_CONFIG = 1 << 20
 """Bytes of a config.json; published ones have a few KiB."""
-LARGEST_NUMBER = 10**9
-"""Of a dimension: none is near it, and products of several stay within what a float can hold."""
-LARGEST_LAYERS = 10_000
-"""The deepest published models have some hundred."""
 DIMENSIONS = ("vocab_size", "layers", "hidden_size", "heads", "intermediate_size", "max_seq_len")
+AT_LEAST_ONE = (*DIMENSIONS, "kv_heads", "head_width", "count", "per_token")
 WORDS = {"norm": ("rmsnorm", "layernorm"), "mlp": ("swiglu", "gelu"), "position": ("rope", "learned")}
 T = TypeVar("T")
 
@@ -131,24 +158,17 @@ def read_dimensions(section: Mapping[str, object]) -> ModelDimensions | None:
 
 def _check_dimensions(model: ModelDimensions) -> ModelDimensions:
     """Return dimensions that make a model; raises UsageError for others."""
-    experts, latent = model.experts, model.latent_attention
-    numbers = {f"model.{name}": getattr(model, name) for name in (*DIMENSIONS, "kv_heads", "head_width")}
-    if experts:
-        names = ("count", "per_token", "intermediate_size")
-        numbers |= {f"model.experts.{name}": getattr(experts, name) for name in names}
-    for key, value in numbers.items():
-        most = LARGEST_LAYERS if key == "model.layers" else LARGEST_NUMBER
-        if not 1 <= value <= most:
+    experts = model.experts
+    for key, value, _ in list_settings(model, "model."):
+        name = key.rpartition(".")[2]
+        least = 1 if name in AT_LEAST_ONE else 0
+        most = LARGEST_LAYERS if name == "layers" else LARGEST_NUMBER
+        if isinstance(value, int) and not least <= value <= most:
             shown = value if abs(value) < LARGEST_NUMBER**2 else "(too large)"
-            raise UsageError(f"{key}={shown}: give a number of at least 1 and at most {most}")
-    for key, part in (("model.latent_attention", latent), ("model.experts", experts)):
-        for item in fields(part) if part else ():
-            if (getattr(part, item.name) or 0) > LARGEST_NUMBER:
-                raise UsageError(f"{key}.{item.name}: give a number of at most {LARGEST_NUMBER}")
-    for name, choices in WORDS.items():
-        if getattr(model, name) not in choices:
-            raise UsageError(f"model.{name}={getattr(model, name)}: choose from {', '.join(choices)}")
-    if latent is None and model.heads % model.kv_heads:
+            raise UsageError(f"{key}={shown}: give a number of at least {least} and at most {most}")
+        if name in WORDS and value not in WORDS[name]:
+            raise UsageError(f"{key}={value}: choose from {', '.join(WORDS[name])}")
+    if model.latent_attention is None and model.heads % model.kv_heads:
         raise UsageError(f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
     if experts and experts.per_token > experts.count:
         raise UsageError(
@@ -200,7 +220,6 @@ def make_fit_request(
         num_workers=max(rank.num_workers for rank in plan.ranks),
         worker_gib=float(config.dataloader.worker_gib),
     )
-    expandable = has_expandable_segments(config, environ)
     return make_request_on(
         config,
         model,
@@ -208,7 +227,7 @@ def make_fit_request(
         node,
         shape=(len(plan.ranks), nodes),
         is_bundled=is_bundled,
-        expandable=expandable,
+        expandable=has_expandable_segments(config, environ),
     )
 
 
@@ -265,29 +284,32 @@ def make_request_on(
 
     What is `auto` of the bundled program is chosen.
     """
-    on_gpu = device.kind == "gpu"
+    on_gpu, ranks = device.kind == "gpu", shape[0] * shape[1]
     gpu = find_gpu(device.name) if on_gpu else None
-    ranks = _Ranks(
-        count=shape[0] * shape[1],
-        has_bf16=on_gpu and (gpu is None or gpu.tf32 is not None),  # both came with the same generation
-        has_half=on_gpu,
-        expandable_segments=expandable,
+    has_bf16 = on_gpu and (gpu is None or gpu.tf32 is not None)  # both came with the same generation
+    given, usual = (
+        {
+            key: value
+            for section in ("fit", "parallel")
+            for key, value, each in list_settings(getattr(every, section), f"{section}.")
+            if each.name not in NOT_OF_THE_TRAINING
+        }
+        for every in (config, Settings())
     )
-    fixed = _list_fixed(config.fit, config.parallel)
-    trains = is_bundled and model.experts is None and model.latent_attention is None
+    fixed = tuple(key for key, value in given.items() if value != usual[key])
+    fit, parallel, free = config.fit, config.parallel, Free()
     if is_bundled:
-        asked = _describe_bundled(config, model, ranks)
-        usual = replace(config, fit=FitConfig(), parallel=ParallelConfig())
-        # What the bundled program does not do is a question of the user's, and no ground to refuse a job.
-        trains = trains and (not fixed or asked == _describe_bundled(usual, model, ranks))
-        layout, settings, free = asked
-    else:
-        layout, settings = _describe_training(config.fit, config.parallel, model, ranks)
-        free = Free()
+        fit, parallel, free = _describe_bundled(config, model, ranks, has_bf16=has_bf16)
+    layout, settings = _describe_training(fit, parallel, model, ranks, computes_half=on_gpu)
+    if is_bundled:
+        autocast = settings.precision == "mixed" and settings.framework == "ddp"
+        settings = replace(settings, autocast=autocast)
+    # What the bundled program does not do is a question of the user's, and no ground to refuse a job.
+    trains = is_bundled and model.experts is None and model.latent_attention is None and not fixed
     request = Training(
         model=model,
         layout=layout,
-        settings=replace(settings, bundled=trains),
+        settings=replace(settings, bundled=trains, expandable_segments=expandable),
         device=device,
         gpus_per_node=shape[0],
         nodes=shape[1],
@@ -305,124 +327,81 @@ def make_request_on(
     return choose_settings(request, lambda one: estimate_memory(one).total)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranks:
-    """The ranks of a job and what each computes on."""
-
-    count: int
-    has_bf16: bool
-    has_half: bool
-    """It computes in bf16, or in fp16 as a V100 does."""
-    expandable_segments: bool
-
-
-def _list_fixed(fit: FitConfig, parallel: ParallelConfig) -> tuple[str, ...]:
-    """Return the keys of `fit` and `parallel` that describe the training and are set."""
-    usual = Settings()
-    pairs = (("fit", fit, usual.fit), ("parallel", parallel, usual.parallel))
-    return tuple(
-        f"{section}.{each.name}"
-        for section, given, default in pairs
-        for each in fields(given)
-        if getattr(given, each.name) != getattr(default, each.name) and each.name not in NOT_OF_THE_TRAINING
-    )
-
-
 def _describe_bundled(
-    config: Settings, model: ModelDimensions, ranks: _Ranks
-) -> tuple[ParallelLayout, TrainingSettings, Free]:
-    """Return the bundled program's layout and settings, with `fit` and `parallel` over its options.
+    config: Settings, model: ModelDimensions, ranks: int, *, has_bf16: bool
+) -> tuple[FitConfig, ParallelConfig, Free]:
+    """Return the bundled program's options as `fit` and `parallel` have them, whose own values win.
 
-    What is free may be chosen, and has any value. The usual global batch of a preset is for its size: a model
-    that has been made small has none. Raises UsageError.
+    What is free may be chosen. The usual global batch of a preset is for its size: a model that has been made
+    small has none. Raises UsageError.
     """
     options, fit, parallel = config.program, config.fit, config.parallel
+    given = {name: _read_option(options, name) for name in PROGRAM_OPTIONS}
     splits_data = parallel.tp == parallel.pp == parallel.cp == parallel.ep == 1
     can_choose = splits_data and parallel.zero == AUTO and parallel.framework == AUTO
-    framework = _read_word(options, "parallel")
+    if can_choose:
+        parallel = replace(parallel, framework=_choose(given["parallel"], "ddp"))
     dtype = options.get("dtype", AUTO)
-    computes_bf16 = dtype == "bf16" or (dtype != "fp32" and ranks.has_bf16)
-    checkpointing = _choose(fit.checkpointing, _read_word(options, "activation_checkpointing"))
-    micro_batch = _choose(fit.micro_batch, _read_number(options, "batch_size"))
-    grad_accumulation = _read_number(options, "grad_accumulation")
+    computes_bf16 = dtype == "bf16" or (dtype != "fp32" and has_bf16)
+    micro_batch = _choose(fit.micro_batch, given["batch_size"])
+    accumulation = _choose(fit.accumulation, given["grad_accumulation"])
+    checkpointing = _choose(fit.checkpointing, given["activation_checkpointing"])
     asked = replace(
         fit,
         precision=_choose(fit.precision, "mixed" if computes_bf16 else "fp32"),
         checkpointing=checkpointing,
         micro_batch=micro_batch,
-        accumulation=_choose(fit.accumulation, AUTO if fit.global_batch else grad_accumulation),
-        seq_len=_choose(fit.seq_len, _read_number(options, "seq_len")),
+        accumulation=fit.accumulation if fit.global_batch else accumulation,
+        seq_len=_choose(_choose(fit.seq_len, given["seq_len"]), min(model.max_seq_len, MAX_DEFAULT_SEQ_LEN)),
     )
-    if can_choose:
-        parallel = replace(parallel, framework=_choose(framework, "ddp"))
-    layout, settings = _describe_training(asked, parallel, model, ranks)
-    settings = replace(settings, autocast=settings.precision == "mixed" and settings.framework == "ddp")
-    accumulation = _choose(fit.accumulation, grad_accumulation)
     batch = options.get("global_batch")
     usual = config.model.get("global_batch") if count_model_parameters(model) >= FEWEST_PARAMETERS else None
-    text = usual if batch in (None, AUTO) else batch
-    sequences = fit.global_batch or _read_global_batch(text, settings.seq_len)
+    sequences = fit.global_batch or _read_global_batch(
+        usual if batch in (None, AUTO) else batch, asked.seq_len
+    )
     if AUTO not in (micro_batch, accumulation) and batch not in (None, AUTO):
-        product = micro_batch * accumulation * ranks.count
+        product = micro_batch * accumulation * ranks
         if product != sequences:
             raise UsageError(
                 f"program.global_batch={batch} is {sequences} sequences, and program.batch_size={micro_batch}"
-                f" * program.grad_accumulation={accumulation} on {ranks.count} ranks is {product}: leave one"
-                " out"
+                f" * program.grad_accumulation={accumulation} on {ranks} ranks is {product}: leave one out"
             )
-    return (
-        layout,
-        settings,
-        Free(
-            micro_batch=micro_batch == AUTO,
-            accumulation=accumulation == AUTO,
-            checkpointing=checkpointing == AUTO,
-            parallel=can_choose and framework == AUTO,
-            sequences=sequences,
-        ),
+    free = Free(
+        micro_batch=micro_batch == AUTO,
+        accumulation=accumulation == AUTO,
+        checkpointing=checkpointing == AUTO,
+        parallel=can_choose and given["parallel"] == AUTO,
+        sequences=sequences,
     )
+    return asked, parallel, free
 
 
 def _describe_training(
-    fit: FitConfig, parallel: ParallelConfig, model: ModelDimensions, ranks: _Ranks
+    fit: FitConfig, parallel: ParallelConfig, model: ModelDimensions, ranks: int, *, computes_half: bool
 ) -> tuple[ParallelLayout, TrainingSettings]:
-    """Return the layout and settings that `fit` and `parallel` give; raises UsageError."""
+    """Return the layout and settings that `fit` and `parallel` give; raises UsageError.
+
+    Most have the same names; `auto` is settled here.
+    """
+    values: dict[str, Any] = {each.name: getattr(parallel, each.name) for each in fields(ParallelLayout)}
     usual_zero = {"fsdp": 3, "zero": 1}.get(parallel.framework, 0)
-    layout = ParallelLayout(
-        tp=parallel.tp,
-        pp=parallel.pp,
-        dp=_choose(parallel.dp, max(1, ranks.count // (parallel.tp * parallel.pp * parallel.cp))),
-        cp=parallel.cp,
-        ep=parallel.ep,
-        zero=3 if parallel.zero == "fsdp" else int(_choose(parallel.zero, usual_zero)),
-        shard_size=parallel.shard_size,
-        sequence_parallel=parallel.sequence_parallel,
-        virtual_stages=parallel.virtual_stages,
-    )
-    micro_batch, accumulation = solve_batch(
+    values["dp"] = _choose(parallel.dp, max(1, ranks // (parallel.tp * parallel.pp * parallel.cp)))
+    values["zero"] = 3 if parallel.zero == "fsdp" else int(_choose(parallel.zero, usual_zero))
+    layout = ParallelLayout(**values)
+    names = {each.name for each in fields(TrainingSettings)} & {each.name for each in fields(FitConfig)}
+    values = {name: getattr(fit, name) for name in names}
+    values["framework"] = _choose(parallel.framework, find_framework(layout))
+    values["precision"] = _choose(fit.precision, "mixed" if computes_half else "fp32")
+    values["checkpointing"] = _choose(fit.checkpointing, "none")
+    values["micro_batch"], values["accumulation"] = solve_batch(
         _choose(fit.micro_batch, None), layout.dp, _choose(fit.accumulation, None), fit.global_batch
     )
-    return layout, TrainingSettings(
-        framework=find_framework(layout) if parallel.framework == AUTO else parallel.framework,
-        precision=_choose(fit.precision, "mixed" if ranks.has_half else "fp32"),
-        optimizer=fit.optimizer,
-        checkpointing=_choose(fit.checkpointing, "none"),
-        offload=fit.offload,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        seq_len=_choose(fit.seq_len, min(model.max_seq_len, MAX_DEFAULT_SEQ_LEN)),
-        flash_attention=fit.flash_attention,
-        expandable_segments=ranks.expandable_segments,
-        loss=fit.loss,
-        compile=_choose(fit.compile, None),
-        optimizer_fused=_choose(fit.optimizer_fused, None),
-        gradients=fit.gradients,
-        lora=Lora(fit.lora.rank, tuple(fit.lora.targets)) if fit.lora.rank else None,
-        quantization=fit.quantization,
-        optimizer_in_backward=fit.optimizer_in_backward,
-        activation_offload=fit.activation_offload,
-        recompute_modules=tuple(fit.recompute_modules),
-    )
+    values["seq_len"] = _choose(fit.seq_len, min(model.max_seq_len, MAX_DEFAULT_SEQ_LEN))
+    for name in ("compile", "optimizer_fused"):
+        values[name] = _choose(values[name], None)
+    values["lora"] = Lora(fit.lora.rank, tuple(fit.lora.targets)) if fit.lora.rank else None
+    values["recompute_modules"] = tuple(fit.recompute_modules)
+    return layout, TrainingSettings(**values)
 
 
 def _choose(value: Any, default: T) -> T:  # noqa: ANN401 - the schema's keys that may be `auto`
@@ -431,24 +410,14 @@ def _choose(value: Any, default: T) -> T:  # noqa: ANN401 - the schema's keys th
     return chosen
 
 
-def _read_word(options: Mapping[str, object], name: str) -> str:
-    """Return a word of the program's options, or `auto`; raises UsageError for what it would refuse."""
+def _read_option(options: Mapping[str, object], name: str) -> Any:  # noqa: ANN401 - a number or a word
+    """Return the value of an option of the program, or `auto`; raises UsageError for what it would refuse."""
     value = options.get(name)
-    words = PROGRAM_WORDS[name]
     if isinstance(value, bool) and name == "activation_checkpointing":
         value = "full" if value else "none"
-    if value is None or value in words:
-        return AUTO if value is None else str(value)
-    raise UsageError(f"program.{name}={value}: choose from {', '.join(words)}")
-
-
-def _read_number(options: Mapping[str, object], name: str) -> Any:  # noqa: ANN401 - a number or `auto`
-    """Return a number of the program's options, or `auto`; raises UsageError for what it would refuse."""
-    value = options.get(name)
-    if value is None or value == AUTO:
-        return AUTO
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_NUMBER:
-        raise UsageError(f"program.{name}={value}: give a number of at least 1 and at most {LARGEST_NUMBER}")
+    value = AUTO if value is None else value
+    if fault := find_fault(value, PROGRAM_OPTIONS[name]):
+        raise UsageError(f"program.{name}={show_value(value)}: {fault}")
     return value
 
 
@@ -486,3 +455,122 @@ def settle_program(config: Settings, request: Training | None) -> Settings:
     # Nodes with other numbers of GPUs count micro-steps for as many everywhere: the program knows all ranks.
     found["global_batch"] = free.sequences if free.accumulation and free.sequences else AUTO
     return replace(config, program={**config.program, **found})
+
+
+# At a start: what `fit.check` makes of the estimate. A mistake in that ends no job.
+
+KEPT = "what is auto is the program's own: 8 sequences, 1 micro-step, no checkpointing, ddp"
+"""Where nothing could be chosen."""
+
+
+def find_start_model(
+    config: Settings, program: Sequence[str] | None, given: Collection[str]
+) -> ModelDimensions | None:
+    """Return the model to judge at a start; None if there is none, or if it makes no sense.
+
+    `program` is what is given after `--`. Raises UsageError if the bundled program is to train a config.json.
+    """
+    is_bundled = is_bundled_program(config, program)
+    if is_bundled and config.model.get("config") is not None:
+        raise UsageError(
+            f"model.config={config.model['config']} gives dimensions for the estimate of memory; the"
+            " bundled program has its own: see `launch plan`, start a program of yours by `launch"
+            " model.config=… -- train.py`, or choose a model such as model=llama7b"
+        )
+    try:
+        return find_fit_model(config, program, given)
+    except UsageError as error:
+        if not is_bundled:  # the bundled program says so itself
+            logger.warning(f"no estimate of memory: {error}")
+        return None
+
+
+def settle_planned(
+    config: Settings,
+    plan: Plan,
+    model: ModelDimensions | None,
+    *,
+    nodes: int,
+    is_bundled: bool,
+    environ: Mapping[str, str],
+    judges: bool = True,
+) -> Settings:
+    """Do as `settle_training` with a job whose nodes have this plan; `model` is `find_start_model`'s."""
+
+    def make(asked: Settings) -> Training | None:
+        return make_fit_request(asked, plan, model, nodes=nodes, is_bundled=is_bundled, environ=environ)
+
+    return settle_training(make, config, is_bundled=is_bundled, judges=judges) if model else config
+
+
+def settle_training(
+    make: Callable[[Settings], Training | None], config: Settings, *, is_bundled: bool, judges: bool = True
+) -> Settings:
+    """Return the configuration with what is chosen for the bundled program, and judge the job by `fit.check`.
+
+    `make` gives what a configuration asks. With `judges=False` that is done elsewhere: nothing is said.
+    Raises MachineError for a job that is refused, which it is not in a dry run, and UsageError for settings
+    of the bundled program that make no sense.
+    """
+    check = config.fit.check if judges else "off"
+    if check == "off" and not is_bundled:
+        return config
+    if is_bundled:  # it is judged as it will run, whatever `fit` and `parallel` say of a training
+        fit = config.fit
+        asked = FitConfig(gpu=fit.gpu, gpu_memory_gib=fit.gpu_memory_gib, tokens=fit.tokens)
+        asked_config = replace(config, fit=asked, parallel=ParallelConfig())
+    try:
+        training = make(asked_config if is_bundled else config)
+        report = assess(training) if training and judges else None
+    except UsageError as error:
+        if not judges:
+            return config
+        if is_bundled:
+            raise
+        logger.warning(f"no estimate of memory: {error}")
+        return config
+    except Exception as error:
+        kept = f"; {KEPT}" if is_bundled and AUTO in map(config.program.get, PROGRAM_OPTIONS) else ""
+        if judges:
+            logger.warning(f"no estimate of memory ({type(error).__name__}: {error}): report it{kept}")
+        return config
+    if report:
+        if report.request.free.any and (check == "off" or report.verdict != "does_not_fit"):
+            logger.info(describe_choice(report.request, report.estimate.total))
+        if check != "off":
+            _act_on(report, config)
+    return settle_program(config, training)
+
+
+def settle_job(spec: "JobSpec", config: Settings) -> "JobSpec":
+    """Return a job with a configuration in which values of the bundled program were chosen."""
+    import yaml
+
+    tree = yaml.safe_load(spec.config_text)
+    before = tree.get("program") or {}
+    chosen = {key: config.program.get(key, value) for key, value in before.items() if value == AUTO}
+    if all(value == AUTO for value in chosen.values()):
+        return replace(spec, config=config)
+    text = dump_masked({**tree, "program": {**before, **chosen}})
+    return replace(spec, config=config, config_text=text)
+
+
+def _act_on(report: FitReport, config: Settings) -> None:
+    """Refuse a job of the bundled program that cannot fit; else warn, or say in a line that it fits.
+
+    On CPUs nothing is refused: swap may hold what memory does not.
+    """
+    if report.verdict == "does_not_fit":
+        message, is_refusable = explain_misfit(report), report.request.device.kind == "gpu"
+        if config.fit.check == "error" and report.request.is_bundled and is_refusable and not config.dry_run:
+            raise MachineError(f"{message}; fit.check=warn starts it all the same")
+        logger.warning(message)
+    elif report.verdict == "tight":
+        more = (
+            f"{describe_change(report.changes[0])} is enough"
+            if report.changes
+            else "`launch plan` shows more"
+        )
+        logger.warning(f"{describe_fit(report)}; {more}")
+    elif report.verdict and report.request.device.kind == "gpu" and not report.request.free.any:
+        logger.info(describe_fit(report))
