@@ -22,8 +22,8 @@ OPTIONS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("options.toml")
 REFUSALS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("refusals.toml").read_text())
 
 
-@pytest.fixture(scope="module")
-def plain() -> JobSpec:
+@pytest.fixture
+def plain(here: Path) -> JobSpec:
     """A job that asks for nothing."""
     spec = specify(["cluster=slurm", "name=train"], ("true",))
     return replace(spec, config=replace(spec.config, cluster=ClusterConfig()))
