@@ -9,10 +9,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -24,7 +25,11 @@ from launcher.plan.model import Cpu, Gpu, Machine, Nic, NumaNode, Plan, RankPlan
 from launcher.plan.topology import gather_cores, split_classes
 from launcher.text import clean_text, count_things, format_size, shorten_cpulist
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 Device = Gpu | Nic
+_T = TypeVar("_T")
 _LEVELS = {"Package": "package", "NUMANode": "node", "Cache": "l3", "Class": "capacity", "Core": "core"}
 """The levels from the outside in, with the field of a CPU that tells them apart."""
 _MOST_GROUPS = 16
@@ -413,13 +418,12 @@ def render_machine(plan: Plan, note: str, form: str) -> bytes:
         figure = Figure()
         FigureCanvasAgg(figure)
         axes = figure.add_axes((0, 0, 1, 1))
-        owners = _Owners(plan)
-        artist = _Artist(axes)
+        picture = _Picture(plan, axes)
         ranks = count_things(len(plan.ranks), "rank")
-        artist.write(12, 18, clean_text(root.label) or "Machine", width, size=17)
-        artist.write(12, 38, ", ".join(filter(None, (root.counts, root.size, ranks, note))), width)
-        bottom = artist.draw_rows(owners.list_rows(root), 12, 48, width - 24, 1)
-        bottom = artist.draw_legend(owners.list_legend(root), 12, bottom + 12, width - 24)
+        picture.write(12, 18, clean_text(root.label) or "Machine", width, size=17)
+        picture.write(12, 38, ", ".join(filter(None, (root.counts, root.size, ranks, note))), width)
+        bottom = picture.draw_inside(root, _Place(12, 48, width - 24, 1))
+        bottom = picture.draw_legend(root, _Place(12, bottom + 12, width - 24, 1))
         axes.set(xlim=(0, width), ylim=(bottom + 12, 0))
         axes.axis("off")
         figure.set_size_inches(width / 72, (bottom + 12) / 72)  # 72 dots an inch: a dot is a pixel
@@ -428,40 +432,8 @@ def render_machine(plan: Plan, note: str, form: str) -> bytes:
     return output.getvalue()
 
 
-@dataclass(frozen=True, slots=True)
-class _Style:
-    """How a thing is drawn: colours side by side, and whether it is hatched."""
-
-    fills: tuple[str, ...] = ("#ffffff",)
-    hatched: bool = False
-
-
-_FREE, _FORBIDDEN, _ISOLATED = _Style(), _Style(("#e8e8e8",), hatched=True), _Style(("#c8c8c8",))
-"""No rank's; outside the job's cpuset; set apart at boot, and left alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Box:
-    """A rectangle with lines of text, and rows of boxes below them."""
-
-    lines: tuple[str, ...]
-    style: _Style = _FREE
-    rows: tuple["_Row", ...] = ()
-    name: str = ""
-    """Identifies it in an SVG."""
-    centred: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Boxes beside each other, in as many rows as they need."""
-
-    boxes: Sequence[_Box]
-    least: float
-    """Width of each, in pixels."""
-    stretched: bool = False
-    """They fill the width that there is."""
-    gap: float = _SPACE
+_FREE, _FORBIDDEN, _ISOLATED = ("#ffffff",), ("#e8e8e8",), ("#c8c8c8",)
+"""Fills of what is no rank's; outside the job's cpuset, hatched; set apart at boot, and left alone."""
 
 
 def find_colour(rank: int) -> str:
@@ -474,7 +446,12 @@ def lighten(colour: str) -> str:
     return "#" + "".join(f"{255 - (255 - value) * 3 // 10:02x}" for value in bytes.fromhex(colour[1:]))
 
 
-def find_ink(*fills: str) -> str:
+def _colour(ranks: Collection[int], tint: Callable[[str], str] = str) -> tuple[str, ...]:
+    """Return the colours of some ranks, each once."""
+    return tuple(dict.fromkeys(tint(find_colour(rank)) for rank in sorted(ranks)))
+
+
+def _find_ink(fills: Sequence[str]) -> str:
     """Return black or white, whichever reads better (relative luminance of WCAG 2, simplified)."""
     lights = [
         0.2 * red + 0.7 * green + 0.1 * blue for red, green, blue in (bytes.fromhex(f[1:]) for f in fills)
@@ -482,17 +459,30 @@ def find_ink(*fills: str) -> str:
     return "#ffffff" if sum(lights) / len(lights) < 125 else "#222222"
 
 
-def name_ranks(letter: str, ranks: Collection[int]) -> str:
+def _name_ranks(letter: str, ranks: Collection[int]) -> str:
     """Return a short name for some ranks: `R0`, `w2-5`; `R0+3` is rank 0 and three more."""
     text = format_cpulist(frozenset(ranks))
     return f"{letter}{text if len(text) <= 5 else f'{min(ranks)}+{len(ranks) - 1}'}"
 
 
-class _Owners:
-    """Which rank has what of a machine, as boxes."""
+class _Place(NamedTuple):
+    """Where something is drawn, in pixels from the top left, over what is less deep."""
 
-    def __init__(self, plan: Plan) -> None:
+    x: float
+    y: float
+    width: float
+    depth: int
+
+
+class _Picture:
+    """Draws the parts of a machine as nested boxes in the colours of the ranks that have them.
+
+    What draws something returns where it ends.
+    """
+
+    def __init__(self, plan: Plan, axes: "Axes") -> None:
         self.plan = plan
+        self.axes = axes
         self.ranks: dict[int, list[int]] = {}
         """By PU, the ranks whose own process runs there."""
         self.workers: dict[int, list[int]] = {}
@@ -503,99 +493,175 @@ class _Owners:
             for pu in rank.worker_cpus - rank.cpus:
                 self.workers.setdefault(pu, []).append(rank.local_rank)
 
-    def find_style(self, pus: Collection[int]) -> tuple[_Style, str]:
-        """Return how PUs are drawn, and the label of a core that has them."""
+    def find_owner(self, pus: Collection[int]) -> tuple[tuple[str, ...], str]:
+        """Return the fills of PUs, and the label of a core that has them."""
         machine = self.plan.machine
         owners = {rank for pu in pus for rank in self.ranks.get(pu, ())}
         workers = {rank for pu in pus for rank in self.workers.get(pu, ())}
         if owners:
-            return _colour(owners), name_ranks("R", owners)
+            return _colour(owners), _name_ranks("R", owners)
         if workers:
-            return _colour(workers, lighten), name_ranks("w", workers)
+            return _colour(workers, lighten), _name_ranks("w", workers)
         if not machine.allowed_cpus.intersection(pus):
             return _FORBIDDEN, ""
         return (_ISOLATED, "iso") if machine.isolated.issuperset(pus) else (_FREE, "")
 
-    def list_rows(self, part: Part) -> tuple[_Row, ...]:
-        """Return what is inside a part: cores, what has CPUs, what has none, and devices."""
-        cores = [self._box_core(child) for child in part.parts if child.kind == "Core"]
+    def draw_inside(self, part: Part, place: _Place) -> float:
+        """Draw what is inside a part: cores, what has CPUs, what has none, and devices."""
+        cores = [child for child in part.parts if child.kind == "Core"]
         framed = [child for child in part.parts if child.kind != "Core"]
-        rows = [_Row(cores, _CORE)]
+        y = self.draw_row(cores, self.draw_core, place, _CORE)
         for found in ([one for one in framed if one.pus], [one for one in framed if not one.pus]):
             least = max(map(_find_least, found), default=0.0)
-            rows.append(_Row([self._box_part(child) for child in found], least, stretched=True))
-        rows.append(_Row([self._box_device(device) for device in part.devices], _CARD))
-        return tuple(row for row in rows if row.boxes)
+            y = self.draw_row(found, self.draw_part, place._replace(y=y), least, stretched=True)
+        return self.draw_row(part.devices, self.draw_device, place._replace(y=y), _CARD)
 
-    def _box_part(self, part: Part) -> _Box:
-        """Return a box for a package, a node, a cache or a class of cores."""
+    def draw_row(
+        self,
+        things: Sequence[_T],
+        draw: Callable[[_T, _Place], float],
+        place: _Place,
+        least: float,
+        *,
+        stretched: bool = False,
+        gap: float = _SPACE,
+    ) -> float:
+        """Draw things at least so wide beside each other, in as many rows as they need.
+
+        If they are `stretched`, they fill the width that there is.
+        """
+        x, y, width, _ = place
+        columns = max(1, min(len(things), int((width + gap) // (least + gap))))
+        each = min(least, width)
+        if stretched:
+            columns = ceil(len(things) / max(1, ceil(len(things) / columns))) or 1
+            each = (width - gap * (columns - 1)) / columns
+        for at in range(0, len(things), columns):
+            row = enumerate(things[at : at + columns])
+            y = gap + max(
+                draw(thing, place._replace(x=x + number * (each + gap), y=y, width=each))
+                for number, thing in row
+            )
+        return y
+
+    def draw_part(self, part: Part, place: _Place) -> float:
+        """Draw a package, a node, a cache or a class of cores."""
         words = [part.label, part.size]
         if part.kind not in ("Cache", "Class"):
             numbers = clean_text(shorten_cpulist(part.numbers), 40)
             users = [one.local_rank for one in self.plan.ranks if one.memory.nodes & {*part.numbers}]
-            memory = f"memory of {name_ranks('R', users)}" if users and part.kind == "NUMANode" else ""
+            memory = f"memory of {_name_ranks('R', users)}" if users and part.kind == "NUMANode" else ""
             name = f"{part.kind}{'s' if len(part.numbers) > 1 else ''} {numbers}"
             words = [name, part.size, part.label, memory]
         head = ", ".join(filter(None, words))
-        return _Box((head,), _Style((_FILLS[part.kind],)), self.list_rows(part))
+        return self.draw_box(place, [head], (_FILLS[part.kind],), partial(self.draw_inside, part))
 
-    def _box_core(self, core: Part) -> _Box:
-        """Return a core: who has it, and its PUs below each other."""
-        pus = [_Box((str(pu),), self.find_style((pu,))[0], name=f"pu{pu}", centred=True) for pu in core.pus]
-        label = self.find_style(core.pus)[1]
-        return _Box((label,), _Style(("#dcdcdc",)), (_Row(pus, _CORE, gap=0),), centred=True)
+    def draw_core(self, core: Part, place: _Place) -> float:
+        """Draw a core: who has it, and its PUs below each other."""
 
-    def _box_device(self, device: Device | Switch) -> _Box:
-        """Return a card for a GPU or a NIC with the ranks that use it, or a box for a switch around them."""
+        def draw_pu(pu: int, at: _Place) -> float:
+            return self.draw_box(at, [str(pu)], self.find_owner((pu,))[0], name=f"pu{pu}", centred=True)
+
+        pus = partial(self.draw_row, core.pus, draw_pu, least=_CORE, gap=0)
+        return self.draw_box(place, [self.find_owner(core.pus)[1]], ("#dcdcdc",), pus, centred=True)
+
+    def draw_device(self, device: Device | Switch, place: _Place) -> float:
+        """Draw a card for a GPU or a NIC with the ranks that use it, or a box for a switch around them."""
         if isinstance(device, Switch):
-            cards = [self._box_device(member) for member in device.members]
-            head = (f"PCI switch {clean_text(device.pci)}",)
-            return _Box(head, _Style(("#f3eee2",)), (_Row(cards, _CARD, stretched=True),))
+            head = f"PCI switch {clean_text(device.pci)}"
+            row = partial(self.draw_row, device.members, self.draw_device, least=_CARD, stretched=True)
+            return self.draw_box(place, [head], ("#f3eee2",), row)
         name, pci, *more = _describe_device(device)
         if isinstance(device, Gpu):
             used = [one.local_rank for one in self.plan.ranks if one.gpu and one.gpu.pci == device.pci]
-            lines = (f"{name}, {pci}", *more[:1], ", ".join(more[1:]))
+            lines = [f"{name}, {pci}", *more[:1], ", ".join(more[1:])]
         else:
             used = [one.local_rank for one in self.plan.ranks if one.nic == device.name]
-            lines = (name, pci, " ".join(more))
-        if not used:
-            return _Box(tuple(filter(None, lines)))
+            lines = [name, pci, " ".join(more)]
+        if used:
+            lines[0] = f"{_name_ranks('R', used)}: {lines[0]}"
         kind = "gpu" if isinstance(device, Gpu) else "nic"
-        lines = (f"{name_ranks('R', used)}: {lines[0]}", *lines[1:])
-        return _Box(tuple(filter(None, lines)), _colour(used), name=f"{kind}{clean_text(device.pci)}")
+        name = f"{kind}{clean_text(device.pci)}" if used else ""
+        return self.draw_box(place, [*filter(None, lines)], _colour(used) or _FREE, name=name)
 
-    def list_legend(self, root: Part) -> list[tuple[_Box, str]]:
-        """Return swatches with their meaning: the ranks, and the marks that occur."""
+    def draw_box(
+        self,
+        place: _Place,
+        lines: Sequence[str],
+        fills: Sequence[str],
+        draw_inside: Callable[[_Place], float] | None = None,
+        *,
+        name: str = "",
+        centred: bool = False,
+    ) -> float:
+        """Draw a rectangle with lines of text and what is inside; `name` identifies it in an SVG."""
+        from matplotlib.patches import Rectangle
+
+        x, y, width, depth = place
+        for at, line in enumerate(lines):
+            left = x + width / 2 if centred else x + _SPACE
+            align = "center" if centred else "left"
+            self.write(left, y + 11 + at * _LINE, line, width - 4, size=9, align=align, ink=_find_ink(fills))
+        inset = 1 if centred else _SPACE
+        bottom = y + _LINE * len(lines) + (0 if centred else 4)
+        if draw_inside:
+            bottom = draw_inside(_Place(x + inset, bottom, width - 2 * inset, depth + 1))
+        stripe = width / len(fills)
+        for at, fill in enumerate(fills):
+            patch = Rectangle((x + at * stripe, y), stripe, bottom - y, facecolor=fill, zorder=depth)
+            self.axes.add_patch(patch).set_gid(f"{name}-{at}" if name else None)
+        hatch, edge = ("/////", "#c4c4c4") if fills == _FORBIDDEN else (None, "#888888")
+        frame = Rectangle((x, y), width, bottom - y, fill=False, hatch=hatch, linewidth=0.7)
+        frame.set(edgecolor=edge, zorder=depth + 0.5)
+        self.axes.add_patch(frame)
+        return bottom
+
+    def draw_legend(self, root: Part, place: _Place) -> float:
+        """Draw swatches with their meaning, the ranks and the marks that occur, in columns."""
+        ranks = self.plan.ranks
         rows = [
-            (_Box((f"R{one.local_rank}",), _colour([one.local_rank]), centred=True), _describe_rank(one))
-            for one in self.plan.ranks[:_MOST_RANKS]
+            (f"R{one.local_rank}", _colour([one.local_rank]), _describe_rank(one))
+            for one in ranks[:_MOST_RANKS]
         ]
-        if len(self.plan.ranks) > _MOST_RANKS:
-            left = len(self.plan.ranks) - _MOST_RANKS
-            rows.append((_Box(("",)), f"and {left} more ranks: launch plan lists them all"))
-        labels = {self.find_style(pus)[1] for pus in _list_cores(root)}
+        if len(ranks) > _MOST_RANKS:
+            rows.append(("", _FREE, f"and {len(ranks) - _MOST_RANKS} more ranks: launch plan lists them all"))
+        labels = {self.find_owner(pus)[1] for pus in _list_cores(root)}
         if crowd := min((label for label in labels if "+" in label), default=""):
-            text = f"rank {crowd[1:].replace('+', ' and ')} more"
-            rows.append((_Box((crowd,), centred=True), text))
-        found = {self.find_style((cpu.id,)) for cpu in self.plan.machine.cpus}
+            rows.append((crowd, _FREE, f"rank {crowd[1:].replace('+', ' and ')} more"))
+        found = {self.find_owner((cpu.id,)) for cpu in self.plan.machine.cpus}
         if any(label.startswith("w") for _, label in found):
             rank = min(rank for ranks in self.workers.values() for rank in ranks)
-            swatch = _Box((f"w{rank}",), _colour([rank], lighten), centred=True)
-            rows.append((swatch, f"DataLoader workers of rank {rank} alone"))
-        for style, text in (
-            (_FORBIDDEN, "not allowed: outside this job's cpuset"),
-            (_ISOLATED, "isolated at boot, left alone"),
-            (_FREE, "no rank's"),
+            rows.append((f"w{rank}", _colour([rank], lighten), f"DataLoader workers of rank {rank} alone"))
+        for fills, label, text in (
+            (_FORBIDDEN, "", "not allowed: outside this job's cpuset"),
+            (_ISOLATED, "iso", "isolated at boot, left alone"),
+            (_FREE, "", "no rank's"),
         ):
-            label = "iso" if style is _ISOLATED else ""
-            if (style, label) in found:
-                rows.append((_Box((label,), style, centred=True), text))
-        return rows
+            rows += [(label, fills, text)] if (fills, label) in found else []
+        columns = max(1, int(place.width // _ROW))
+        each, height = place.width / columns, ceil(len(rows) / columns)
+        for at, (label, fills, text) in enumerate(rows):
+            column, row = divmod(at, height)
+            left, top = place.x + column * each, place.y + row * (_LINE + 4)
+            self.draw_box(_Place(left, top, _CORE, 2), [label], fills, centred=True)
+            self.write(left + _CORE + _SPACE, top + 11, text, each - _CORE - _SPACE, size=9)
+        return place.y + height * (_LINE + 4)
 
-
-def _colour(ranks: Collection[int], tint: Callable[[str], str] = str) -> _Style:
-    """Return the colours of some ranks, each once."""
-    return _Style(tuple(dict.fromkeys(tint(find_colour(rank)) for rank in sorted(ranks))))
+    def write(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        room: float,
+        *,
+        size: int = 11,
+        align: str = "left",
+        ink: str = "#222222",
+    ) -> None:
+        """Write a line of text that ends with the room there is, y being its baseline."""
+        most = max(1, int(room / (0.58 * size)))
+        shown = text if len(text) <= most else f"{text[: most - 1]}…"
+        self.axes.text(x, y, shown, fontsize=size, color=ink, ha=align, va="baseline", zorder=99)
 
 
 def _list_cores(part: Part) -> Iterable[tuple[int, ...]]:
@@ -627,74 +693,3 @@ def _describe_rank(rank: RankPlan) -> str:
         f"NIC {rank.nic}" if rank.nic else "",
     )
     return "   ".join(clean_text(cell, 48) for cell in cells if cell)
-
-
-@dataclass(frozen=True, slots=True)
-class _Artist:
-    """Draws boxes at x and y, in pixels from the top left."""
-
-    axes: Any
-
-    def draw_rows(self, rows: Sequence[_Row], x: float, y: float, width: float, depth: int) -> float:
-        """Draw rows of boxes, as many beside each other as fit; return where they end."""
-        for row in rows:
-            number = len(row.boxes)
-            columns = min(number, max(1, int((width + row.gap) // (row.least + row.gap))))
-            columns = ceil(number / ceil(number / columns)) if row.stretched else columns
-            each = (width - row.gap * (columns - 1)) / columns if row.stretched else min(row.least, width)
-            for at in range(0, number, columns):
-                heights = [
-                    self.draw_box(box, x + column * (each + row.gap), y, each, depth)
-                    for column, box in enumerate(row.boxes[at : at + columns])
-                ]
-                y += max(heights) + row.gap
-        return y
-
-    def draw_box(self, box: _Box, x: float, y: float, width: float, depth: int) -> float:
-        """Draw a box, over what is less deep; return its height."""
-        from matplotlib.patches import Rectangle
-
-        ink = find_ink(*box.style.fills)
-        for at, line in enumerate(box.lines):
-            left = x + width / 2 if box.centred else x + _SPACE
-            align = "center" if box.centred else "left"
-            self.write(left, y + 11 + at * _LINE, line, width - 4, size=9, align=align, ink=ink)
-        inset = 1 if box.centred else _SPACE
-        top = y + _LINE * len(box.lines) + (0 if box.centred else 4)
-        height = self.draw_rows(box.rows, x + inset, top, width - 2 * inset, depth + 1) - y
-        stripe = width / len(box.style.fills)
-        for at, fill in enumerate(box.style.fills):
-            patch = Rectangle((x + at * stripe, y), stripe, height, facecolor=fill, zorder=depth)
-            self.axes.add_patch(patch).set_gid(f"{box.name}-{at}" if box.name else None)
-        hatch, edge = ("/////", "#c4c4c4") if box.style.hatched else (None, "#888888")
-        frame = Rectangle((x, y), width, height, fill=False, hatch=hatch, linewidth=0.7, zorder=depth + 0.5)
-        frame.set_edgecolor(edge)
-        self.axes.add_patch(frame)
-        return height
-
-    def draw_legend(self, rows: Sequence[tuple[_Box, str]], x: float, y: float, width: float) -> float:
-        """Draw swatches with their meaning, in as many columns as fit; return where they end."""
-        columns = max(1, int(width // _ROW))
-        each, height = width / columns, ceil(len(rows) / columns)
-        for at, (box, text) in enumerate(rows):
-            column, row = divmod(at, height)
-            left, top = x + column * each, y + row * (_LINE + 4)
-            self.draw_box(box, left, top, _CORE, 2)
-            self.write(left + _CORE + _SPACE, top + 11, text, each - _CORE - _SPACE, size=9)
-        return y + height * (_LINE + 4)
-
-    def write(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        room: float,
-        *,
-        size: int = 11,
-        align: str = "left",
-        ink: str = "#222222",
-    ) -> None:
-        """Write a line of text that ends with the room there is, y being its baseline."""
-        most = max(1, int(room / (0.58 * size)))
-        shown = text if len(text) <= most else f"{text[: most - 1]}…"
-        self.axes.text(x, y, shown, fontsize=size, color=ink, ha=align, va="baseline", zorder=99)
