@@ -1,6 +1,7 @@
 """What people see while a job runs: the ranks' output with its origin, a progress bar, our own messages."""
 
 import errno
+import math
 import os
 import re
 import sys
@@ -17,23 +18,16 @@ from rich.text import Text
 from launcher.report.viewer import Stream, open_stream
 from launcher.runs.progress import Progress as Step
 from launcher.runs.progress import ProgressReader
-from launcher.runs.rank_logs import Chunk, Follower
+from launcher.runs.rank_logs import Chunk
 from launcher.text import escape_text
 
 ERASE = b"\r\x1b[K"
 """Empties the row that the cursor is in (ECMA-48)."""
-RETURN = re.compile(rb"\r(?=[^\n])")
-COLOURS = re.compile(rb"\x1b\[[0-9;:]*m")
-MOST_ROW = 4096
-"""Bytes of an unfinished line that are kept to be drawn again: more than fit into a row."""
-PRECEDENCE = 1.0
-"""Seconds for which other sources wait for more of an unfinished line that they would break."""
-LONGEST_WAIT = 10.0
-"""Seconds for which they wait for all of a line that grows."""
-HOLD = 0.03
-"""Seconds that the beginning of a line waits for its end, if several sources share a terminal or pipe."""
-HOLD_SHARED = 1.0
-"""The same if other nodes write to the same file."""
+OVERWRITTEN = re.compile(rb"[^\n]*\r(?=[^\n])")
+"""Former states of a line that is drawn again and again, such as a progress bar's."""
+COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
+HOLD = 1.0
+"""Seconds that the beginning of a line waits for its end before it is written to a pipe or a file."""
 MOST_HELD = 1 << 16
 """Bytes that wait."""
 REDRAW = 0.1
@@ -62,9 +56,10 @@ class Source:
 class Sink:
     """Where stdout, stderr or both lead to.
 
-    Bytes pass as they are. Sources with a prefix share the sink: if one prints while another's line is
-    unfinished, that line is erased and drawn again below, or ended by a newline if it cannot be. A source
-    without a prefix has the sink for itself.
+    Sources with a prefix share it, and whole lines of theirs are written. An unfinished line is shown at the
+    bottom of a terminal until it is whole; elsewhere it is written once it has waited for HOLD seconds, and
+    is ended by a newline if another source prints then. A source without a prefix has the sink for itself:
+    its bytes pass as they are.
     """
 
     erases: bool
@@ -72,141 +67,102 @@ class Sink:
     newline: bytes = b"\n"
     """Ends our own lines; a terminal in raw mode wants a carriage return too."""
     footer: bytes = b""
-    """Our own line at the bottom, drawn while no line of the ranks is unfinished."""
-    drawn: bool = False
-    """The footer is on the screen."""
+    """Our own line at the bottom, shown while no line of the ranks is unfinished."""
+    drawn: bytes = b""
+    """What is at the bottom of the screen: an unfinished line, or the footer."""
     open: Source | None = None
-    """Whose unfinished line is the last."""
-    opened: float = 0.0
-    """Since when it has been the last, in monotonic seconds."""
-    grown: float = 0.0
-    """When something was last added to it."""
-    redrawn: bool = False
-    """It goes back to its beginning, as a progress bar does."""
-    row: bytes | None = None
-    """What stands in it, without the prefix; None if it is too long to be drawn again."""
-    erased: dict[Source, bytes] = field(default_factory=dict)
-    """Unfinished lines that are not on the screen at the moment."""
+    """Whose unfinished line was written last."""
     cut: set[Source] = field(default_factory=set)
     """Sources whose unfinished line was ended by a newline of ours."""
+    rows: dict[Source, tuple[bytes, float]] = field(default_factory=dict)
+    """Unfinished lines that wait, the newest last, and since when, in monotonic seconds."""
 
     def write_chunk(self, stream: Stream, source: Source, data: bytes) -> None:
-        """Write what a source has printed."""
+        """Write what a source has printed, but for its unfinished line."""
         if not source.prefix:
             self.open = None if data.endswith(b"\n") else source
             self.write_parts(stream, data)
             return
-        before = b"" if self.open in (None, source) else self.interrupt(stream)
-        self.note_growth(source, data)
-        data = self.erased.pop(source, b"") + data
-        if source in self.cut:
+        before, since = self.rows.pop(source, (b"", time.monotonic()))
+        data = before + data
+        end = data.rfind(b"\n") + 1
+        if len(data) - end > MOST_HELD:
+            end = len(data)
+        whole, rest = data[:end], data[end:]
+        if self.erases:
+            whole, rest = OVERWRITTEN.sub(b"", whole), OVERWRITTEN.sub(b"", rest)
+        if rest:
+            self.rows[source] = (rest, time.monotonic() if end else since)
+        self.write_lines(stream, source, whole)
+
+    def write_lines(self, stream: Stream, source: Source, data: bytes) -> None:
+        """Write lines with their prefix; the last may be the beginning of one."""
+        if data and source in self.cut:
             self.cut.discard(source)
             data = data.removeprefix(b"\n")  # it has been written already
-        marked = self.mark(source, data) if data else b""
-        self.write_parts(stream, before, marked, self.redraw())
+        before = b""
+        if data:
+            if self.open != source:
+                before = self.break_line() + source.prefix
+            ends = data.endswith(b"\n")
+            data = data.replace(b"\n", b"\n" + source.prefix)
+            data = data.removesuffix(source.prefix) if ends else data
+            self.open = None if ends else source
+        self.write_parts(stream, before, data)
+
+    def write_waiting(self, stream: Stream, *, final: bool, ends_lines: bool) -> None:
+        """Write the unfinished lines that have waited long enough, in the end all of them."""
+        due = math.inf if final else time.monotonic() - HOLD
+        for source, (data, since) in sorted(self.rows.items(), key=lambda item: item[0] != self.open):
+            if since <= due and (final or not self.erases):
+                del self.rows[source]
+                self.write_lines(stream, source, data)
+                if ends_lines:
+                    self.end_line(stream)
 
     def write_message(self, stream: Stream, text: bytes) -> None:
         """Write whole lines of our own."""
-        before = b"" if self.open is None else self.interrupt(stream)
-        self.write_parts(stream, before, text.replace(b"\n", self.newline), self.redraw())
+        self.write_parts(stream, self.break_line(), text.replace(b"\n", self.newline))
 
     def show_footer(self, stream: Stream, footer: bytes) -> None:
         """Draw another footer; an empty one takes it away."""
-        if footer != self.footer:
-            self.footer = footer
-            self.write_parts(stream)
+        self.footer = footer
+        self.write_parts(stream)
 
     def end_line(self, stream: Stream) -> None:
         """End an unfinished line; what its source prints later begins another one."""
-        if self.open:
-            self.cut.add(self.open)
-            self.open = None
-            self.write_parts(stream, self.newline)
+        self.write_parts(stream, self.break_line())
 
-    def write_parts(self, stream: Stream, *parts: bytes) -> None:
-        """Write in one go, in the place of the footer, and the footer below it."""
-        before = ERASE if self.drawn else b""
-        self.drawn = bool(self.footer) and self.open is None
-        stream.write(b"".join((before, *parts, self.footer if self.drawn else b"")))
-
-    def mark(self, source: Source, data: bytes) -> bytes:
-        """Return what a source has printed with its prefix at every line's start, and keep the last line."""
-        goes_on = self.open == source
-        returned = goes_on and self.erases and self.row is not None and self.row.endswith(b"\r")
-        begins = not goes_on or (returned and not data.startswith(b"\n"))
-        tail = data[data.rfind(b"\n") + 1 :]
-        self.row = self.find_row(data, tail, goes_on=goes_on)
-        self.open = source if tail else None
-        if self.erases and b"\r" in data:
-            data = RETURN.sub(lambda _: b"\r" + source.prefix, data)
-        marked = data.replace(b"\n", b"\n" + source.prefix)
-        if not tail:
-            marked = marked[: -len(source.prefix)]
-        return source.prefix + marked if begins else marked
-
-    def find_row(self, data: bytes, tail: bytes, *, goes_on: bool) -> bytes | None:
-        """Return what stands in the last line after some data, `tail` being what follows its last newline."""
-        if not self.erases:
-            return None
-        if goes_on and len(tail) == len(data):
-            if self.row is None and b"\r" not in tail[:-1]:
-                return None
-            tail = (self.row or b"") + tail
-        state = tail[tail.rfind(b"\r", 0, -1) + 1 :]
-        return state if len(state) <= MOST_ROW else None
-
-    def interrupt(self, stream: Stream) -> bytes:
-        """Return what makes room for another line than the unfinished one."""
-        source, row, erasable = self.open, self.row, self.can_erase(stream)
+    def break_line(self) -> bytes:
+        """Return what ends the unfinished line that was written last, if there is one."""
+        if self.open is None:
+            return b""
+        self.cut.add(self.open)
         self.open = None
-        if source is None or not source.prefix:
-            return self.newline
-        if erasable:
-            self.erased[source] = row or b""
-            return ERASE
-        self.cut.add(source)
         return self.newline
 
-    def can_erase(self, stream: Stream) -> bool:
-        """Tell whether the unfinished line can be erased and drawn again."""
-        if not (self.erases and self.open) or self.row is None:
-            return False
-        return measure_row(self.open.prefix + self.row) < stream.columns
-
-    def note_growth(self, source: Source, data: bytes) -> None:
-        """Note when the unfinished line began that a source's data leave, and how it goes on."""
-        self.grown = time.monotonic()
-        begin = data.rfind(b"\n") + 1
-        if begin or self.open != source:
-            self.opened, self.redrawn = self.grown, False
-        self.redrawn = self.redrawn or data.find(b"\r", begin) >= 0
-
-    def awaits_rest(self) -> bool:
-        """Tell whether the rest of the unfinished line is likely to come soon.
-
-        A line that grows is waited for longer than one that is drawn anew, which may go on for hours.
-        """
-        now = time.monotonic()
-        if now - self.opened < PRECEDENCE:
-            return True
-        return not self.redrawn and now - self.grown < PRECEDENCE and now - self.opened < LONGEST_WAIT
-
-    def find_cut(self, stream: Stream) -> Source | None:
-        """Return whose unfinished line would be ended by a newline of ours if another source printed now."""
-        return self.open if self.open and self.open.prefix and not self.can_erase(stream) else None
-
-    def redraw(self) -> bytes:
-        """Return the line that was erased last, if there is room for it."""
-        if self.open or not self.erased:
-            return b""
-        self.open, self.row = self.erased.popitem()
-        return self.open.prefix + (self.row or b"")
+    def write_parts(self, stream: Stream, *parts: bytes) -> None:
+        """Write in one go, in the place of what is at the bottom, and that again below it."""
+        bottom = b""
+        if self.erases and self.open is None:
+            bottom = self.footer
+            if self.rows:
+                source, (row, _) = next(reversed(self.rows.items()))
+                bottom = fit_row(source.prefix + row, (stream.columns or 80) - 1)
+        if any(parts) or bottom != self.drawn:
+            stream.write(b"".join((ERASE if self.drawn else b"", *parts, bottom)))
+            self.drawn = bottom
 
 
-def measure_row(row: bytes) -> int:
-    """Return the cells that a line takes; very many if it holds more than text and colours."""
-    text = COLOURS.sub(b"", row.removesuffix(b"\r")).decode(errors="replace")
-    return cell_len(text) if text.isprintable() else MOST_ROW
+def fit_row(row: bytes, width: int) -> bytes:
+    """Return a line as it can be shown in one row; one that does not fit is cut, and has no colours."""
+    row = row.removesuffix(b"\r")
+    plain = COLOURS.sub("", row.decode(errors="replace"))
+    if plain.isprintable() and cell_len(plain) <= width:
+        return row + b"\x1b[0m" if b"\x1b" in row else row
+    text = Text("".join(char if char.isprintable() else " " for char in plain))
+    text.truncate(width, overflow="ellipsis")
+    return text.plain.encode()
 
 
 @dataclass(slots=True)
@@ -289,8 +245,6 @@ class JobConsole:
     out_sink: Sink = field(init=False)
     err_sink: Sink = field(init=False)
     sources: dict[tuple[int, str], Source] = field(default_factory=dict)
-    held: dict[Source, tuple[bytes, float]] = field(default_factory=dict)
-    """Beginnings of lines that wait, and since when, in monotonic seconds."""
     progress: ProgressReader = field(default_factory=ProgressReader)
     bar: StepBar | None = None
     moved: bool = False
@@ -311,61 +265,20 @@ class JobConsole:
         """Whether an unfinished line is where our own would go."""
         return self.err_sink.open is not None
 
-    def show_turn(self, follower: Follower, *, final: bool) -> bool:
-        """Show some of what is new in the ranks' files; False if there is nothing."""
-        busy = False
-        for chunk in follower.read_turn(self.may_show):
-            self.show_chunk(chunk)
-            busy = True
-        if busy or not final:
-            return busy
-        for chunk in follower.read_turn():
-            self.show_chunk(chunk)
-            busy = True
-        return busy
-
-    def may_show(self, rank: int, stream: str) -> bool:
-        """Tell whether a rank's stream may be shown now; not while that would break a line just begun."""
-        for target, sink in ((self.out, self.out_sink), (self.err, self.err_sink)):
-            source = sink.find_cut(target)
-            if source and sink.awaits_rest():
-                return (source.rank, source.stream) == (rank, stream)
-        return True
-
     def show_chunk(self, chunk: Chunk) -> None:
         """Show some of a rank's output if the mode says so, and read progress from rank 0's."""
         if chunk.rank == 0:
             self.note_progress(chunk.stream, chunk.data)
         if self.mode == "all" or (self.mode == "rank0" and chunk.rank == 0):
-            source = self.find_source(chunk.rank, chunk.stream)
-            data = self.hold_end(source, chunk.data) if source.prefix else chunk.data
-            if data:
-                self.write_output(source, data)
+            key = (chunk.rank, chunk.stream)
+            if key not in self.sources:
+                prefix = os.fsencode(f"[{self.origin(chunk.rank)}:{chunk.rank}] ") if self.origin else b""
+                self.sources[key] = Source(*key, prefix)
+            self.write_output(self.sources[key], chunk.data)
 
     def note_progress(self, stream: str, data: bytes) -> None:
         """Read progress from what rank 0 has printed."""
         self.moved = self.progress.add(stream, data) or self.moved
-
-    def find_source(self, rank: int, stream: str) -> Source:
-        """Return the source that a rank's stream is."""
-        found = self.sources.get((rank, stream))
-        if found is None:
-            prefix = os.fsencode(f"[{self.origin(rank)}:{rank}] ") if self.origin else b""
-            found = self.sources[rank, stream] = Source(rank, stream, prefix)
-        return found
-
-    def hold_end(self, source: Source, data: bytes) -> bytes:
-        """Keep back the beginning of a line that has no end yet, and return what is before it.
-
-        Its end mostly comes at once: a print() is two writes.
-        """
-        before, since = self.held.pop(source, (b"", time.monotonic()))
-        data = before + data
-        end = max(data.rfind(b"\n"), -1 if self.shared else data.rfind(b"\r")) + 1
-        if 0 < len(data) - end <= MOST_HELD:
-            self.held[source] = (data[end:], time.monotonic() if end else since)
-            return data[:end]
-        return data
 
     def write_output(self, source: Source, data: bytes) -> None:
         """Write what a source has printed."""
@@ -377,14 +290,8 @@ class JobConsole:
 
     def tick(self, *, final: bool = False) -> None:
         """Write what has waited long enough, and keep the bar up to date; to be called again and again."""
-        due = time.monotonic() - (HOLD_SHARED if self.shared else HOLD)
-        unfinished = (self.out_sink.open, self.err_sink.open)
-        for source, (data, since) in sorted(self.held.items(), key=lambda item: item[0] not in unfinished):
-            if final or (since <= due and self.may_show(source.rank, source.stream)):
-                del self.held[source]
-                self.write_output(source, data)
-                if self.shared:
-                    self.end_lines()
+        for stream, sink in ((self.out, self.out_sink), (self.err, self.err_sink)):
+            sink.write_waiting(stream, final=final, ends_lines=self.shared)
         for stream in (self.out, self.err):
             if stream.fault:
                 fault, stream.fault = stream.fault, None

@@ -246,7 +246,9 @@ class OutputViewer:
                 data = data.replace(b"\r\n", b"\n")
             console.show_chunk(Chunk(0, "out", data))
             busy = True
-        busy = console.show_turn(self.follower, final=self.ending.is_set()) or busy
+        for chunk in self.follower.read_turn():
+            console.show_chunk(chunk)
+            busy = True
         if not (busy and console.is_within_line):  # whose rest is on its way
             self.show_waiting(console)
         console.tick()

@@ -3,7 +3,7 @@
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,16 +53,13 @@ class Follower:
         """Add a file, which need not be there yet; one that is watched already is left as it is."""
         self.offsets.setdefault(path, max(begin, self.skipped.get(path, 0)))
 
-    def read_turn(self, may_show: Callable[[int, str], bool] = lambda *_: True) -> Iterator[Chunk]:
+    def read_turn(self) -> Iterator[Chunk]:
         """Give what is new of each file in turn: a chunk, and more while that ends within a line.
 
-        So a long line that is there already is not torn apart by other ranks' output. `may_show` is asked
-        just before each file, by rank and stream.
+        So a long line that is there already is not torn apart by other ranks' output.
         """
         for path in list(self.offsets):
             rank, stream = int(path.stem.partition("-")[2]), path.suffix[1:]
-            if not may_show(rank, stream):
-                continue
             while data := self.read_chunk(path):
                 yield Chunk(rank, stream, data)
                 if len(data) < CHUNK or data.endswith(b"\n"):

@@ -331,9 +331,9 @@ else:
 def test_several_ranks_on_a_terminal_keep_unfinished_lines_below(tmp_path: Path) -> None:
     host = os.uname().nodename
     with launch_on_terminal(tmp_path, TWO, "nproc_per_node=2", "logs.console=all") as terminal:
-        terminal.expect(f"\r[{host}:0] 10%|##")
+        terminal.expect(f"[{host}:0] 10%|##")
         (tmp_path / "after10%").touch()
-        terminal.expect(f"\r[{host}:0] 20%|##")
+        terminal.expect(f"[{host}:0] 20%|##")
         (tmp_path / "after20%").touch()
         terminal.expect(f"[{host}:0] name? ")
         (tmp_path / "speak").touch()

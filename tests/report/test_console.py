@@ -91,82 +91,39 @@ def test_any_bytes_arrive_as_they_are(capfdbinary: pytest.CaptureFixture[bytes],
         assert b"\n" + shown == (b"\n" + data).replace(b"\n", b"\n[h:0] ")
 
 
-def test_the_end_of_a_line_that_comes_at_once_is_waited_for(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """print() is two writes, and another rank may have written between them."""
-    monkeypatch.setattr("launcher.report.console.HOLD", 1e9)
-    console = make("all")
-    for chunk in (Chunk(0, "out", b"begin"), Chunk(1, "out", b"other\n"), Chunk(0, "out", b" end\n")):
-        console.show_chunk(chunk)
-        console.tick()
-    assert capfd.readouterr().out == "[h:1] other\n[h:0] begin end\n"
-    monkeypatch.setattr("launcher.report.console.HOLD", 0)
-    console.show_chunk(Chunk(0, "out", b"name? "))
-    console.tick()
-    assert capfd.readouterr().out == "[h:0] name? "
-
-
-def test_where_other_nodes_write_to_the_same_file_only_whole_lines_are_written(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    console = make("all", shared=True)
-    console.show_chunk(Chunk(0, "out", b"one\n 5%\r 6%"))
-    console.tick()
-    assert capfd.readouterr().out == "[h:0] one\n"
-    monkeypatch.setattr("launcher.report.console.HOLD_SHARED", 0)
-    console.tick()
-    console.show_chunk(Chunk(0, "out", b"\nnext\nlast"))
-    assert capfd.readouterr().out == "[h:0]  5%\r 6%\n[h:0] next\n"
-    console.close()
-    assert capfd.readouterr().out == "[h:0] last\n"
-
-
 @pytest.mark.parametrize(
-    ("seconds", "shown"),
+    ("shared", "after_a_while", "at_the_end"),
     [
-        (60, "[h:0] begun, ended\n[h:1] one\n[h:1] two\n[h:0] last"),
-        (0, "[h:0] begun\n[h:1] one\n[h:1] two\n[h:0] , ended\n[h:0] last"),
+        (False, "[h:0] name? \n[h:1]  5%\r 6%", "\n[h:0] me\n[h:1] other\n[h:0] last"),
+        (True, "[h:0] name? \n[h:1]  5%\r 6%\n", "[h:0] me\n[h:1] other\n[h:0] last\n"),
     ],
 )
-def test_others_wait_a_while_for_the_rest_of_a_line(
-    tmp_path: Path,
+def test_in_a_pipe_lines_are_written_whole_or_once_they_have_waited(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    seconds: float,
-    shown: str,
+    shared: bool,
+    after_a_while: str,
+    at_the_end: str,
 ) -> None:
-    """A pipe has no way to draw a line again: whoever prints within one breaks it."""
-    monkeypatch.setattr("launcher.report.console.HOLD", 0)
-    monkeypatch.setattr("launcher.report.console.PRECEDENCE", seconds)
-    run = RunDir(tmp_path)
-    run.rank_log(0, 0, "out").parent.mkdir(parents=True)
-    console, follower = make("all"), Follower()
-
-    def print_and_show(rank: int, data: bytes) -> None:
-        with run.rank_log(rank, 0, "out").open("ab") as file:
-            file.write(data)
-        console.show_turn(follower, final=False)
+    """print() is two writes, and another rank may have written between them; `shared` with other nodes."""
+    console = make("all", shared=shared)
+    for chunk in (Chunk(0, "out", b"begin"), Chunk(1, "out", b"other\n"), Chunk(0, "out", b" end\nname? ")):
+        console.show_chunk(chunk)
         console.tick()
-
-    for rank in (0, 1):
-        follower.watch(run.rank_log(rank, 0, "out"))
-    print_and_show(0, b"begun")
-    print_and_show(1, b"one\n")
-    print_and_show(1, b"two")
-    print_and_show(0, b", ended\n")
-    print_and_show(1, b"\n")
-    print_and_show(0, b"last")
-    assert not console.show_turn(follower, final=True)
-    assert capfd.readouterr().out == shown
-
-
-def test_a_beginning_that_has_waited_breaks_no_line_of_another_rank(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is too long to wait is shown at once, and its rest is due first."""
+    console.show_chunk(Chunk(1, "out", b" 5%\r 6%"))
+    assert capfd.readouterr().out == "[h:1] other\n[h:0] begin end\n"
     monkeypatch.setattr("launcher.report.console.HOLD", 0)
-    monkeypatch.setattr("launcher.report.console.PRECEDENCE", 60)
+    console.tick()
+    assert capfd.readouterr().out == after_a_while
+    monkeypatch.undo()
+    for chunk in (Chunk(0, "out", b"me\n"), Chunk(1, "out", b"\nother\n"), Chunk(0, "out", b"last")):
+        console.show_chunk(chunk)
+        console.tick()
+    console.close()
+    assert capfd.readouterr().out == at_the_end
+
+
+def test_what_is_too_long_to_wait_is_written(capfd: pytest.CaptureFixture[str]) -> None:
     console, long = make("all"), "x" * (MOST_HELD + 1)
     console.show_chunk(Chunk(1, "out", b"one"))
     console.show_chunk(Chunk(0, "out", long.encode()))
@@ -303,7 +260,8 @@ def on_terminal(script: str, *, stdout: int | None = None, **variables: str) -> 
 
 def rows_of(seen: str, columns: int = 100) -> list[str]:
     """The rows that a terminal shows."""
-    screen = pyte.Screen(columns, 30)
+    screen = pyte.Screen(columns, 50)
+    screen.set_mode(pyte.modes.LNM)
     pyte.Stream(screen).feed(seen)
     return [row.rstrip() for row in screen.display if row.strip()]
 
@@ -415,13 +373,13 @@ def test_an_ascii_terminal_a_dumb_one_and_none(tmp_path: Path) -> None:
 
 A, B = Source(0, "out", b"[h:0] "), Source(1, "out", b"[h:1] ")
 ALONE, ALONE_ERR = Source(0, "out", b""), Source(0, "err", b"")
+OURS, FOOTER = Source(-1, "ours", b""), Source(-1, "footer", b"")
 
 
 @dataclass(slots=True)
 class Memory(Stream):
     """A stream that keeps what is written; as a terminal it has a width."""
 
-    width: int = 0
     data: bytearray = field(default_factory=bytearray)
 
     def write(self, data: bytes) -> None:
@@ -429,13 +387,18 @@ class Memory(Stream):
 
     @property
     def columns(self) -> int:
-        return self.width
+        return 40
 
 
-def put_all(sink: Sink, *pieces: tuple[Source, bytes], width: int = 0) -> bytes:
-    stream = Memory("stdout", None, width=width)
+def put_all(sink: Sink, *pieces: tuple[Source, bytes]) -> bytes:
+    stream = Memory("stdout", None)
     for source, data in pieces:
-        sink.write_chunk(stream, source, data)
+        if source is OURS:
+            sink.write_message(stream, data)
+        elif source is FOOTER:
+            sink.show_footer(stream, data)
+        else:
+            sink.write_chunk(stream, source, data)
     return bytes(stream.data)
 
 
@@ -443,16 +406,13 @@ def put_all(sink: Sink, *pieces: tuple[Source, bytes], width: int = 0) -> bytes:
     ("pieces", "written"),
     [
         ([(A, b"one\ntwo\n")], b"[h:0] one\n[h:0] two\n"),
-        ([(A, b"no end")], b"[h:0] no end"),
         ([(A, b"in "), (A, b"pieces\n\n")], b"[h:0] in pieces\n[h:0] \n"),
         ([(A, b"a\n"), (B, b"b\n"), (A, b"a\n")], b"[h:0] a\n[h:1] b\n[h:0] a\n"),
-        # Where another rank prints within a line, that is ended, and goes on with the prefix.
-        ([(A, b"cut "), (B, b"b\n"), (A, b"short\n")], b"[h:0] cut \n[h:1] b\n[h:0] short\n"),
-        # A line that only had no end yet gets no second one.
-        ([(A, b"whole"), (B, b"b\n"), (A, b"\n"), (A, b"c\n")], b"[h:0] whole\n[h:1] b\n[h:0] c\n"),
-        ([(A, b"whole"), (B, b"b"), (A, b"\nc\n"), (B, b"\n")], b"[h:0] whole\n[h:1] b\n[h:0] c\n"),
+        ([(A, b"cut "), (B, b"b\n"), (A, b"short\n")], b"[h:1] b\n[h:0] cut short\n"),
         ([(A, b"\x00\xff\r\n\r 1%\r 2%\n")], b"[h:0] \x00\xff\r\n[h:0] \r 1%\r 2%\n"),
         ([(ALONE, b"a\nb"), (ALONE_ERR, b"c\n"), (ALONE, b"\n\xff")], b"a\nbc\n\n\xff"),
+        ([(ALONE, b"asks: "), (OURS, b"ours\n"), (ALONE, b"yes\n")], b"asks: \nours\nyes\n"),
+        ([(A, b"asks: "), (OURS, b"ours\n"), (A, b"yes\n")], b"ours\n[h:0] asks: yes\n"),
     ],
 )
 def test_in_a_pipe_prefixes_alone_are_added(pieces: list[tuple[Source, bytes]], written: bytes) -> None:
@@ -460,75 +420,36 @@ def test_in_a_pipe_prefixes_alone_are_added(pieces: list[tuple[Source, bytes]], 
 
 
 @pytest.mark.parametrize(
-    ("pieces", "written"),
+    ("pieces", "rows"),
     [
-        ([(A, b"\r 1%\r 2%")], b"[h:0] \r[h:0]  1%\r[h:0]  2%"),
-        ([(A, b"10%\r"), (A, b"20%\r"), (A, b"\nnext\n")], b"[h:0] 10%\r[h:0] 20%\r\n[h:0] next\n"),
-        ([(A, b"dos\r\n")], b"[h:0] dos\r\n"),
-        (
-            [(A, b"wait"), (B, b"b\n"), (A, b" done\n")],
-            b"[h:0] wait" + ERASE + b"[h:1] b\n[h:0] wait" + b" done\n",
-        ),
-        (
-            [(A, b"7%\r8%\r"), (B, b"b\n"), (A, b"9%\r")],
-            b"[h:0] 7%\r[h:0] 8%\r" + ERASE + b"[h:1] b\n[h:0] 8%\r" + b"[h:0] 9%\r",
-        ),
-        # What does not fit into a row, or holds more than text, cannot be erased.
-        ([(A, b"x" * 80), (B, b"b\n")], b"[h:0] " + b"x" * 80 + b"\n[h:1] b\n"),
-        ([(A, b"a\tb"), (B, b"b\n")], b"[h:0] a\tb\n[h:1] b\n"),
-        ([(A, b"x" * 9000), (A, b"y"), (B, b"b\n")], b"[h:0] " + b"x" * 9000 + b"y\n[h:1] b\n"),
-        ([(A, "字".encode() * 40), (B, b"b\n")], b"[h:0] " + "字".encode() * 40 + b"\n[h:1] b\n"),
-        ([(A, b"\x1b[31mred\x1b[0m"), (B, b"b\n")], b"[h:0] \x1b[31mred\x1b[0m" + ERASE + b"[h:1] b\n"),
+        ([(A, b"\r 1%\r 2%")], ["[h:0]  2%"]),
+        ([(A, b"10%\r"), (A, b"20%\r"), (A, b"\nnext\n")], ["[h:0] 20%", "[h:0] next"]),
+        ([(A, b"100%\r5%\n"), (A, b"dos\r\n")], ["[h:0] 5%", "[h:0] dos"]),
+        ([(A, b"wait"), (B, b"b\n")], ["[h:1] b", "[h:0] wait"]),
+        ([(A, b"wait"), (B, b"b\n"), (A, b" done\n")], ["[h:1] b", "[h:0] wait done"]),
+        ([(A, b"7%\r8%\r"), (B, b"1%\r"), (OURS, b"ours\n")], ["ours", "[h:1] 1%"]),
+        ([(A, b"x" * 80), (B, b"b\n")], ["[h:1] b", "[h:0] " + "x" * 32 + "…"]),
+        ([(A, "字".encode() * 40), (B, b"b\n")], ["[h:1] b", "[h:0] " + "字" * 16 + "…"]),
+        ([(A, b"a\tb"), (B, b"b\n")], ["[h:1] b", "[h:0] a b"]),
+        ([(FOOTER, b"bar"), (A, b"line\n"), (OURS, b"ours\n")], ["[h:0] line", "ours", "bar"]),
+        ([(FOOTER, b"bar"), (A, b"name? "), (FOOTER, b"other")], ["[h:0] name?"]),
+        ([(FOOTER, b"bar"), (A, b"name? "), (A, b"me\n")], ["[h:0] name? me", "bar"]),
+        ([(FOOTER, b"bar"), (FOOTER, b""), (A, b"end\n")], ["[h:0] end"]),
+        ([(ALONE, b"asks: "), (OURS, b"ours\n"), (ALONE, b"yes\n")], ["asks:", "ours", "yes"]),
     ],
 )
-def test_on_a_terminal_unfinished_lines_are_drawn_below(
-    pieces: list[tuple[Source, bytes]], written: bytes
+def test_on_a_terminal_unfinished_lines_are_at_the_bottom(
+    pieces: list[tuple[Source, bytes]], rows: list[str]
 ) -> None:
-    assert put_all(Sink(erases=True), *pieces, width=80).startswith(written)
+    assert rows_of(put_all(Sink(erases=True), *pieces).decode(), 40) == rows
 
 
-@pytest.mark.parametrize(
-    ("source", "erases", "written"),
-    [
-        (A, False, b"[h:0] asks: \nours\n[h:0] yes\n"),
-        (A, True, b"[h:0] asks: " + ERASE + b"ours\n[h:0] asks: yes\n"),
-        (ALONE, False, b"asks: \nours\nyes\n"),
-        (ALONE, True, b"asks: \nours\nyes\n"),
-    ],
-)
-def test_our_own_lines_begin_on_a_line_of_their_own(source: Source, erases: bool, written: bytes) -> None:
-    stream, sink = Memory("stderr", None, width=80), Sink(erases)
-    sink.write_chunk(stream, source, b"asks: ")
-    sink.write_message(stream, b"ours\n")
-    sink.write_chunk(stream, source, b"yes\n")
-    assert stream.data == written
+def test_colours_of_an_unfinished_line_end_with_it_and_a_raw_terminal_wants_returns() -> None:
+    red = put_all(Sink(erases=True), (A, b"\x1b[31mred"), (B, b"b\n"))
+    row = b"[h:0] \x1b[31mred\x1b[0m"
+    assert red == row + ERASE + b"[h:1] b\n" + row
     raw = Sink(erases=True, newline=b"\r\n")
-    stream.data.clear()
-    raw.write_chunk(stream, ALONE, b"(Pdb) ")
-    raw.write_message(stream, b"one\ntwo\n")
-    assert stream.data == b"(Pdb) \r\none\r\ntwo\r\n"
-
-
-def test_the_footer_is_below_whole_lines_and_gives_way_to_others() -> None:
-    stream, sink = Memory("stdout", None, width=80), Sink(erases=True)
-    sink.show_footer(stream, b"bar")
-    sink.write_chunk(stream, A, b"line\n")
-    sink.write_message(stream, b"ours\n")
-    sink.write_chunk(stream, A, b"name? ")
-    sink.show_footer(stream, b"other bar")
-    sink.write_chunk(stream, A, b"me\n")
-    sink.show_footer(stream, b"")
-    sink.write_chunk(stream, A, b"end\n")
-    bars = b"bar" + ERASE + b"[h:0] line\nbar" + ERASE + b"ours\nbar"
-    assert stream.data == bars + ERASE + b"[h:0] name? me\nother bar" + ERASE + b"[h:0] end\n"
-
-
-def draw(data: bytes) -> list[str]:
-    """The rows that a terminal shows."""
-    screen = pyte.Screen(80, 50)
-    screen.set_mode(pyte.modes.LNM)
-    pyte.ByteStream(screen).feed(data)
-    return [row.rstrip() for row in screen.display]
+    assert put_all(raw, (ALONE, b"(Pdb) "), (OURS, b"one\ntwo\n")) == b"(Pdb) \r\none\r\ntwo\r\n"
 
 
 @given(
@@ -541,44 +462,13 @@ def draw(data: bytes) -> list[str]:
     )
 )
 def test_a_terminal_shows_every_line_as_if_its_rank_were_alone(pieces: list[tuple[Source, bytes]]) -> None:
-    rows = draw(put_all(Sink(erases=True), *pieces, width=80))
+    rows = rows_of(put_all(Sink(erases=True), *pieces).decode(), 40)
     for source in (A, B):
         printed = [(own, data) for own, data in pieces if own is source]
-        alone = [row for row in draw(put_all(Sink(erases=True), *printed, width=80)) if row]
+        alone = rows_of(put_all(Sink(erases=True), *printed).decode(), 40)
         shown = [row for row in rows if row.startswith(source.prefix.decode().rstrip())]
-        # An unfinished line may not be on the screen, or without what a shorter state has left of a longer.
-        hidden = bool(printed) and not printed[-1][1].endswith(b"\n") and len(shown) == len(alone) - 1
-        assert len(shown) == len(alone) or hidden
-        assert all(row.startswith(mine) for row, mine in zip(alone, shown, strict=False)), (alone, shown)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "waits"),
-    [
-        ([(0, b"begun")], True),
-        ([(2, b"begun")], False),
-        ([(9, b"begun"), (1.5, b"more"), (0.9, b"more")], True),
-        ([(11, b"begun"), (1.5, b"more"), (0.9, b"more")], False),
-        ([(3, b"begun"), (1.5, b"more")], False),
-        ([(3, b"whole\nbegun"), (0.9, b"more\nbegun")], True),
-        ([(3, b" 5%"), (0.5, b"\r 6%")], False),
-        ([(3, b" 5%"), (0.5, b"\r 6%\nbegun")], True),
-    ],
-    ids=str,
-)
-def test_a_line_that_grows_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, pieces: list[tuple[float, bytes]], waits: bool
-) -> None:
-    """Each piece came so many seconds ago."""
-    now = 100.0
-    monkeypatch.setattr("launcher.report.console.time.monotonic", lambda: now)
-    stream, sink = Memory("stdout", None, width=80), Sink(erases=False)
-    for ago, data in pieces:
-        now = 100.0 - ago
-        sink.write_chunk(stream, A, data)
-    now = 100.0
-    assert sink.find_cut(stream) == A
-    assert sink.awaits_rest() is waits
+        unfinished = bool(printed) and not printed[-1][1].endswith(b"\n")
+        assert shown in (alone, alone[:-1] if unfinished else alone)
 
 
 def make_viewer(folder: Path, data: bytes) -> OutputViewer:
