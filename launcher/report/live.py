@@ -17,7 +17,7 @@ from textual.containers import VerticalScroll
 from textual.events import Key
 from textual.message import Message
 from textual.screen import ModalScreen
-from textual.widgets import DataTable, Static
+from textual.widgets import Static
 
 from launcher.report.tables import shorten_age
 from launcher.report.watch import (
@@ -80,9 +80,7 @@ class WatchApp(App[int]):
 
     ENABLE_COMMAND_PALETTE = False
     CSS = """
-    Screen, Static, DataTable, VerticalScroll { background: ansi_default; color: ansi_default; }
-    DataTable > .datatable--header { background: ansi_default; color: ansi_default; }
-    DataTable > .datatable--cursor { background: ansi_default; color: ansi_default; text-style: reverse; }
+    Screen, Static, VerticalScroll { background: ansi_default; color: ansi_default; }
     #head { max-height: 50%; height: auto; }
     #table { height: 1fr; overflow: hidden; }
     #rank { height: auto; max-height: 50%; margin-top: 1; }
@@ -143,14 +141,10 @@ class WatchApp(App[int]):
         self._closing = False
         self._top = 0
         """The first row that the table has."""
-        self._heads: list[tuple[str, int]] = []
-        self._cells: list[list[Text]] = []
 
     def compose(self) -> ComposeResult:
         yield Static(id="head")
-        table: DataTable[Text] = DataTable(id="table", cursor_type="row", cursor_foreground_priority="css")
-        table.can_focus = False
-        yield table
+        yield Static(id="table")
         yield Static(id="rank")
         for name in ("stack", "output"):
             with VerticalScroll(id=name, can_focus=False):
@@ -262,32 +256,14 @@ class WatchApp(App[int]):
         self.query_one("#footer", Static).update(text)
 
     def _show_table(self) -> None:
-        """Show the rows around the cursor; where the columns are as before, those cells alone that changed.
-
-        The table has the rows alone that there is room for: thousands would take it seconds.
-        """
-        table: DataTable[Text] = self.query_one("#table", DataTable)
+        """Show the rows around the cursor that there is room for."""
+        table = self.query_one("#table", Static)
         room = max(1, (table.size.height or self.size.height) - 1)
         last = max(0, len(self.shown.rows) - room)
         self._top = min(max(self._top, self.at - room + 1), self.at, last)
-        columns = self.shown.fit(self.size.width - 2)  # cells are padded
-        visible = self.shown.rows[self._top : self._top + room]
-        cells = [self.shown.show_row(row, columns) for row in visible]
-        titles = list(zip(self.shown.show_titles(columns), columns.values(), strict=True))
-        heads = [(title.plain, width) for title, width in titles]
-        if heads != self._heads or len(cells) != len(self._cells):
-            table.clear(columns=True)
-            for title, width in titles:
-                table.add_column(title, width=width)
-            for row in cells:
-                table.add_row(*row)
-        else:
-            for number, (row, before) in enumerate(zip(cells, self._cells, strict=True)):
-                for place, (cell, old) in enumerate(zip(row, before, strict=True)):
-                    if (cell.plain, cell.style) != (old.plain, old.style):
-                        table.update_cell_at((number, place), cell)
-        self._heads, self._cells = heads, cells
-        table.move_cursor(row=self.at - self._top, animate=False)
+        rows = self.shown.rows[self._top : self._top + room]
+        chosen = self.shown.rows[self.at] if rows else None
+        table.update(self.shown.render(self.size.width, rows, chosen))
 
     def on_mouse_scroll_down(self) -> None:
         self.action_move(3)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from launcher.report.runs import STATE_COLOURS
@@ -290,31 +291,27 @@ class TableView:
         drops = [*(title for title in _DROPS if title != self.order.title), self.order.title]
         return fit_columns(sizes, drops, width)
 
-    def show_titles(self, shown: Iterable[str]) -> list[Text]:
-        """Return the headings of some columns, with a mark where rows are sorted."""
-        found = []
-        for column in self.columns:
-            if column.title in shown:
-                is_sorted = column.title == self.order.title
-                mark = ("^" if column.ascending != self.order.reverse else "v") if is_sorted else ""
-                style = "bold underline" if is_sorted else "bold"
-                justify = "left" if column.is_text else "right"
-                found.append(Text(column.title + mark, style, justify=justify))  # type: ignore[arg-type]
-        return found
-
-    def show_row(self, row: Row, shown: Iterable[str]) -> list[Text]:
-        """Return the cells of a row; one that stands out is marked by its rank, or its node."""
-        ranks = {rank.rank for rank in row.ranks}
-        mark = ALARM if ranks & self.culprits else f"bold {WARN}" if ranks & self.stragglers else ""
-        found = []
-        for column in self.columns:
-            if column.title not in shown:
-                continue
-            cell = row.read(column) or Cell("-", "", "dim")
-            style = (mark if column.title in ("rank", "node") else "") or cell.style
-            style = f"{style} dim" if row.view.is_silent else style
-            found.append(Text(cell.text, style, justify="left" if column.is_text else "right"))
-        return found
+    def render(self, width: int, rows: Sequence[Row] | None = None, chosen: Row | None = None) -> Table:
+        """Return the table of some rows, or of all; what stands out is marked by its rank, or its node."""
+        widths = self.fit(width)
+        columns = [column for column in self.columns if column.title in widths]
+        table = make_table(widths, widths=widths)
+        for column, shown in zip(columns, table.columns, strict=True):
+            is_sorted = column.title == self.order.title
+            mark = ("^" if column.ascending != self.order.reverse else "v") if is_sorted else ""
+            shown.header = Text(column.title + mark, "bold underline" if is_sorted else "bold")
+            shown.min_width = widths[column.title]
+            shown.justify = "left" if column.is_text else "right"
+        for row in self.rows if rows is None else rows:
+            ranks = {rank.rank for rank in row.ranks}
+            mark = ALARM if ranks & self.culprits else f"bold {WARN}" if ranks & self.stragglers else ""
+            cells = []
+            for column in columns:
+                cell = row.read(column) or Cell("-", "", "dim")
+                style = (mark if column.title in ("rank", "node") else "") or cell.style
+                cells.append(Text(cell.text, f"{style} dim" if row.view.is_silent else style))
+            table.add_row(*cells, style="reverse" if row is chosen else "")
+        return table
 
 
 def arrange(snapshot: RunSnapshot, order: Order, host: str | None = None) -> TableView:
@@ -606,13 +603,5 @@ def print_once(console: Console, view: View, rank: int | None) -> None:
         console.print(line)
     table = arrange(view.snapshot, Order())
     if row is None and table.rows:
-        widths = table.fit(console.width)
-        shown = make_table(widths, widths=widths)
-        for column, title, width in zip(
-            shown.columns, table.show_titles(widths), widths.values(), strict=True
-        ):
-            column.header, column.min_width = title, width
-        for one in table.rows:
-            shown.add_row(*table.show_row(one, widths))
         console.print()
-        console.print(shown)
+        console.print(table.render(console.width))
