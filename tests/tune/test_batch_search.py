@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from launcher.tune.batch_search import BatchBounds, BatchSearch
+from launcher.tune.batch_search import BatchBounds, BatchChoice, BatchSearch
 from launcher.tune.trials import FAILED, TOO_LARGE, Trial
 
 GIB = 1 << 20
@@ -50,128 +50,97 @@ def search(measure: Measure, bounds: BatchBounds = BOUNDS) -> list[Trial]:
     return trials
 
 
-def list_sizes(trials: list[Trial]) -> list[int]:
-    return [trial.value for trial in trials]
-
-
-def test_a_gpu_is_filled_by_doubling_and_then_the_middle() -> None:
-    """1 GiB, and an eighth for each sequence: 56 fit into 8 GiB, of which 48 is the largest tried."""
-    trials = search(Curve(gpu_kib=8 * GIB).measure)
-    assert list_sizes(trials)[:4] == [8, 16, 32, 64]
-    choice = BatchSearch(trials, BOUNDS).conclude()
+def conclude(measure: Measure, bounds: BatchBounds = BOUNDS) -> tuple[list[int], BatchChoice]:
+    """The sizes that are tried, and the choice."""
+    trials = search(measure, bounds)
+    choice = BatchSearch(trials, bounds).conclude()
     assert choice is not None
-    assert (choice.largest, choice.largest_safe, choice.fastest, choice.batch) == (48, 48, 48, 48)
-    assert choice.is_bounded and choice.why == "64 does not fit: out of memory"
-    assert len(trials) == 5
+    return [trial.value for trial in trials], choice
 
 
-@pytest.mark.parametrize(("gib", "largest", "safe"), [(7.0, 48, 32), (7.4, 48, 48), (9.0, 64, 48)])
-def test_a_margin_is_left(gib: float, largest: int, safe: int) -> None:
-    choice = BatchSearch(search(Curve(gpu_kib=int(gib * GIB)).measure), BOUNDS).conclude()
-    assert choice is not None
-    assert (choice.largest, choice.largest_safe, choice.batch) == (largest, safe, safe)
+def fail_above_24(batch: int) -> Trial:
+    fits = 24 % batch == 0
+    return Curve().measure(batch) if fits else Trial(batch, verdict=FAILED, reason="24 must divide")
 
 
-def test_an_unknown_limit_leaves_what_another_size_has_shown() -> None:
-    choice = BatchSearch(search(Curve(limit_kib=7 * GIB).measure), BOUNDS).conclude()
-    assert choice is not None
-    assert (choice.largest, choice.largest_safe) == (48, 32)
+def without_rate(batch: int) -> Trial:
+    return replace(Curve(gpu_kib=7 * GIB).measure(batch), rate=0.0, step_seconds=0.0)
 
 
-def test_the_machine_s_memory_is_never_exceeded() -> None:
-    curve = Curve()
-    for gib in (3, 5, 9, 20, 33):
-        bounds = replace(BOUNDS, memory_kib=gib * GIB)
-        trials = search(curve.measure, bounds)
-        assert max(trial.memory_kib for trial in trials) <= bounds.memory_kib
-        choice = BatchSearch(trials, bounds).conclude()
-        assert choice is not None and not choice.is_bounded
-        assert "was not tried: it would take about" in choice.why
-        possible = (bounds.memory_kib - curve.base_kib) / curve.each_kib
+UNLIMITED = replace(BOUNDS, memory_kib=0)
+
+
+@pytest.mark.parametrize(
+    ("measure", "bounds", "tried", "found"),
+    [
+        # 1 GiB, and an eighth for each sequence: 56 fit into 8 GiB, of which 48 is the largest tried.
+        (Curve(gpu_kib=8 * GIB).measure, BOUNDS, [8, 16, 32, 64], (48, 48, 48, 48)),
+        (Curve(gpu_kib=7 * GIB).measure, BOUNDS, [], (48, 32, 48, 32)),
+        (Curve(gpu_kib=int(7.4 * GIB)).measure, BOUNDS, [], (48, 48, 48, 48)),
+        (Curve(gpu_kib=9 * GIB).measure, BOUNDS, [], (64, 48, 64, 48)),
+        # An unknown limit leaves what another size has shown.
+        (Curve(limit_kib=7 * GIB).measure, BOUNDS, [], (48, 32, 48, 32)),
+        # Most of 20 GiB is the model: half a size tells how memory grows.
+        (Curve(19 * GIB).measure, replace(BOUNDS, memory_kib=24 * GIB), [8, 4, 16], (32, 24, 32, 24)),
+        # Too large a beginning is halved until it fits.
+        (
+            Curve(gpu_kib=GIB + GIB // 2).measure,
+            replace(BOUNDS, start=64),
+            [64, 32, 16, 8, 4, 6],
+            (4, 3, 4, 3),
+        ),
+        # The fastest may be smaller than the largest; smaller ones are tried as long as they are as fast.
+        (Curve(gpu_kib=40 * GIB, fixed=0.001, knee=16).measure, BOUNDS, [], (256, 256, 16, 16)),
+        (Curve(fixed=0, gpu_kib=4 * GIB).measure, BOUNDS, [], (24, 16, 1, 1)),
+        (without_rate, BOUNDS, [], (48, 32, None, 32)),
+        (fail_above_24, BOUNDS, [8, 16, 12], (12, 12, 12, 12)),
+    ],
+)
+def test_the_choice(
+    measure: Measure, bounds: BatchBounds, tried: list[int], found: tuple[int | None, ...]
+) -> None:
+    """The largest size, the largest with a margin, the fastest, and what is to be used."""
+    sizes, choice = conclude(measure, bounds)
+    assert sizes[: len(tried)] == tried
+    assert (choice.largest, choice.largest_safe, choice.fastest, choice.batch) == found
+
+
+@pytest.mark.parametrize(
+    ("measure", "bounds", "is_bounded", "why"),
+    [
+        (Curve(gpu_kib=8 * GIB).measure, BOUNDS, True, "64 does not fit: out of memory"),
+        (fail_above_24, BOUNDS, False, "16 fails, not for memory: 24 must divide"),
+        (Curve(fixed=0.2, each=0.2).measure, BOUNDS, False, "no more throughput, and steps of about"),
+        (Curve(fixed=1).measure, replace(UNLIMITED, timeout=12), False, "tune.timeout=12 s"),
+        *(
+            (Curve().measure, replace(UNLIMITED, max_batch=most), False, f"tune.max_batch={most}")
+            for most in (1, 2, 8, 13, 100, 4096)
+        ),
+        *(
+            (Curve().measure, replace(BOUNDS, memory_kib=gib * GIB), False, "it would take about")
+            for gib in (3, 5, 9, 20, 33)
+        ),
+    ],
+)
+def test_what_ends_a_search(measure: Measure, bounds: BatchBounds, is_bounded: bool, why: str) -> None:
+    sizes, choice = conclude(measure, bounds)
+    assert choice.is_bounded is is_bounded and why in choice.why
+    most = max(map(measure, sizes), key=lambda trial: trial.memory_kib)
+    assert most.memory_kib <= (bounds.memory_kib or most.memory_kib)
+    assert max(measure(size).step_seconds for size in sizes) < bounds.timeout / 11
+    possible = min(((bounds.memory_kib or 1 << 40) - GIB) // (GIB // 8), bounds.max_batch)
+    if why.startswith(("tune.max", "it would")):
         assert possible / 1.5 < choice.largest <= possible
 
 
-def test_half_a_size_tells_how_memory_grows() -> None:
-    """Most of 20 GiB is the model: by one trial, twice the size would take 40."""
-    curve = Curve(base_kib=19 * GIB, each_kib=GIB // 8)
-    trials = search(curve.measure, replace(BOUNDS, memory_kib=24 * GIB))
-    assert list_sizes(trials)[:3] == [8, 4, 16]
-    assert max(list_sizes(trials)) == 32
-    assert BatchSearch(trials[:1], BOUNDS).predict_memory(16) == 40 * GIB
-    assert BatchSearch(trials[:2], BOUNDS).predict_memory(16) == 21 * GIB
-
-
-def test_too_large_a_beginning_is_halved_until_it_fits() -> None:
-    curve = Curve(gpu_kib=GIB + GIB // 2)
-    assert list_sizes(search(curve.measure, replace(BOUNDS, start=64)))[:6] == [64, 32, 16, 8, 4, 6]
+def test_nothing_fits_and_a_size_between_two_is_tried_alone() -> None:
     nothing = search(Curve(gpu_kib=GIB).measure)
-    assert list_sizes(nothing) == [8, 4, 2, 1]
+    assert [trial.value for trial in nothing] == [8, 4, 2, 1]
     assert BatchSearch(nothing, BOUNDS).conclude() is None
-
-
-def test_the_fastest_may_be_smaller_than_the_largest() -> None:
-    trials = search(Curve(gpu_kib=40 * GIB, fixed=0.001, knee=16).measure)
-    choice = BatchSearch(trials, BOUNDS).conclude()
-    assert choice is not None
-    assert choice.largest == 256 and choice.fastest == choice.batch == 16
-
-
-def test_a_size_between_two_is_tried_alone() -> None:
-    """12 are faster than 8 and 16; 18 are more than the largest that fits."""
+    # 12 are faster than 8 and 16; 18 are more than the largest that fits.
     trials = [Trial(16, rate=90), Trial(8, rate=80), Trial(12, rate=100)]
-    assert BatchSearch([*trials, Trial(24, verdict=TOO_LARGE)], replace(BOUNDS, memory_kib=0)).next() is None
+    assert BatchSearch([*trials, Trial(24, verdict=TOO_LARGE)], UNLIMITED).next() is None
     assert BatchSearch([*trials, Trial(32, rate=50), Trial(64, verdict=TOO_LARGE)], BOUNDS).next() == 48
-
-
-def test_smaller_sizes_are_tried_as_long_as_they_are_as_fast() -> None:
-    """No step has a fixed cost: every size is as fast."""
-    trials = search(Curve(fixed=0, gpu_kib=4 * GIB).measure)
-    assert min(list_sizes(trials)) == 1
-    choice = BatchSearch(trials, BOUNDS).conclude()
-    assert choice is not None and choice.batch == 1
-
-
-def test_slow_steps_without_a_gain_end_the_search() -> None:
-    trials = search(Curve(fixed=0.2, each=0.2).measure)
-    choice = BatchSearch(trials, BOUNDS).conclude()
-    assert choice is not None and not choice.is_bounded
-    assert max(trial.step_seconds for trial in trials) < 900 / 11
-    assert "was not tried: " in choice.why and "steps of about" in choice.why
-
-
-def test_a_run_that_takes_too_long_is_not_begun() -> None:
-    bounds = replace(BOUNDS, timeout=12, memory_kib=0)
-    trials = search(Curve(fixed=1).measure, bounds)
-    assert max(trial.step_seconds for trial in trials) < 12 / 11 and len(trials) > 2
-    assert "tune.timeout=12 s" in BatchSearch(trials, bounds).refuse(1024)
-
-
-def test_a_size_that_fails_for_another_reason_is_no_limit_of_memory() -> None:
-    def measure(batch: int) -> Trial:
-        fits = 24 % batch == 0
-        return Curve().measure(batch) if fits else Trial(batch, verdict=FAILED, reason="24 must divide")
-
-    choice = BatchSearch(search(measure), BOUNDS).conclude()
-    assert choice is not None
-    assert (choice.largest, choice.is_bounded) == (12, False)
-    assert choice.why == "16 fails, not for memory: 24 must divide"
-
-
-@pytest.mark.parametrize(("most", "largest"), [(1, 1), (2, 2), (8, 8), (13, 12), (100, 96), (4096, 4096)])
-def test_the_largest_to_try_is_kept_to(most: int, largest: int) -> None:
-    bounds = replace(BOUNDS, max_batch=most, memory_kib=0)
-    choice = BatchSearch(search(Curve().measure, bounds), bounds).conclude()
-    assert choice is not None
-    assert (choice.largest, choice.why) == (largest, f"tune.max_batch={most}")
-
-
-def test_without_throughput_the_largest_with_a_margin_is_chosen() -> None:
-    def measure(batch: int) -> Trial:
-        return replace(Curve(gpu_kib=7 * GIB).measure(batch), rate=0.0, step_seconds=0.0)
-
-    choice = BatchSearch(search(measure), BOUNDS).conclude()
-    assert choice is not None
-    assert (choice.fastest, choice.batch) == (None, 32)
 
 
 def test_any_program_is_searched_in_few_runs() -> None:
@@ -199,5 +168,8 @@ def test_any_program_is_searched_in_few_runs() -> None:
         )
         rates = [curve.measure(1 << power).rate for power in range(13) if 1 << power <= choice.largest]
         assert choice.fastest is not None
-        assert curve.measure(choice.fastest).rate >= 0.95 * max(rates), (curve, list_sizes(trials))
+        assert curve.measure(choice.fastest).rate >= 0.95 * max(rates), (
+            curve,
+            [trial.value for trial in trials],
+        )
         assert len(trials) <= 18
