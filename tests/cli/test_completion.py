@@ -37,23 +37,16 @@ def test_answers(case: dict[str, Any], here: Path, monkeypatch: pytest.MonkeyPat
         assert not set(some) & set(ask(line)), line
 
 
-def test_a_line_that_is_no_text_is_no_error(here: Path) -> None:
-    assert ask("launch \udcff") == []
-
-
-def test_the_environment_is_as_it_was(here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked_and_evaluated(here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask("launch \udcff") == []  # no text is no error
     monkeypatch.delenv("COMP_LINE", raising=False)
     before = dict(os.environ)
     launch("-sc", "query=bash")
     assert dict(os.environ) == before
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_shell_has_something_to_evaluate(launch: Launch, shell: str) -> None:
-    result = launch("-sc", f"install={shell}")
-    assert (result.code, result.err) == (0, "")
-    assert "complete" in result.out
-    assert launch("-sc", f"uninstall={shell}").code == 0
+    for shell in ("bash", "zsh", "fish"):
+        result = launch("-sc", f"install={shell}")
+        assert (result.code, result.err) == (0, "") and "complete" in result.out
+        assert launch("-sc", f"uninstall={shell}").code == 0
 
 
 @pytest.fixture(scope="module")
@@ -68,50 +61,6 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def complete_in_bash(binaries: Path, folder: Path, *lines: str) -> list[list[str]]:
-    """What bash has in COMPREPLY for each line, by the function that `launch -sc install=bash` registers."""
-    asks = "\n".join(
-        f"COMP_LINE={shlex.quote(line)}; COMP_POINT=${{#COMP_LINE}}; COMP_WORDS=($COMP_LINE)\n"
-        f'COMP_CWORD={len(line.split(" ")) - 1}; COMPREPLY=(); $function launch; echo "${{COMPREPLY[*]}}"'
-        for line in lines
-    )
-    script = (
-        'eval "$(launch -sc install=bash)"\n'
-        "function=$(complete -p launch | sed 's/.*-F \\([^ ]*\\).*/\\1/')\n" + asks
-    )
-    bash = shutil.which("bash")
-    assert bash
-    path = f"{binaries}:{clean_environ()['PATH']}"
-    done = subprocess.run(
-        [bash, "--norc", "-c", script],
-        cwd=folder,
-        env={**clean_environ(), "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stderr == ""
-    return [line.split() for line in done.stdout.splitlines()]
-
-
-def test_in_a_real_bash(binaries: Path, here: Path) -> None:
-    (here / "conf/model").mkdir(parents=True)
-    (here / "conf/model/evil.yaml").write_text("name: $(touch$IFS'evil')\n")
-    verbs, options, after, nothing, evil = complete_in_bash(
-        binaries,
-        here,
-        "launch pl",
-        "launch model=gp",
-        "launch plan nproc",
-        "launch -- tr",
-        "launch model=evil model.name=",
-    )
-    assert (verbs, options, after, nothing) == (["plan"], ["model=gpt2"], ["nproc_per_node="], [])
-    assert not (here / "evil").exists()
-    assert evil == []
-
-
 def find_shell(name: str) -> str:
     """The path of a shell; without it the test fails where LAUNCH_CI is set, and skips elsewhere."""
     if found := shutil.which(name):
@@ -124,11 +73,13 @@ def find_shell(name: str) -> str:
 
 @pytest.fixture
 def project(here: Path, binaries: Path) -> Path:
-    """A folder with a script, its data, and runs."""
+    """A folder with a script, its data, runs, and an answer that a shell would evaluate."""
     (here / "train.py").touch()
     (here / "data").mkdir()
     (here / "data/corpus.txt").touch()
     make_run(here / "runs", "llama", "20260801-120000")
+    (here / "conf/model").mkdir(parents=True)
+    (here / "conf/model/evil.yaml").write_text("name: $(touch$IFS'evil')\n")
     return here
 
 
@@ -148,25 +99,23 @@ TYPED = [
 
 @pytest.mark.parametrize(("name", "kind"), [("bash", "bash"), ("zsh", "zsh"), ("zsh", "bash")])
 def test_tab_in_a_real_shell(project: Path, binaries: Path, name: str, kind: str) -> None:
-    options = {"bash": ["--norc", "--noprofile"], "zsh": ["-f"]}[name]
+    command = [find_shell(name), *{"bash": ["--norc", "--noprofile"], "zsh": ["-f"]}[name], "-i"]
     path = f"{binaries}:{clean_environ()['PATH']}"
-    with open_terminal(
-        project, find_shell(name), *options, "-i", PATH=path, EDITOR="", VISUAL=""
-    ) as terminal:
+    with open_terminal(project, *command, PATH=path, EDITOR="", VISUAL="") as terminal:
         terminal.type(f'eval "$(launch -sc install={kind})"; echo rea""dy\n')
         terminal.expect("ready")
         for line, word in TYPED:
             terminal.type(f"{line}\t\x01printf '<%s>\\n' \x05\n")
-            last = f"<{word.rstrip('/')}" + (
-                "" if word.endswith("/") else ">"
-            )  # zsh takes the slash off again
+            last = f"<{word}>" if word[-1] != "/" else f"<{word[:-1]}"  # zsh takes the slash off again
             words = [*(f"<{part}>" for part in line.split()[:-1]), last]
             shown = terminal.expect("<launch>", *words[1:])
             assert "command not found" not in shown
+        terminal.type("launch model=evil model.name=\t\x01: \x05\n")
         terminal.type(f'eval "$(launch -sc uninstall={name})"; echo do""ne\n')
         assert "not found" not in terminal.expect("done")
         terminal.type("exit\n")
         terminal.finish()
+    assert not (project / "evil").exists()
 
 
 def test_tab_in_a_real_fish(project: Path, binaries: Path) -> None:
@@ -201,6 +150,7 @@ def test_runs_the_newest_first_then_jobs(runs: Path) -> None:
     assert ask("launch logs -f rank=0 lo") == ["logs.tail="]
     assert {"-f", "--config-dir"} <= set(ask("launch logs -"))
     assert ask("launch status -- ") == []
+    assert ask("launch status runs_dir=none ") == ["format="]
 
 
 def test_runs_of_another_folder_and_of_the_users_configuration(runs: Path) -> None:
@@ -212,19 +162,7 @@ def test_runs_of_another_folder_and_of_the_users_configuration(runs: Path) -> No
     assert ask("launch status g") == []
 
 
-def test_no_runs_yet(here: Path) -> None:
-    assert ask("launch status ") == ["format=", "runs_dir="]
-
-
 def test_it_is_quick_since_nothing_heavy_is_loaded(runs: Path) -> None:
     loaded = list_loaded(["-sc", "query=bash"], runs, COMP_LINE="launch status l")
     assert "launcher.cli.completion" in loaded
     assert not {"hydra", "omegaconf", "rich", "torch", "submitit"} & loaded
-
-
-def test_runs_in_a_real_bash(binaries: Path, runs: Path) -> None:
-    lines = ["launch status llama/20260801-12000", "launch logs -f ", "launch cancel 1"]
-    names, logs, jobs = complete_in_bash(binaries, runs, *lines)
-    assert names == ["llama/20260801-120001", "llama/20260801-120000"]
-    assert {"rank=", *names} <= set(logs)
-    assert jobs == ["14"]

@@ -123,9 +123,8 @@ compose.compose = wait
 
 def test_the_ranks_are_forked_from_the_process_that_was_started_early(folder: Path) -> None:
     """`LAUNCH` runs this program's interpreter; a process that composes slowly has imported torch by then."""
-    (folder / "x.py").write_text(
-        "import sys\nimport torch\nprint('forked', not hasattr(sys, 'set_by_site'))\n"
-    )
+    program = "import sys\nimport torch\nprint('forked', not hasattr(sys, 'set_by_site'))\n"
+    (folder / "x.py").write_text(program)
     script = f"""
 import sys
 from launcher.agent import local_agent, rank_starter

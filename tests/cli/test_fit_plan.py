@@ -26,6 +26,7 @@ from tests.specify import specify
 H100 = "machine=dgx_h100"
 A100 = "machine=dgx_a100"
 SMALL = "fit.gpu=A100-40GB"
+OTHER = ("--", "true")
 TYPED = ("+model=llama7b", H100, "nodes=4")
 
 
@@ -220,19 +221,9 @@ def test_a_measured_run_corrects_the_estimate(launch: Launch, here: Path) -> Non
             *("+model=gpt2", "machine=cpu_2s", "fit.gpu=T4", "nproc_per_node=4", "program.batch_size=64"),
             "program.activation_checkpointing=none",
         ),
-        ("+model=llama7b", A100, "fit.micro_batch=8", "--", "true"),
-        *[
-            (
-                "+model=llama13b",
-                H100,
-                "parallel.zero=1",
-                "fit.global_batch=64",
-                "fit.micro_batch=4",
-                "--",
-                "true",
-            ),
-            ("+model=llama70b", H100, "nodes=2", "parallel.framework=fsdp", "parallel.dp=16", "--", "true"),
-        ],
+        ("+model=llama7b", A100, "fit.micro_batch=8", *OTHER),
+        ("+model=llama13b", H100, "parallel.zero=1", "fit.global_batch=64", "fit.micro_batch=4", *OTHER),
+        ("+model=llama70b", H100, "nodes=2", "parallel.framework=fsdp", "parallel.dp=16", *OTHER),
     ],
     ids=" ".join,
 )
@@ -304,22 +295,8 @@ def test_the_content_of_a_config_json_goes_with_a_job(here: Path) -> None:
 
 
 NUMBERS = [
-    "0",
-    "1",
-    "2",
-    "7",
-    "64",
-    "1000000",
-    "-1",
-    "1.5",
-    "nan",
-    "inf",
-    "1e400",
-    "true",
-    "null",
-    "auto",
-    "x",
-    "[1]",
+    *("0", "1", "2", "7", "64", "1000000", "-1", "1.5", "nan", "inf", "1e400"),
+    *("true", "null", "auto", "x", "[1]"),
 ]
 CHOICES = {
     "fit.precision": ["auto", "fp32", "bf16", "mixed", "fp8", "x"],
@@ -348,7 +325,7 @@ words = st.sampled_from(sorted(CHOICES)).flatmap(
 )
 
 
-@given(words=st.lists(words, max_size=5), program=st.sampled_from([(), ("--", "true")]))
+@given(words=st.lists(words, max_size=5), program=st.sampled_from([(), OTHER]))
 def test_no_value_makes_a_traceback_or_negative_memory(words: list[str], program: tuple[str, ...]) -> None:
     done = run_inside(["plan", H100, "+model=gpt2", "format=json", *words, *program])
     assert done.code in (0, 2) and len(done.err) < 1500 and "Traceback" not in done.err, done

@@ -1,11 +1,11 @@
 """`launch logs` of logs that grow, are cut, and begin late, and of real runs on this machine."""
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,23 @@ import pytest
 from launcher.runs.rank_logs import CHUNK, RunOutputReader, find_tail
 from launcher.runs.run_process import identify_process
 from tests.cli.make_runs import make_run, write_applied, write_log
-from tests.seam import LAUNCH, Launch, Result, clean_environ, start, wait_for, write_program
+from tests.seam import (
+    LAUNCH,
+    Launch,
+    Result,
+    Started,
+    clean_environ,
+    in_shell,
+    start,
+    wait_for,
+    write_program,
+)
 
 STEPS = """
 import os, sys, time
-for step in range(1, 400):
+for step in range(1, 200):
     print(f"rank {os.environ['RANK']} step {step}", flush=True)
-    time.sleep(0.02)
+    time.sleep(0.01)
 """
 
 
@@ -85,44 +95,34 @@ def test_no_output_says_how_the_run_stands(launch: Launch, here: Path) -> None:
     assert launch("logs", "tiny") == Result(0, "", text)
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["tiny", "rank=5"], "the run's ranks are 0 to 2"),
-        (["tiny", "rank=-1"], "rank=-1"),
-        (["tiny", "logs.tail=0"], "logs.tail=0"),
-        (["tiny", "other"], "are 2 runs"),
-        (["nix"], "no run 'nix'"),
-    ],
-)
-def test_mistakes(launch: Launch, here: Path, words: list[str], part: str) -> None:
+def test_mistakes(launch: Launch, here: Path) -> None:
     path = make_run(here / "runs")
     make_run(here / "runs", "other")
     for rank in (0, 2):
         write_log(path, rank, "x\n")
-    launch("logs", *words).assert_error(2, part)
+    for words, part in (
+        ("tiny rank=5", "the run's ranks are 0 to 2"),
+        ("tiny rank=-1", "rank=-1"),
+        ("tiny logs.tail=0", "logs.tail=0"),
+        ("tiny other", "are 2 runs"),
+        ("nix", "no run 'nix'"),
+    ):
+        launch("logs", *words.split()).assert_error(2, part)
 
 
-@pytest.mark.parametrize("size", [1, 7, CHUNK - 1, CHUNK, CHUNK + 1])
-@pytest.mark.parametrize("end", ["", "\n"])
-def test_the_last_lines_are_found_from_the_end(tmp_path: Path, size: int, end: str) -> None:
+def test_the_last_lines_are_found_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "log"
-    lines = ["x" * size, "", "last but one", "last"]
-    path.write_text("\n".join(lines) + end)
-    for count in range(1, 6):
-        found = path.read_text()[find_tail(path, count) :]
-        assert found == "\n".join(lines[-count:]) + end
+    for size, end in itertools.product((1, 7, CHUNK - 1, CHUNK, CHUNK + 1), ("", "\n")):
+        lines = ["x" * size, "", "last but one", "last"]
+        path.write_text("\n".join(lines) + end)
+        for count in range(1, 6):
+            found = path.read_text()[find_tail(path, count) :]
+            assert found == "\n".join(lines[-count:]) + end, (size, end)
     path.write_text("")
-    assert find_tail(path, 3) == 0
-    assert find_tail(tmp_path / "none", 3) == 0
-
-
-def test_a_line_longer_than_is_searched_does_not_take_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert find_tail(path, 3) == find_tail(tmp_path / "none", 3) == 0
     monkeypatch.setattr("launcher.runs.rank_logs.BACKWARDS", 1000)
-    (tmp_path / "log").write_text("a\n" + "x" * 5000)
-    assert find_tail(tmp_path / "log", 1) == 4002
+    path.write_text("a\n" + "x" * 5000)
+    assert find_tail(path, 1) == 4002, "a line longer than is searched does not take for ever"
 
 
 def read(tail: RunOutputReader, *, final: bool = False) -> list[str]:
@@ -150,27 +150,13 @@ def test_ranks_and_attempts_that_come_later_and_logs_that_are_cut(tmp_path: Path
     assert read(tail, final=True) == []
 
 
-@dataclass
-class Following:
-    """A `launch logs -f`, its output in files."""
-
-    process: "subprocess.Popen[bytes]"
-    out: Path
-    err: Path
-
-
 @contextlib.contextmanager
-def follow(folder: Path, *words: str) -> Iterator[Following]:
-    out, err = folder / "logs-out", folder / "logs-err"
-    with out.open("wb") as first, err.open("wb") as second:
-        process = subprocess.Popen(
-            [*LAUNCH, "logs", *words], cwd=folder, env=clean_environ(), stdout=first, stderr=second
-        )
-    try:
-        yield Following(process, out, err)
-    finally:
-        process.kill()
-        process.wait()
+def follow(folder: Path, *words: str) -> Iterator[Started]:
+    """A `launch logs -f` in a folder of its own, so that its output is not that of the run."""
+    own = folder / "following"
+    own.mkdir()
+    with start(own, "logs", f"runs_dir={folder}/runs", *words) as tail:
+        yield tail
 
 
 def test_following_goes_over_the_attempts_to_the_end(here: Path) -> None:
@@ -180,46 +166,33 @@ def test_following_goes_over_the_attempts_to_the_end(here: Path) -> None:
     write_applied(path, 0, "box")
     write_log(path, 0, "1\n2\n3\n4\n")
     with follow(here, "-f", "tiny", "logs.tail=2") as tail:
-        wait_for(lambda: tail.out.read_text() == "[box:0] 3\n[box:0] 4\n", "the last two lines")
+        wait_for(lambda: tail.read("stdout") == "[box:0] 3\n[box:0] 4\n", "the last two lines")
         write_log(path, 0, "5\n")
-        wait_for(lambda: tail.out.read_text().endswith("[box:0] 5\n"), "a new line")
+        wait_for(lambda: tail.read("stdout").endswith("[box:0] 5\n"), "a new line")
         write_log(path, 0, "again\n", attempt=1)
-        wait_for(lambda: tail.out.read_text().endswith("] again\n"), "the next attempt")
+        wait_for(lambda: tail.read("stdout").endswith("] again\n"), "the next attempt")
         assert tail.process.poll() is None
         living.kill()
         living.wait()
-        assert tail.process.wait(20) == 0
-        assert tail.err.read_text().startswith(
-            "launch: attempt 1\nlaunch: tiny/20260801-120000 is lost: process "
-        )
+        assert tail.wait(20) == 0
+        assert tail.read().startswith("launch: attempt 1\nlaunch: tiny/20260801-120000 is lost: process ")
 
 
 def test_ctrl_c_ends_following_quietly(here: Path) -> None:
     path = make_run(here / "runs", state="running", process=identify_process(os.getpid()))
     write_log(path, 0, "1\n")
     with follow(here, "--follow", "rank=0", "tiny") as tail:
-        wait_for(lambda: tail.out.read_text() == "1\n", "the line")
+        wait_for(lambda: tail.read("stdout") == "1\n", "the line")
         tail.process.send_signal(signal.SIGINT)
-        assert tail.process.wait(20) == 130
-        assert tail.err.read_text() == ""
+        assert tail.wait(20) == 130
+        assert tail.read() == ""
 
 
 def test_a_reader_that_leaves_ends_it_quietly(here: Path) -> None:
     path = make_run(here / "runs")
     write_log(path, 0, "line\n" * 100_000)
-    process = subprocess.Popen(
-        [*LAUNCH, "logs", "tiny"],
-        cwd=here,
-        env=clean_environ(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout and process.stderr
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(20) == 141
-    assert process.stderr.read() == b""
-    process.stderr.close()
+    result = in_shell("launch logs tiny | head -1", here)
+    assert (result.code, result.out, result.err) == (141, "[?:0] line\n", "")
 
 
 @pytest.mark.usefixtures("quick_agent")
@@ -229,10 +202,10 @@ def test_a_real_run_is_followed_whole(here: Path) -> None:
         wait_for(lambda: any((here / "runs").glob("real/*/manifest.json")), "the run directory")
         with follow(here, "-f", "real", "logs.tail=1000") as tail:
             assert run.wait() == 0
-            assert tail.process.wait(20) == 0
-            text = tail.out.read_text()
-            assert tail.err.read_text().endswith("has succeeded\n")
+            assert tail.wait(20) == 0
+            text = tail.read("stdout")
+            assert tail.read().endswith("has succeeded\n")
     host = os.uname().nodename
     for rank in range(2):
         shown = [line for line in text.splitlines() if f"] rank {rank} step" in line]
-        assert shown == [f"[{host}:{rank}] rank {rank} step {step}" for step in range(1, 400)]
+        assert shown == [f"[{host}:{rank}] rank {rank} step {step}" for step in range(1, 200)]

@@ -2,18 +2,17 @@
 
 import json
 import os
-import pty
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from launcher.text import escape_text, join_words, quote_word, tame_text
 from tests.cli.make_runs import make_run, write_applied, write_log
-from tests.seam import LAUNCH, clean_environ, run_outside
+from tests.launch.terminals import open_terminal
+from tests.seam import LAUNCH, run_outside
 
 EVIL = "\x1b[2J\x1b]0;title\x07\x9b31m\x08\x7f\u202e"
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -23,23 +22,10 @@ CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202e]")
 SCRIPT = ("cluster=slurm", "nproc_per_node=1", "dry_run=true", f"env.A={EVIL}")
 
 
-def show(here: Path, *words: str, env: Mapping[str, str] | None = None) -> tuple[int, str]:
+def show(here: Path, *words: str, **variables: str) -> tuple[int, str]:
     """Run `launch` on a terminal; return its exit code and all that the terminal gets."""
-    master, slave = pty.openpty()
-    environ = {**clean_environ(), "COLUMNS": "300", "TERM": "xterm", **(env or {})}
-    process = subprocess.Popen(
-        [*LAUNCH, *words], cwd=here, env=environ, stdin=slave, stdout=slave, stderr=slave
-    )
-    os.close(slave)
-    shown = bytearray()
-    while True:
-        try:
-            part = os.read(master, 65536)
-        except OSError:  # EIO: the terminal's last user has left
-            break
-        shown += part
-    os.close(master)
-    return process.wait(60), shown.decode(errors="replace")
+    with open_terminal(here, *LAUNCH, *words, COLUMNS="300", TERM="xterm", **variables) as terminal:
+        return terminal.finish(), terminal.text()
 
 
 def assert_harmless(text: str) -> None:
@@ -47,35 +33,30 @@ def assert_harmless(text: str) -> None:
     assert not found, repr(text[max(0, found.start() - 80) : found.end() + 20])
 
 
+GIVEN: list[tuple[list[str], dict[str, str]]] = [
+    ([f"name={EVIL}", "--", "true"], {}),
+    ([f"{EVIL}=1"], {}),
+    ([f"machine.snapshot={EVIL}", "dry_run=true"], {}),
+    (["plan", "explain=true", "machine=dgx_a100"], {"CUDA_VISIBLE_DEVICES": EVIL, "NCCL_X": EVIL}),
+    (["dry_run=true", "gc.every=3", "--", "echo", EVIL], {"PET_RDZV_CONF": f"a={EVIL}", "LAUNCH_GC": EVIL}),
+    (["tune", "dataloader", "dry_run=true", f"save={EVIL}", "--", "true"], {}),
+    (["status", f"runs_dir={EVIL}"], {}),
+    (["cancel", EVIL], {}),
+    (["--cfg", "all", f"env.A={EVIL}"], {}),
+    (["--info", "all", f"env.A={EVIL}"], {}),
+    (["-m", f'env.A=a,"{EVIL}"', "dry_run=true", "--", "true"], {}),
+    (
+        [*SCRIPT, f'cluster.setup=["echo {EVIL}"]', f'cluster.srun.comment="{EVIL}"', "--", "echo", EVIL],
+        {},
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("words", "env"),
-    [
-        ([f"name={EVIL}", "--", "true"], {}),
-        ([f"{EVIL}=1"], {}),
-        ([f"machine.snapshot={EVIL}", "dry_run=true"], {}),
-        (["plan"], {"CUDA_VISIBLE_DEVICES": EVIL}),
-        (["plan", "explain=true", "machine=dgx_a100"], {"CUDA_VISIBLE_DEVICES": EVIL, "NCCL_X": EVIL}),
-        (
-            ["dry_run=true", "gc.every=3", "--", "echo", EVIL],
-            {"PET_RDZV_CONF": f"a={EVIL}", "LAUNCH_GC": EVIL},
-        ),
-        (["tune", "dataloader", "dry_run=true", f"save={EVIL}", "--", "true"], {}),
-        (["status", f"runs_dir={EVIL}"], {}),
-        (["cancel", EVIL], {}),
-        (["--cfg", "job", f"env.A={EVIL}"], {}),
-        (["--cfg", "all", f"env.A={EVIL}"], {}),
-        (["--info", "all", f"env.A={EVIL}"], {}),
-        (["-m", f"env.A={EVIL},b", "plan=x"], {}),
-        (["-m", f'env.A=a,"{EVIL}"', "dry_run=true", "--", "true"], {}),
-        (
-            [*SCRIPT, f'cluster.setup=["echo {EVIL}"]', f'cluster.srun.comment="{EVIL}"', "--", "echo", EVIL],
-            {},
-        ),
-    ],
-    ids=lambda value: " ".join(value).replace(EVIL, "EVIL"),
+    ("words", "variables"), GIVEN, ids=lambda value: " ".join(value).replace(EVIL, "EVIL")
 )
-def test_what_was_given(here: Path, words: list[str], env: dict[str, str]) -> None:
-    code, shown = show(here, *words, env=env)
+def test_what_was_given(here: Path, words: list[str], variables: dict[str, str]) -> None:
+    code, shown = show(here, *words, **variables)
     assert code in (0, 2, 3) and shown.strip()
     assert_harmless(shown)
 
@@ -84,12 +65,8 @@ def test_what_was_given(here: Path, words: list[str], env: dict[str, str]) -> No
 def planted(here: Path) -> Path:
     """Runs, logs and configuration whose every text is hostile."""
     name = EVIL.replace("\x9b", "")
-    outcome = {
-        "cause": EVIL,
-        "reason": EVIL,
-        "signal": EVIL,
-        "first_failure": {"rank": EVIL, "host": EVIL, "reason": EVIL, "last_lines": [EVIL]},
-    }
+    failure = {"rank": EVIL, "host": EVIL, "reason": EVIL, "last_lines": [EVIL]}
+    outcome = {"cause": EVIL, "reason": EVIL, "signal": EVIL, "first_failure": failure}
     texts = {"command": [EVIL], "hosts": [EVIL], "slurm": {"job_id": EVIL}, "process": {"host": EVIL}}
     run = make_run(here / "runs", name, "20260801-120000", "failed", outcome=outcome, **texts)
     manifest = json.loads((run / "manifest.json").read_text())
@@ -155,28 +132,23 @@ def test_the_script_of_a_dry_run_is_exact_in_a_file(here: Path) -> None:
     assert_harmless("\n".join(remarks))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a b", EVIL, "'", "\\", "\x1b'\\", "é\x1b", "$x\x1b`y`", "\n\t", "-\x00"]
-)
-def test_quoting(text: str) -> None:
-    text = text.replace("\0", "")
-    quoted = quote_word(text)
-    assert_harmless(quoted)
-    done = subprocess.run(["bash", "-c", f"printf %s {quoted}"], capture_output=True, check=True)
-    assert done.stdout.decode() == text
-    assert join_words([text, "b"]) == f"{quoted} b"
-    if text.isprintable():
-        assert shlex.split(quoted) == [text]
+def test_quoting() -> None:
+    texts = ["", "a b", EVIL, "'", "\\", "\x1b'\\", "é\x1b", "$x\x1b`y`", "\n\t", "-"]
+    quoted = [quote_word(text) for text in texts]
+    assert_harmless("".join(quoted))
+    script = f"printf '%s\\0' {' '.join(quoted)}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
+    assert done.stdout.decode().split("\0")[:-1] == texts
+    assert join_words(texts) == " ".join(quoted)
+    printable = [text for text in texts if text.isprintable()]
+    assert shlex.split(" ".join(map(quote_word, printable))) == printable
 
 
-def test_long_texts_lose_their_middle() -> None:
+def test_long_texts_lose_their_middle_and_colours_are_ended() -> None:
     assert escape_text("a" * 3000 + "\x1b" + "b" * 3000, 100) == f"{'a' * 48} … {'b' * 48}"
     assert escape_text("\x1b" * 100, 100) == escape_text("\x1b" * 100_000, 100)
     assert len(escape_text("\x1b" * 100_000, 100)) <= 100
     assert escape_text("é\x1b\ud800\n") == "é\\x1b\\ud800\\n"
-
-
-def test_colours_that_are_left_on_are_ended() -> None:
     assert tame_text("\x1b[31mred", colours=True) == "\x1b[31mred\x1b[0m"
     assert tame_text("\x1b[31mred\x1b[m", colours=True) == "\x1b[31mred\x1b[m"
     assert tame_text("plain\tand\nplain", colours=True) == "plain\tand\nplain"

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,7 +15,7 @@ from launcher.report import machine
 from tests.plan.lab_machines import fsroot, load
 from tests.probe.machine_trees import short_lived
 from tests.report import full_machines
-from tests.seam import LAUNCH, Launch, clean_environ, drop_powers, run_outside
+from tests.seam import Launch, drop_powers, in_shell, run_outside
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +67,10 @@ def test_a_name_of_two_lines_is_shown_on_one(launch: Launch, odd: str, here: Pat
 
 
 def test_a_snapshot_of_a_snapshot_is_the_same(launch: Launch, odd: str, here: Path) -> None:
-    assert launch("topo", "save=a.json", odd).code == 0
+    done = launch("topo", "save=a.json", "format=json", odd)
+    assert done.out == (here / "a.json").read_text() and "saved in a.json" in done.err
     assert launch("topo", "save=b.json", "machine.snapshot=a.json").code == 0
     assert (here / "a.json").read_text() == (here / "b.json").read_text()
-
-
-def test_save_and_json_go_together(launch: Launch, odd: str, here: Path) -> None:
-    done = launch("topo", "save=a.json", "format=json", odd)
-    assert done.out == (here / "a.json").read_text()
-    assert "saved in a.json" in done.err
 
 
 def test_an_earlier_snapshot_is_replaced_and_keeps_its_mode(launch: Launch, odd: str, here: Path) -> None:
@@ -90,19 +84,17 @@ def test_an_earlier_snapshot_is_replaced_and_keeps_its_mode(launch: Launch, odd:
     assert sorted(path.name for path in here.iterdir()) == ["a.json", "link.json"]
 
 
-def test_a_new_snapshot_can_be_read_by_the_team(launch: Launch, odd: str, here: Path) -> None:
+def test_a_new_snapshot_can_be_read_by_the_team_and_an_empty_file_is_filled(
+    launch: Launch, odd: str, here: Path
+) -> None:
+    (here / "b.json").touch()
     before = os.umask(0o022)
     try:
-        assert launch("topo", "save=a.json", odd).code == 0
+        assert [launch("topo", f"save={name}.json", odd).code for name in "ab"] == [0, 0]
     finally:
         os.umask(before)
     assert (here / "a.json").stat().st_mode & 0o777 == 0o644
-
-
-def test_an_empty_file_is_filled(launch: Launch, odd: str, here: Path) -> None:
-    (here / "a.json").touch()
-    assert launch("topo", "save=a.json", odd).code == 0
-    assert (here / "a.json").stat().st_size > 1000
+    assert (here / "b.json").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("word", ["save=closed/a.svg", "image=closed/a.svg"])
@@ -116,13 +108,9 @@ def test_a_disk_that_fills_leaves_the_earlier_snapshot(odd: str, here: Path) -> 
     """A limit on the size of files stands for the disk: SIGXFSZ ignored, so that write fails with EFBIG."""
     assert run_outside(["topo", "save=a.json", odd], here).code == 0
     before = (here / "a.json").read_text()
-    command = shlex.join([*LAUNCH, "topo", "save=a.json", "image=a.svg", odd])
-    script = f"trap '' XFSZ; ulimit -f 1; exec {command}"
-    done = subprocess.run(
-        ["/bin/sh", "-c", script], cwd=here, env=clean_environ(), capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (3, "")
-    assert "cannot be written (File too large): make room" in done.stderr.splitlines()[-1]
+    done = in_shell(f"trap '' XFSZ; ulimit -f 1; launch topo save=a.json image=a.svg {odd}", here)
+    assert (done.code, done.out) == (3, "")
+    assert "cannot be written (File too large): make room" in done.err.splitlines()[-1]
     assert (here / "a.json").read_text() == before
     assert sorted(path.name for path in here.iterdir()) == ["a.json"]
 
@@ -176,11 +164,8 @@ def test_an_ascii_terminal_and_a_pipe_that_ends(odd: str, here: Path) -> None:
     done = run_outside(["topo", odd], here, {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert (done.code, done.err) == (0, "")
     assert done.out.isascii() and "-- Package 0" in done.out
-    script = f"{shlex.join([*LAUNCH, 'topo', odd])} | head -n 1"
-    piped = subprocess.run(
-        ["/bin/sh", "-c", script], cwd=here, env=clean_environ(), capture_output=True, text=True, check=True
-    )
-    assert piped.stdout.startswith("Machine  R750") and piped.stderr == ""
+    piped = in_shell(f"launch topo {odd} | head -n 1", here)
+    assert piped.out.startswith("Machine  R750") and piped.err == ""
 
 
 def test_a_pipe_that_nobody_reads_is_not_waited_for(launch: Launch, odd: str, here: Path) -> None:

@@ -17,21 +17,16 @@ from tests.slurm.cluster.conftest import demand_programs
 ROOT = Path(__file__).parents[2]
 
 
+def pip(*words: str | Path, python: str | Path = sys.executable, timeout: float = 300) -> None:
+    """Run this environment's pip, for another environment if one is given."""
+    command = [sys.executable, "-m", "pip", "--python", python, *words]
+    subprocess.run([*command, "--quiet"], check=True, timeout=timeout)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--wheel-dir",
-        str(folder),
-        str(ROOT),
-    ]
-    subprocess.run(command, check=True, timeout=300)
+    pip("wheel", "--no-deps", "--wheel-dir", folder, ROOT)
     (found,) = folder.glob("*.whl")
     return found
 
@@ -41,19 +36,7 @@ def scripts(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin/ of an environment with the wheel, whose other packages come from this one."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
-    python = folder / "bin" / "python"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--quiet",
-        "--no-deps",
-        str(wheel),
-    ]
-    subprocess.run(command, check=True, timeout=300)
+    pip("install", "--no-deps", wheel, python=folder / "bin/python")
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     return folder / "bin"
@@ -109,18 +92,8 @@ def test_the_wheel_runs_in_an_empty_environment(wheel: Path, tmp_path: Path) -> 
     if not os.environ.get("LAUNCH_CI"):
         pytest.skip("an environment of its own, with torch, is made where LAUNCH_CI is set")
     venv.create(tmp_path / "empty", with_pip=False)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(tmp_path / "empty/bin/python"),
-        "install",
-        "--quiet",
-    ]
-    subprocess.run(
-        [*command, "--constraint", str(ROOT / "constraints.txt"), str(wheel)], check=True, timeout=900
-    )
+    constraints = ROOT / "constraints.txt"
+    pip("install", "--constraint", constraints, wheel, python=tmp_path / "empty/bin/python", timeout=900)
     scripts, folder = tmp_path / "empty/bin", tmp_path / "work"
     folder.mkdir()
     assert run(scripts, folder, "--version").stdout.startswith("launch ")
