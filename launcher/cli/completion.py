@@ -124,34 +124,22 @@ def complete_names(verb: str, before: Sequence[str], last: str) -> list[str]:
     if "--" in before:
         return []
     given = {word.partition("=")[0] for word in before if "=" in word}
+    flags = list_flag_names(last) if last.startswith("-") else []
     try:
-        runs_dir = find_runs_dir(before)
+        newest = list(islice(list_runs(find_runs_dir(before)), MOST_RUNS))
     except UsageError:  # a line that makes no sense yet, or a configuration that makes none
-        return list_flag_names(last) if last.startswith("-") else []
+        return flags
+    manifests = {name_run(path): read_manifest(path) for path in newest}
+    if verb == "nodes":  # those with the most trouble first
+        from launcher.runs.node_history import collect_history
+
+        listed = [node.host for node in collect_history(manifests.items())]
+    else:  # the newest first, then their jobs; those that have ended are not offered to `cancel`
+        states = {name: take_dict(manifest, "outcome").get("state") for name, manifest in manifests.items()}
+        listed = [name for name in states if verb != "cancel" or STATES.get(str(states[name])) in LIVE]
+        listed += filter(None, [read_job(manifests[name]) for name in listed])
     keys = [key for key in VERBS[verb].keys if key.partition("=")[0] not in (*given, *before)]
-    listed = list_node_names(runs_dir) if verb == "nodes" else list_run_names(runs_dir, verb)
-    found = [word for word in [*keys, *listed] if word.startswith(last) and word not in before]
-    return found + list_flag_names(last) if last.startswith("-") else found
-
-
-def list_node_names(runs_dir: Path) -> list[str]:
-    """Return the nodes of the newest runs, those with the most trouble first."""
-    from launcher.runs.node_history import collect_history
-
-    newest = islice(list_runs(runs_dir), MOST_RUNS)
-    return [node.host for node in collect_history((name_run(path), read_manifest(path)) for path in newest)]
-
-
-def list_run_names(runs_dir: Path, verb: str) -> list[str]:
-    """Return runs, the newest first, then jobs; those that have ended are not offered to `cancel`."""
-    names, jobs = [], []
-    for path in islice(list_runs(runs_dir), MOST_RUNS):
-        manifest = read_manifest(path)
-        state = STATES.get(str(take_dict(manifest, "outcome").get("state")))
-        if verb != "cancel" or state in LIVE:
-            names.append(name_run(path))
-            jobs.append(read_job(manifest))
-    return [*names, *(job for job in jobs if job)]
+    return [word for word in [*keys, *listed] if word.startswith(last) and word not in before] + flags
 
 
 def find_runs_dir(before: Sequence[str]) -> Path:

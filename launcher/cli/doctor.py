@@ -23,7 +23,7 @@ from launcher.doctor.model import Facts, PreflightReport, Wanted, choose_exit_co
 from launcher.errors import EXIT_MACHINE, MachineError, UsageError
 from launcher.launch.job import SHIM, Job
 from launcher.launch.signals import STOPPING, catch_signals, name_signal
-from launcher.plan.model import Plan, RankPlan, plan_to_json
+from launcher.plan.model import Plan, plan_to_json
 from launcher.preflight.checks import (
     SECONDS,
     CheckedNodes,
@@ -86,18 +86,12 @@ def _check_nodes(call: Call) -> PreflightReport:
     """
     config, environ, stop = call.config, call.environ, 0
     if config.run_dir is not None:
-        gpus = config.cluster.gpus_per_node
-        wanted = Wanted(
-            gpus if isinstance(gpus, int) else None,
-            config.preflight.min_free_gib * (1 << 20),
-            config.preflight.tolerance,
-        )
-        report = judge_stored(Path(config.run_dir), wanted)
-        if report is None:
-            raise UsageError(
-                f"run_dir={config.run_dir} holds no preflight/*/report.json: name a run with one"
-            )
-        return report
+        gpus, preflight = config.cluster.gpus_per_node, config.preflight
+        free_kib = preflight.min_free_gib * (1 << 20)
+        wanted = Wanted(gpus if isinstance(gpus, int) else None, free_kib, preflight.tolerance)
+        if report := judge_stored(Path(config.run_dir), wanted):
+            return report
+        raise UsageError(f"run_dir={config.run_dir} holds no preflight/*/report.json: name a run with one")
     if guess_kind("auto", environ)[0] == "allocation":
         from launcher.slurm.first_node import choose_nodes
         from launcher.slurm.preflight import check_allocation
@@ -158,9 +152,9 @@ def _gather_case(call: Call) -> Case:
 
 def _find_run(config: Settings, here: bool) -> tuple[RunRecords | None, str]:
     """Return the run to compare, or why there is none; raises UsageError if the named one is no run."""
+    if config.run_dir is None and not here:
+        return None, "it is about this machine; run_dir=DIR compares a run"
     if config.run_dir is None:
-        if not here:
-            return None, "it is about this machine; run_dir=DIR compares a run"
         last = find_last_run(Path(config.runs_dir))
         return (read_run(last), "") if last else (None, f"no run below runs_dir={config.runs_dir} yet")
     if not config.run_dir:
@@ -178,43 +172,35 @@ def _find_run(config: Settings, here: bool) -> tuple[RunRecords | None, str]:
 
 
 def _try_plan(plan: Plan) -> BindingTrial:
-    """Let the shim apply the plan to short-lived processes: a rank for each memory policy that differs."""
-    ranks = list({rank.memory: rank for rank in reversed(plan.ranks)}.values())
+    """Let the shim apply the plan to programs that do nothing: a rank for each memory policy that differs."""
+    ranks = {rank.memory: rank for rank in reversed(plan.ranks)}.values()
     refused: dict[str, None] = {}
     otherwise: dict[str, None] = {}
+    nothing = [sys.executable, "-I", "-S", "-c", "pass"]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     try:
         with tempfile.TemporaryDirectory(prefix="launch-doctor-") as folder:
             Path(folder, "plan.json").write_text(json.dumps(plan_to_json(plan)), encoding="utf-8")
+            places = {LAUNCH_PLAN: f"{folder}/plan.json", LAUNCH_RECORD_DIR: folder, LAUNCH_QUIET: "1"}
             for rank in ranks:
-                problems, is_memory = _try_rank(rank, folder)
+                number = {name: str(rank.local_rank) for name in ("RANK", "LOCAL_RANK")}
+                command, environ = [*nothing[:3], str(SHIM), *nothing], {**inherited, **places, **number}
+                done = subprocess.run(
+                    command, env=environ, capture_output=True, timeout=PATIENCE, check=False
+                )
+                records = [one for host in read_run(Path(folder)).hosts for one in host.records]
+                own = next((record for record in records if record.local_rank == rank.local_rank), None)
+                if own is None or done.returncode:
+                    count = "no record" if own is None else "a record"
+                    ended = f"the shim ended with {done.returncode} and {count}"
+                    otherwise[f"local rank {rank.local_rank}: {ended}"] = None
+                    continue
+                is_memory = rank.memory.policy != "default" and own.memory != rank.memory
+                problems = own.problems or compare_rank(rank, own)
                 (refused if is_memory else otherwise).update(dict.fromkeys(problems))
     except (OSError, subprocess.SubprocessError) as error:
         return BindingTrial(reason=f"the shim cannot be tried here ({error})")
     return BindingTrial(len(ranks), tuple(otherwise), tuple(refused))
-
-
-def _try_rank(rank: RankPlan, folder: str) -> tuple[Sequence[str], bool]:
-    """Start one rank's shim before a program that does nothing; raises OSError or SubprocessError.
-
-    Returns what was not as planned, and whether that is its memory policy.
-    """
-    environ = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(PREFIX)},
-        LAUNCH_PLAN: f"{folder}/plan.json",
-        LAUNCH_RECORD_DIR: folder,
-        LAUNCH_QUIET: "1",
-        "RANK": str(rank.local_rank),
-        "LOCAL_RANK": str(rank.local_rank),
-    }
-    command = [sys.executable, "-I", "-S", str(SHIM), sys.executable, "-I", "-S", "-c", "pass"]
-    done = subprocess.run(command, env=environ, capture_output=True, timeout=PATIENCE, check=False)
-    records = [one for host in read_run(Path(folder)).hosts for one in host.records]
-    own = next((record for record in records if record.local_rank == rank.local_rank), None)
-    if own is None or done.returncode:
-        count = "no record" if own is None else "a record"
-        return (f"local rank {rank.local_rank}: the shim ended with {done.returncode} and {count}",), False
-    problems = own.problems or tuple(compare_rank(rank, own))
-    return problems, rank.memory.policy != "default" and own.memory != rank.memory
 
 
 # Before a run on this machine
@@ -238,10 +224,7 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
             logger.warning(f"preflight: what was found could not be written ({error})")
 
     settings = job.config.preflight
-    try:
-        checked, stop = check_this_machine(job.config, job.environ, run.path, job.program)
-    except Exception as error:  # a mistake of the checks' own ends no run
-        checked, stop = CheckedNodes(None, f"{type(error).__name__}: {error}: report it"), 0
+    checked, stop = check_this_machine(job.config, job.environ, run.path, job.program)
     report, problem = checked.report, checked.problem
     if stop:
         outcome = {"state": "stopped", "exit_code": 128 + stop, "signal": name_signal(stop)}
@@ -271,12 +254,9 @@ def check_this_machine(
 ) -> tuple[CheckedNodes, int]:
     """Return what was found, or why nothing was, and the signal that ended the checks, else 0.
 
-    `words` are the program and its arguments.
+    `words` are the program and its arguments. A mistake of the checks' own is told as a problem, and what a
+    signal has asked for holds all the same.
     """
-    hosts, directory = (name_host(environ),), Path.cwd()
-    request = make_request(
-        config, hosts, directory=directory, run_path=run_path, words=words, environ=environ
-    )
     signals: list[int] = []
     with catch_signals() as inbox:
 
@@ -285,17 +265,24 @@ def check_this_machine(
             return bool(signals)
 
         try:
+            request = make_request(
+                config,
+                (name_host(environ),),
+                directory=Path.cwd(),
+                run_path=run_path,
+                words=words,
+                environ=environ,
+            )
             answers = run_checks(
                 request.command, request, environ, wakeup=inbox.wakeup, is_stopped=is_stopped
             )
-        except OSError as error:
-            return CheckedNodes(None, f"no process can be made ({error.strerror})"), 0
-        except Exception as error:  # what a signal has asked for holds all the same
-            checked = CheckedNodes(None, f"{type(error).__name__}: {error}: report it")
-        else:
             if answers.ended and not answers.final:
                 checked = CheckedNodes(None, answers.last_error)
             else:
                 checked = CheckedNodes(answers.make_report(answers.missing, {}))
+        except OSError as error:
+            checked = CheckedNodes(None, f"no process can be made ({error.strerror})")
+        except Exception as error:
+            checked = CheckedNodes(None, f"{type(error).__name__}: {error}: report it")
         is_stopped()
     return checked, signals[0] if signals else 0

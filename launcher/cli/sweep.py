@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from launcher.cli.arguments import Command
 from launcher.cli.job_warnings import list_targets, name_files, report_config_programs
@@ -36,13 +35,6 @@ def run_sweep(flags: Flags, command: Command, argv: Sequence[str]) -> int:
         use_sweep_folder(each.tree, f"{folder}/{number}")
     if command.verb == "run" and all(map(is_for_slurm, composed)):
         return try_anew(lambda: submit_all(specify_all(composed, command), composed, argv))
-    return run_jobs(composed, jobs, command, argv)
-
-
-def run_jobs(
-    composed: Sequence[Composed], jobs: Sequence[Sequence[str]], command: Command, argv: Sequence[str]
-) -> int:
-    """Run the jobs of a sweep one after the other; `jobs` are their overrides."""
     first = 0
     for number, (each, overrides) in enumerate(zip(composed, jobs, strict=True), 1):
         logger.info(f"job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}")
@@ -76,26 +68,25 @@ def submit_all(specs: Sequence[JobSpec], composed: Sequence[Composed], argv: Seq
 
 
 def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int:
-    """Run the trials that a plugin of Hydra's asks for; raises LaunchError."""
+    """Run the trials that a plugin of Hydra's asks for; raises LaunchError.
+
+    It says first which files the sweep is from, and what these may have Hydra call.
+    """
     from launcher.config.sweep import run_trials
     from launcher.runs.progress import read_objective
 
-    what = f"hydra/sweeper={multirun.settings.sweeper} chooses trials by the results of runs"
+    sweeper = f"hydra/sweeper={multirun.settings.sweeper}"
+    what = f"{sweeper} chooses trials by the results of runs"
     if command.verb != "run":
         raise UsageError(f"{what}: leave it out for `launch {command.verb}`")
     if multirun.tree is not None and multirun.tree.dry_run:
         raise UsageError(f"{what}, and dry_run=true starts none: leave one of them out")
-    name_sweeper(multirun)
-    return run_trials(multirun, lambda batch: run_batch(batch, command, argv), read_objective)
-
-
-def name_sweeper(multirun: Multirun) -> None:
-    """Say which files the sweep is from, and what these may have Hydra call; raises UsageError."""
     own_files, node = resolve_sweeper(multirun)
     name_files(own_files)
     targets = list(list_targets(node, "hydra.sweeper"))
     if own_files and targets:
-        logger.info(f"hydra/sweeper={multirun.settings.sweeper} calls {'; '.join(targets)}")
+        logger.info(f"{sweeper} calls {'; '.join(targets)}")
+    return run_trials(multirun, lambda batch: run_batch(batch, command, argv), read_objective)
 
 
 def run_batch(batch: Sequence[Composed], command: Command, argv: Sequence[str]) -> Iterator[int]:
@@ -103,27 +94,20 @@ def run_batch(batch: Sequence[Composed], command: Command, argv: Sequence[str]) 
 
     The process exits if the user stops a trial or leaves it to the queue.
     """
-    if all(map(is_for_slurm, batch)):
+    if not all(map(is_for_slurm, batch)):
         for each in batch:
-            each.tree.follow = True
-        specs = specify_all(batch, command)
-        status = submit_all(specs, batch, argv)
-        yield from (read_end(spec.run_path, status) for spec in specs)
+            code = call_composed(each, command, argv)
+            if code - 128 in STOPPING:
+                sys.exit(code)
+            yield code
         return
     for each in batch:
-        code = call_composed(each, command, argv)
-        if code - 128 in STOPPING:
-            sys.exit(code)
-        yield code
-
-
-def read_end(path: Path, status: int) -> int:
-    """Return the exit code of a run that was followed, with this exit code of all, to its end.
-
-    The process exits if the run has not ended.
-    """
-    outcome = take_dict(read_manifest(path), "outcome")
-    if outcome.get("state") not in CLOSED:
-        logger.info(f"the sweep stops here, since {path} has not ended")
-        sys.exit(status)
-    return int(outcome.get("exit_code") or 0)
+        each.tree.follow = True
+    specs = specify_all(batch, command)
+    status = submit_all(specs, batch, argv)
+    for spec in specs:
+        outcome = take_dict(read_manifest(spec.run_path), "outcome")
+        if outcome.get("state") not in CLOSED:
+            logger.info(f"the sweep stops here, since {spec.run_path} has not ended")
+            sys.exit(status)
+        yield int(outcome.get("exit_code") or 0)

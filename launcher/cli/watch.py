@@ -35,15 +35,21 @@ def show_watch(call: Call) -> int:
     Raises UsageError for a run, or a rank, that there is not.
     """
     config = call.config
-    path = choose_live(config, call.names, "watch")
+    path, rank = choose_live(config, call.names, "watch"), config.rank
+    (run,) = find_run_states([path]).runs
     if config.format == "json":
-        print_state(path)
+        snapshot = RunReader(path).read()
+        nodes = [
+            {"age": round(view.age, 3), "is_silent": view.is_silent, **asdict(view.report)}
+            for view in snapshot.nodes
+        ]
+        known = {"progress": snapshot.progress, "job": snapshot.job}
+        facts = {name: asdict(value) if value else None for name, value in known.items()}
+        print_json({"schema": SCHEMA, "run": asdict(run), **facts, "nodes": nodes})
         return 0
     from launcher.report.console import make_console
     from launcher.report.watch import print_once
 
-    console, rank = make_console(stderr=False), config.rank
-    (run,) = find_run_states([path]).runs
     if run.is_live and open_stream("stdout").is_screen:
         view, rank = watch_live(path, rank), None
         if view.run.is_live:
@@ -51,29 +57,11 @@ def show_watch(call: Call) -> int:
     else:
         view = read_view(path, run, RunReader(path).read(), rank)
         check_rank(view.snapshot, rank)
-    print_once(console, view, rank)
+    print_once(make_console(stderr=False), view, rank)
     if not view.run.is_live:
         sys.stdout.flush()
         logger.info(describe_run_state(view.run))
     return 0
-
-
-def print_state(path: Path) -> None:
-    """Print how a run stands, what its nodes have reported, and what is known of the job."""
-    (run,) = find_run_states([path]).runs
-    snapshot = RunReader(path).read()
-    print_json(
-        {
-            "schema": SCHEMA,
-            "run": asdict(run),
-            "progress": asdict(snapshot.progress) if snapshot.progress else None,
-            "job": asdict(snapshot.job) if snapshot.job else None,
-            "nodes": [
-                {"age": round(view.age, 3), "is_silent": view.is_silent, **asdict(view.report)}
-                for view in snapshot.nodes
-            ],
-        }
-    )
 
 
 def check_rank(snapshot: RunSnapshot, rank: int | None) -> None:
