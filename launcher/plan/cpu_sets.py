@@ -1,6 +1,7 @@
 """Which CPUs each rank and its DataLoader workers run on, for each value of `binding`."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -19,53 +20,43 @@ class CpuSets:
     cpus: frozenset[int]
     worker_cpus: frozenset[int]
     why: str = ""
-    """What the CPUs are, for people; empty for `exclusive`, which launcher.plan.explain describes."""
+    """What the CPUs are, for people; empty for `exclusive`, which the planner describes."""
 
 
-def place_numa(topology: Topology, assignment: Assignment) -> dict[int, CpuSets]:
-    """All usable CPUs of each rank's NUMA node."""
-    placements = {}
-    for rank, node in enumerate(assignment.nodes):
-        mask = gather_pus(topology.cores[node])
-        placements[rank] = CpuSets(node, mask, mask, f"all of NUMA node {node}")
-    return placements
+def place_ranks(binding: str, topology: Topology, assignment: Assignment) -> list[CpuSets]:
+    """The CPU sets of all ranks, in the order of their local ranks, by a value of `binding`.
 
-
-def place_socket(topology: Topology, assignment: Assignment) -> dict[int, CpuSets]:
-    """All usable CPUs of the package that each rank's NUMA node is in."""
-    every = (core for cores in topology.cores.values() for core in cores)
-    packages = group_cores(every, lambda core: core.package)
-    placements = {}
-    for rank, node in enumerate(assignment.nodes):
-        package = topology.cores[node][0].package
-        mask = gather_pus(packages[package])
-        placements[rank] = CpuSets(node, mask, mask, f"all of package {package}")
-    return placements
-
-
-def place_l3(topology: Topology, assignment: Assignment) -> dict[int, CpuSets]:
-    """One last-level cache for each rank; a node's ranks take its caches in turn, the largest first.
-
-    A cache that spans NUMA nodes counts as one for each of them.
+    `numa` and `socket`: all usable CPUs of the rank's NUMA node, or of the package that this is in. `l3`: one
+    last-level cache, of which a node's ranks take the largest first; one that spans NUMA nodes counts as one
+    for each of them. `none`: every usable CPU, and no memory policy.
     """
-    turns = dict.fromkeys(topology.cores, 0)
-    placements = {}
+    if binding == "exclusive":
+        by_rank = _place_exclusive(topology, assignment)
+        return [by_rank[rank] for rank in range(len(assignment.nodes))]
+    every = [core for cores in topology.cores.values() for core in cores]
+    packages = group_cores(every, lambda core: core.package)
+    turns = Counter[int]()
+    sets: dict[int, CpuSets] = {}
     for rank in assignment.order:
-        node = assignment.nodes[rank]
-        groups = group_cores(topology.cores[node], lambda core: core.l3).values()
-        caches = sorted(groups, key=len, reverse=True)
-        mask = gather_pus(caches[turns[node] % len(caches)])
-        turns[node] += 1
-        what = f"one of the {len(caches)} last-level caches" if caches[1:] else "the last-level cache"
-        placements[rank] = CpuSets(node, mask, mask, f"{what} of NUMA node {node}")
-    return placements
-
-
-def place_none(topology: Topology, assignment: Assignment) -> dict[int, CpuSets]:
-    """Every usable CPU, and no memory policy."""
-    every = frozenset(topology.core_of)
-    why = "all CPUs for this job, since no binding was asked for"
-    return {rank: CpuSets(None, every, every, why) for rank in assignment.order}
+        node: int | None = assignment.nodes[rank]
+        cores: Sequence[Core] = topology.cores[assignment.nodes[rank]]
+        package = cores[0].package
+        match binding:
+            case "numa":
+                why = f"all of NUMA node {node}"
+            case "socket":
+                cores, why = packages[package], f"all of package {package}"
+            case "l3":
+                caches = sorted(group_cores(cores, lambda core: core.l3).values(), key=len, reverse=True)
+                cores = caches[turns[assignment.nodes[rank]] % len(caches)]
+                turns[assignment.nodes[rank]] += 1
+                what = f"one of the {len(caches)} last-level caches" if caches[1:] else "the last-level cache"
+                why = f"{what} of NUMA node {node}"
+            case _:
+                cores, node, why = every, None, "all CPUs for this job, since no binding was asked for"
+        mask = gather_pus(cores)
+        sets[rank] = CpuSets(node, mask, mask, why)
+    return [sets[rank] for rank in range(len(sets))]
 
 
 def cut_evenly(blocks: Sequence[Hashable], totals: Sequence[int]) -> list[slice]:
@@ -118,7 +109,7 @@ def order_sizes(total: int, count: int, edges: frozenset[int]) -> list[int]:
     return sizes
 
 
-def place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, CpuSets]:
+def _place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, CpuSets]:
     """Whole cores for each rank; workers also get cores of nodes without ranks, and spare cores of others."""
     nodes, order = assignment.nodes, assignment.order
     own_cores: Shares = {}
@@ -201,19 +192,3 @@ def _level_up(topology: Topology, assignment: Assignment, own_cores: Shares, len
             (lent_cores[giver] or own_cores[giver]).pop()
             lent_cores[poor].append(spare[giver])
             have[poor], have[giver] = have[poor] + 1, have[giver] - 1
-
-
-BINDINGS: Mapping[str, Callable[[Topology, Assignment], Mapping[int, CpuSets]]] = {
-    "exclusive": place_exclusive,
-    "numa": place_numa,
-    "socket": place_socket,
-    "l3": place_l3,
-    "none": place_none,
-}
-"""The function of each value of `binding`."""
-
-
-def place_ranks(binding: str, topology: Topology, assignment: Assignment) -> list[CpuSets]:
-    """The CPU sets of all ranks, in the order of their local ranks; `binding` is a key of BINDINGS."""
-    by_rank = BINDINGS[binding](topology, assignment)
-    return [by_rank[rank] for rank in range(len(assignment.nodes))]
