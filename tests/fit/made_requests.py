@@ -1,9 +1,14 @@
-"""Requests for tests: a model on a machine, with some settings changed."""
+"""Models and requests for tests."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from launcher.fit.training import (
     Device,
+    Experts,
+    LatentAttention,
     ModelDimensions,
     NodeResources,
     ParallelLayout,
@@ -12,6 +17,20 @@ from launcher.fit.training import (
     find_framework,
 )
 
+DATA = Path(__file__).parents[1] / "data"
+SETTINGS: dict[str, Any] = json.loads((DATA / "published_settings.json").read_text())
+"""Trainings that are known to run, or to run out of memory, on given GPUs, each with its source."""
+
+
+def read_model(fields: dict[str, Any]) -> ModelDimensions:
+    fields = dict(fields)
+    for name, kind in (("experts", Experts), ("latent_attention", LatentAttention)):
+        if fields.get(name):
+            fields[name] = kind(**fields[name])
+    return ModelDimensions(**fields)
+
+
+MODELS = {name: read_model(fields) for name, fields in SETTINGS["models"].items()}
 LLAMA7B = ModelDimensions("llama7b", 32000, 32, 4096, 32, 32, 128, 11008, 4096)
 H100 = Device("NVIDIA H100 80GB HBM3", 81559, nvlink_domain=8)
 NODE = NodeResources(cores=112, memory_kib=2 << 30, shm_kib=1 << 30, num_workers=2)
