@@ -1,0 +1,196 @@
+"""Models: dimensions from a config.json, and their parameters and operations.
+
+tests/data/model_configs.json has files of models on huggingface.co with the total of their safetensors'
+parameters as shown there, and small ones of each family, for transformers to make.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import fields as list_fields
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.errors import UsageError
+from launcher.fit.counts import count_active_parameters, count_model_parameters, count_token_flops
+from launcher.fit.hf import FAMILIES, MAX_TEXT, parse_model_config
+from launcher.fit.training import ModelDimensions
+from launcher.programs.options import ModelConfig
+from tests.fit.made_requests import DATA, MODELS, read_model
+from tests.fuzzing import scalars, texts
+from tests.seam import Result
+
+PRESETS = Path(__file__).parents[2] / "conf/model"
+DENSE = ("tiny", "gpt2", "llama1b", "llama7b", "llama13b", "llama3_8b", "llama70b", "mistral7b")
+CONFIGS: dict[str, Any] = json.loads((DATA / "model_configs.json").read_text())
+PUBLISHED = {row["name"]: row["config"] for row in CONFIGS["published"]}
+
+
+@pytest.mark.parametrize("row", CONFIGS["published"], ids=lambda row: row["name"])
+def test_published_models_have_their_parameters(row: dict[str, Any]) -> None:
+    model = parse_model_config(json.dumps(row["config"]), row["name"])
+    assert count_model_parameters(model) == row["parameters"]
+    outer = {"model_type": "llava", "vision_config": {"hidden_size": 1024}, "text_config": row["config"]}
+    if "hidden_size" in row["config"]:
+        assert parse_model_config(json.dumps(outer), row["name"]) == model, (
+            "the text's part of a model of images"
+        )
+    if row["name"] == "Qwen3-30B-A3B":
+        assert count_active_parameters(model) == pytest.approx(3.35e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("kind", "more"), CONFIGS["families"])
+def test_a_model_of_transformers_has_as_many(kind: str, more: dict[str, object]) -> None:
+    """Small, and on no device."""
+    left_out = ("max_position_embeddings", "intermediate_size") if kind in ("gpt2", "gpt_bigcode") else ()
+    import torch
+
+    transformers: Any = pytest.importorskip("transformers")
+    small = {key: value for key, value in CONFIGS["small"].items() if key not in left_out}
+    config = transformers.AutoConfig.for_model(kind, **small, **more)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    # DeepSeek's correction of the load is a buffer here, and a tensor of the published files.
+    total += sum(buffer.numel() for name, buffer in model.named_buffers() if "correction" in name)
+    for text in (config.to_json_string(use_diff=False), json.dumps(config.to_diff_dict())):
+        assert count_model_parameters(parse_model_config(text, kind)) == total
+
+
+LLAMA = {"model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 2, "hidden_size": 64}
+LLAMA |= {"num_attention_heads": 4, "intermediate_size": 128}
+MIXTURE = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+ERRORS: list[tuple[str | dict[str, object], str]] = [
+    ("", "no JSON .*config.json"),
+    ("[1]", "no JSON object"),
+    ("{" * 100000, "no JSON"),
+    ('{"hidden_size": NaN}', "no JSON .*NaN"),
+    (" " * (MAX_TEXT + 1), "more than"),
+    ({}, "model_type is missing.*llama"),
+    ({**LLAMA, "model_type": "bert\x1b[2J\n"}, r"'bert\\x1b\[2J\\n'.*not known.*llama"),
+    ({**LLAMA, "model_type": ["llama"]}, "model_type is list"),
+    ({"model_type": "llama"}, "hidden_size or n_embd.*is missing: add it"),
+    ({**LLAMA, "vocab_size": None}, "vocab_size is missing"),
+    ({**LLAMA, "hidden_size": "4096"}, "hidden_size is '4096', no whole number"),
+    ({**LLAMA, "hidden_size": 4096.0}, "hidden_size is 4096.0"),
+    ({**LLAMA, "hidden_size": True}, "hidden_size is True"),
+    ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0.*at least 1"),
+    ({**LLAMA, "vocab_size": 10**40}, "vocab_size is 1000.*at most"),
+    ({**LLAMA, "num_key_value_heads": 3}, "num_key_value_heads is 3.*4 heads"),
+    ({**LLAMA, "hidden_size": 66}, "hidden_size is 66.*head_dim"),
+    ({**LLAMA, "tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'.*true or false"),
+    ({**LLAMA, "model_type": "mixtral"}, "num_local_experts"),
+    ({**MIXTURE, "num_experts_per_tok": 9}, "num_experts_per_tok is 9 of 8"),
+    ({**MIXTURE, "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+    ({**MIXTURE, "mlp_only_layers": 5}, "mlp_only_layers is 5.*no list"),
+    ({**MIXTURE, "first_k_dense_replace": 5}, "first_k_dense_replace is 5, of 2"),
+    ({**LLAMA, "model_type": "deepseek_v3"}, "n_routed_experts"),
+    ({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "vocab_size": 9}, "n_layer"),
+]
+
+
+def test_a_file_that_cannot_be_used_is_named_with_field_and_fix() -> None:
+    for written, message in ERRORS:
+        text = written if isinstance(written, str) else json.dumps(written)
+        with pytest.raises(UsageError, match=f"^own/config.json.*{message}") as caught:
+            parse_model_config(text, "own/config.json")
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+
+
+NAMES = sorted(
+    {name for config in PUBLISHED.values() for name in config} | {"text_config", "mlp_only_layers"}
+)
+values = scalars | st.integers(0, 64) | st.lists(scalars, max_size=2) | st.dictionaries(texts, scalars)
+
+
+@given(
+    base=st.sampled_from([*PUBLISHED.values()]),
+    kind=st.sampled_from([*sorted(FAMILIES), "bert"]),
+    changes=st.dictionaries(st.sampled_from(NAMES), values, max_size=4),
+    gone=st.sets(st.sampled_from(NAMES), max_size=2),
+    name=texts,
+)
+def test_any_file_is_read_or_refused(
+    base: dict[str, object], kind: str, changes: dict[str, object], gone: set[str], name: str
+) -> None:
+    fields = {key: value for key, value in {**base, "model_type": kind, **changes}.items() if key not in gone}
+    try:
+        model = parse_model_config(json.dumps(fields), name)
+    except UsageError as error:
+        assert str(error).isprintable()
+    else:
+        assert 0 < count_active_parameters(model) <= count_model_parameters(model) < 1 << 100
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    section: dict[str, Any] = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
+    section.pop("global_batch", None)  # the launcher's
+    return section
+
+
+def convert(config: ModelConfig, **more: Any) -> ModelDimensions:
+    names = [field.name for field in list_fields(ModelDimensions) if hasattr(config, field.name)]
+    return read_model({**{name: getattr(config, name) for name in names}, **more})
+
+
+def test_the_bundled_programs_modules_count_the_same() -> None:
+    import torch
+
+    from launcher.programs.transformer import Transformer, count_flops
+
+    dense = [ModelConfig(**read_preset(name)) for name in DENSE]
+    odd = [
+        replace(dense[0], norm=norm, bias=bias, head_dim=width, position="learned", mlp="gelu")
+        for norm, bias, width in product(("layernorm", "rmsnorm"), (False, True), (None, 64))
+    ]
+    for config in (*dense, *odd):
+        with torch.device("meta"):
+            module = Transformer(config)
+        model, parameters = convert(config), sum(one.numel() for one in module.parameters())
+        assert count_model_parameters(model) == count_active_parameters(model) == parameters
+        for seq_len in (1, 64, 4096):
+            assert count_token_flops(model, seq_len) == count_flops(module, seq_len)
+            again = count_token_flops(model, seq_len, "full", early_stop=True)
+            assert again == count_flops(module, seq_len, recompute=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        # arXiv:2401.04088: 47B parameters, 13B active; exact by the tensors of mistralai/Mixtral-8x7B-v0.1.
+        ("mixtral8x7b", 46_702_792_704, 12_879_925_248),
+        # arXiv:2412.19437: 671B parameters, 37B active. README_WEIGHTS.md of deepseek-ai/DeepSeek-V3 counts
+        # 36.6B active without the embedding, as here: 37,552,297,472 - 926,679,040. The total holds 58 * 256
+        # numbers that correct the routers' load and have no gradient.
+        ("deepseek_v3", 671_026_419_200, 37_552_297_472),
+    ],
+)
+def test_mixtures_have_their_published_parameters(
+    name: str, total: int, active: int, launch: Callable[..., Result], here: Path
+) -> None:
+    preset = read_preset(name)
+    parts = {key: preset.pop(key, None) for key in ("experts", "latent_attention")}
+    model = convert(ModelConfig(**preset), **parts)
+    assert (count_model_parameters(model), count_active_parameters(model)) == (total, active)
+    # The bundled program does not train it.
+    launch(f"model={name}").assert_error(2, f"model={name}", "mixture of experts", "`launch plan`", "llama7b")
+    assert not list(here.iterdir())
+    (here / "train.py").write_text("")
+    assert launch(f"+model={name}", "dry_run=true", "--", "train.py").code == 0
+    assert launch("plan", f"+model={name}").code == 0
+
+
+def test_operations_of_a_token() -> None:
+    """What is computed again counts for HFU; of a mixture the active experts alone."""
+    model, mixtral = MODELS["LLaMA 7B"], MODELS["Mixtral 8x7B"]
+    plain, selective, full = (count_token_flops(model, 2048, kind) for kind in ("none", "selective", "full"))
+    assert selective - plain == 4 * 32 * 2048 * 4096
+    assert 1.30 < full / plain < 4 / 3
+    assert count_token_flops(mixtral, 1) < 6 * count_active_parameters(mixtral)
+    assert count_token_flops(mixtral, 4096) / 6 == pytest.approx(12.88e9 + 2 * 32 * 4096 * 4096, rel=0.02)
