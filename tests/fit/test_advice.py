@@ -7,19 +7,14 @@ import pytest
 from launcher.fit.advice import BudgetLine, advise, budget_node
 from launcher.fit.training import (
     Device,
-    Experts,
-    ModelDimensions,
     NodeResources,
     ParallelLayout,
     Training,
     TrainingSettings,
 )
-from tests.fit.made_requests import NODE, REQUEST, make_request
+from tests.fit.made_requests import H100, MODELS, NODE, REQUEST, make_request
 
-LLAMA70B = ModelDimensions("llama70b", 32768, 80, 8192, 64, 8, 128, 28672, 4096)
-GPT2 = ModelDimensions("gpt2", 50257, 12, 768, 12, 12, 64, 3072, 1024, mlp="gelu", tied_embeddings=True)
-MIXTRAL = ModelDimensions("mixtral", 32768, 32, 4096, 32, 8, 128, 14336, 32768, experts=Experts(8, 2, 14336))
-H100 = Device("NVIDIA H100 80GB HBM3", 81559, nvlink_domain=8)
+LLAMA70B, MIXTRAL = (replace(MODELS[name], vocab_size=32768) for name in ("Llama 2 70B", "Mixtral 8x7B"))
 GOOD = Training(
     LLAMA70B,
     ParallelLayout(tp=8, pp=4, dp=2, virtual_stages=5),
@@ -86,7 +81,7 @@ CASES = [
     (change(layout={"zero": 3}), "note", "gathered in each", "micro-batch", ""),
     (change(settings={"flash_attention": False}), "warning", "flash", "scaled_dot", "arXiv:2205.14135"),
     (
-        change(replace(GOOD, model=replace(GPT2, max_seq_len=4096)), layout={"tp": 4}),
+        change(replace(GOOD, model=replace(MODELS["GPT-2 124M"], max_seq_len=4096)), layout={"tp": 4}),
         "note",
         "192 of model.hidden_size=768",
         "smaller parallel.tp",

@@ -1,45 +1,30 @@
-"""Speed against published runs, and by hand."""
+"""Speed against published runs, and by hand; GPUs by the driver's names and by short ones."""
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launcher.fit.advice import estimate_speed
 from launcher.fit.counts import count_token_flops
+from launcher.fit.gpus import GPU_TYPES, find_gpu
 from launcher.fit.training import (
     Device,
-    Experts,
-    LatentAttention,
     ModelDimensions,
     ParallelLayout,
     Training,
     TrainingSettings,
 )
+from tests.fit.made_requests import LLAMA7B, MODELS
+from tests.fuzzing import WORDS, texts
 
-LLAMA7B = ModelDimensions("llama7b", 32000, 32, 4096, 32, 32, 128, 11008, 4096)
 LLAMA65B = ModelDimensions("llama65b", 32000, 80, 8192, 64, 64, 128, 22016, 2048)
-LLAMA70B = ModelDimensions("llama70b", 32000, 80, 8192, 64, 8, 128, 28672, 4096)
-LLAMA3_70B = replace(LLAMA70B, vocab_size=128256, max_seq_len=8192)
-LLAMA405B = ModelDimensions("llama405b", 128256, 126, 16384, 128, 8, 128, 53248, 8192)
-LLAMA3_8B = ModelDimensions("llama3_8b", 128256, 32, 4096, 32, 8, 128, 14336, 8192)
-MPT7B = ModelDimensions(
-    "mpt7b",
-    *(50368, 32, 4096, 32, 32, 128, 16384, 2048),
-    norm="layernorm",
-    mlp="gelu",
-    position="learned",
-    bias=True,
-    tied_embeddings=True,
+LLAMA70B, LLAMA3_70B, LLAMA405B, LLAMA3_8B = (
+    MODELS[name] for name in ("Llama 2 70B", "Llama 3 70B", "Llama 3.1 405B", "Llama 3 8B")
 )
-GPT175B = replace(MPT7B, name="gpt175b", layers=96, hidden_size=12288, heads=96, kv_heads=96)
-GPT175B = replace(GPT175B, intermediate_size=4 * 12288, vocab_size=51200)
-BLOOM = replace(GPT175B, name="bloom", layers=70, hidden_size=14336, heads=112, kv_heads=112)
-BLOOM = replace(BLOOM, intermediate_size=4 * 14336, vocab_size=250880)
-DEEPSEEK = ModelDimensions(
-    "deepseek_v3",
-    *(129280, 61, 7168, 128, 128, 192, 18432, 4096),
-    experts=Experts(256, 8, 2048, 1, 3),
-    latent_attention=LatentAttention(1536, 512, 64, 128, 128),
+MPT7B, GPT175B, BLOOM, DEEPSEEK = (
+    MODELS[name] for name in ("MPT 7B", "GPT-3 175B", "BLOOM 176B", "DeepSeek-V3")
 )
 
 
@@ -152,3 +137,100 @@ def test_nothing_is_claimed_of_an_unknown_device(device: Device) -> None:
 def test_fp32_has_a_peak_and_no_range() -> None:
     found = estimate_speed(make_request(LLAMA7B, 8, "A100", 2048, None, precision="fp32"))
     assert (found.peak_tflops, found.step_seconds) == (19.5, None)
+
+
+NAMES = {
+    "h100": (
+        "NVIDIA H100 80GB HBM3",
+        "H100",
+        "h100-80gb",
+        "H100_SXM5_80GB",
+    ),
+    "h100 pcie": ("NVIDIA H100 PCIe",),
+    "h100 nvl": ("NVIDIA H100 NVL",),
+    "h200": ("NVIDIA H200",),
+    "h200 nvl": ("NVIDIA H200 NVL",),
+    "b200": ("NVIDIA B200",),
+    "gb200": ("NVIDIA GB200",),
+    "gh200": ("NVIDIA GH200 480GB",),
+    "gh200 144g": ("NVIDIA GH200 144G HBM3e",),
+    "h20": ("NVIDIA H20",),
+    "h800": ("NVIDIA H800",),
+    "a100 40gb": (
+        "NVIDIA A100-SXM4-40GB",
+        "A100-SXM4-40GB",
+        "A100-40GB",
+    ),
+    "a100": (
+        "NVIDIA A100-SXM4-80GB",
+        "a100 80gb",
+        "A100",
+    ),
+    "a100 pcie 40gb": ("NVIDIA A100-PCIE-40GB",),
+    "a100 pcie": ("NVIDIA A100 80GB PCIe",),
+    "a10g": ("NVIDIA A10G",),
+    "a10": ("NVIDIA A10",),
+    "l40s": ("NVIDIA L40S",),
+    "l4": ("NVIDIA L4",),
+    "t4": ("Tesla T4",),
+    "v100 16gb": ("Tesla V100-SXM2-16GB",),
+    "v100": ("Tesla V100-SXM2-32GB",),
+    "v100 pcie": ("Tesla V100-PCIE-16GB",),
+    "rtx a6000": ("NVIDIA RTX A6000",),
+    "rtx 6000 ada": ("NVIDIA RTX 6000 Ada Generation",),
+    "rtx 4090": (
+        "NVIDIA GeForce RTX 4090",
+        "rtx4090",
+    ),
+    "mi300x": ("AMD Instinct MI300X",),
+}
+"""As nvidia-smi and torch.cuda.get_device_name give them, and as people write them."""
+UNKNOWN = (
+    *("", "NVIDIA", "A1000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "GRID A100-10C"),
+    *("NVIDIA A100-40C", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU"),
+    *("cpu", "H1000", "XA100"),
+)
+
+
+def test_a_gpu_is_found_by_its_names_and_what_is_not_in_the_table_is_not_guessed() -> None:
+    for short, names in NAMES.items():
+        for name in names:
+            found = find_gpu(name)
+            assert found is not None and found.name == short
+            assert found.memory_mib == next(gpu.memory_mib for gpu in GPU_TYPES if gpu.name == short)
+    assert [name for name in UNKNOWN if find_gpu(name)] == []
+
+
+def test_peaks_by_what_is_computed_in() -> None:
+    old, new = find_gpu("V100"), find_gpu("H100")
+    assert old is not None and old.peak_tflops == (("fp32", 15.7), ("fp16", 125))
+    assert new is not None and new.peak_tflops == (
+        ("fp32", 67),
+        ("tf32", 494),
+        ("bf16", 989),
+        ("fp8", 1979),
+    )
+
+
+def test_a_size_in_the_name_counts() -> None:
+    found = find_gpu("NVIDIA A100-SXM-64GB")
+    assert found is not None and (found.memory_mib, found.bf16) == (65536, 312)
+    assert find_gpu(f"A100 {'9' * 5000}GB") == find_gpu("A100-0GB") == find_gpu("A100")
+
+
+def test_rows_are_found_by_their_own_names_and_are_plausible() -> None:
+    for gpu in GPU_TYPES:
+        assert find_gpu(gpu.name.upper().replace(" ", "-")) == gpu
+        assert gpu.fp32 <= (gpu.tf32 or gpu.fp32) < gpu.bf16 < (gpu.fp8 or 1e9)
+        assert 8 * 1024 <= gpu.memory_mib < 300 * 1024 and gpu.nvlink_domain >= 1 and gpu.source
+        assert [gpu.find_precision_peak(name) > 0 for name in WORDS["fit.precision"]] == [True] * 4
+
+
+@given(
+    st.lists(
+        texts | st.sampled_from([word for names in NAMES.values() for name in names for word in name.split()])
+    ).map(" ".join)
+)
+def test_any_name_is_found_or_not(name: str) -> None:
+    found = find_gpu(name)
+    assert found is None or found.memory_mib > 0

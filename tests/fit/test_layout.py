@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from launcher.errors import UsageError
 from launcher.fit.training import (
-    Device,
-    Experts,
     ModelDimensions,
     ParallelLayout,
     Training,
@@ -18,11 +16,9 @@ from launcher.fit.training import (
     check_layout,
     solve_batch,
 )
+from tests.fit.made_requests import H100, MODELS
 
-LLAMA70B = ModelDimensions("llama70b", 32000, 80, 8192, 64, 8, 128, 28672, 4096)
-MIXTRAL = ModelDimensions("mixtral", 32000, 32, 4096, 32, 8, 128, 14336, 32768, experts=Experts(8, 2, 14336))
-GPT2 = ModelDimensions("gpt2", 50257, 12, 768, 12, 12, 64, 3072, 1024, position="learned")
-H100 = Device("H100", 81559, nvlink_domain=8)
+LLAMA70B, MIXTRAL, GPT2 = (MODELS[name] for name in ("Llama 2 70B", "Mixtral 8x7B", "GPT-2 124M"))
 
 
 def make_request(
@@ -41,35 +37,20 @@ def make_request(
         ((4, 8, None, 256), (4, 8)),
         ((None, 8, 8, 256), (4, 8)),
         ((None, 8, None, 256), (1, 32)),
-        ((None, 1, None, 256), (1, 256)),
         ((4, 8, 8, 256), (4, 8)),
+        ((3, 8, None, 256), "global_batch=256 .*(24).*micro_batch=2 .*micro_batch=4.*=240.*=264"),
+        ((4, 8, 7, 256), "accumulation=8 .*=224"),
+        ((10**15, 10**15, None, None), "bits.*at most"),
     ],
 )
-def test_any_one_is_solved_from_the_others(
-    sizes: tuple[int | None, int, int | None, int | None], solved: tuple[int, int]
+def test_any_one_is_solved_from_the_others_or_refused_with_the_nearest(
+    sizes: tuple[int | None, int, int | None, int | None], solved: tuple[int, int] | str
 ) -> None:
-    assert solve_batch(*sizes) == solved
-
-
-@pytest.mark.parametrize(
-    ("sizes", "parts"),
-    [
-        (
-            (3, 8, None, 256),
-            ("global_batch=256", "(24)", "micro_batch=2", "micro_batch=4", "=240", "=264"),
-        ),
-        ((4, 8, 7, 256), ("accumulation=8", "=224")),
-        ((10**15, 10**15, None, None), ("bits", "at most")),
-        ((10**12, 10**12, None, None), ("at most",)),
-    ],
-)
-def test_a_batch_that_does_not_divide_is_refused_with_the_nearest(
-    sizes: tuple[int | None, int, int | None, int | None], parts: tuple[str, ...]
-) -> None:
-    with pytest.raises(UsageError) as caught:
+    if isinstance(solved, tuple):
+        assert solve_batch(*sizes) == solved
+        return
+    with pytest.raises(UsageError, match=solved):
         solve_batch(*sizes)
-    for part in parts:
-        assert part in str(caught.value)
 
 
 sizes = st.integers(1, 4096) | st.sampled_from([1, 2, 8, 64, 10**6, 10**12])
