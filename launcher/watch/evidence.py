@@ -57,8 +57,6 @@ _CHILD_PATIENCE = 0.2
 _SERVER_PATIENCE = 0.7
 _ALL_CHILDREN = 0.8
 """Seconds for the stacks of all children of a rank."""
-LARGEST_KEPT = 1 << 20
-"""Bytes of a rank's raw flight recorder that are kept: the file may be in memory that the ranks need."""
 _CANNOT_ANSWER = {
     "T": "it is stopped and cannot answer",
     "t": "a debugger has stopped it",
@@ -84,8 +82,7 @@ def gather_node(
     """Return the evidence of a node's ranks for hang `number`, at the latest about `deadline` seconds later.
 
     `folder` has the ranks' heartbeats, stacks and sockets; `heartbeats` are by rank; `sample_gpu` is called
-    with a local rank. torch's raw flight recorder of each rank is kept in the folder, as
-    `rank-RANK.trace.json`, unless it is large.
+    with a local rank.
     """
     start = time.monotonic()
     looks = [_RankLook(folder, rank, host, heartbeats.get(rank.rank), start + deadline) for rank in ranks]
@@ -117,10 +114,7 @@ class _RankLook:
         self.beat = beat
         self.deadline = deadline
         self.is_done = False
-        name = folder / f"rank-{rank.rank}"
-        self.dump, self.socket, self.trace = (
-            name.with_suffix(ending) for ending in (".stack", ".sock", ".trace.json")
-        )
+        self.dump, self.socket = folder / f"rank-{rank.rank}.stack", folder / f"rank-{rank.rank}.sock"
         now = time.time()
         has_ended = rank.exit_code is not None
         self.evidence = RankEvidence(
@@ -151,6 +145,9 @@ class _RankLook:
     def _add(self, **found: Any) -> None:  # noqa: ANN401 - fields of RankEvidence
         self.evidence = replace(self.evidence, **found)
 
+    def _add_process(self, **found: Any) -> None:  # noqa: ANN401 - fields of ProcessState
+        self._add(process=replace(self.evidence.process, **found))
+
     def _add_note(self, text: str) -> None:
         self._add(notes=(*self.evidence.notes, text))
 
@@ -171,54 +168,36 @@ class _RankLook:
 
     def _ask(self) -> None:
         """Get what the rank answers if it can, and its children's stacks."""
-        state = self.evidence.process.state
-        can_dump = self.beat is not None and self.beat.can_dump
+        pid, state = self.rank.pid, self.evidence.process.state
+        can_dump, reason = self.beat is not None and self.beat.can_dump, "its hook has no handler for stacks"
         if state in _CANNOT_ANSWER:
             self._add_note(_CANNOT_ANSWER[state])
         else:
-            self._read_stacks(can_dump)
+            if can_dump and not (reason := check_signal(pid, self.dump)):
+                if stacks := request_stacks(pid, self.dump, self._limit(_STACK_PATIENCE)):
+                    self._add_process(stacks=stacks, stack_source="faulthandler")
+                else:
+                    reason = check_signal(pid, self.dump) or "it did not react to the stack signal"
+            if not self.evidence.process.stacks:
+                self._add_note(f"no stacks from faulthandler: {reason}")
             self._read_server()
-            if not self.evidence.process.stacks and self._may_take_gil():
-                self._read_server_stacks()
         if can_dump:
             self._read_child_stacks()
-        before = self.evidence.process
-        patience = self._limit(_STACK_PATIENCE)
-        if (
-            before.stack_source == "faulthandler"
-            and patience > 0
-            and not check_signal(self.rank.pid, self.dump)
-        ):
-            again = replace(before, stacks=request_stacks(self.rank.pid, self.dump, patience))
-            main, later = before.main_stack, again.main_stack
-            changes = main is not None and later is not None and main.frames != later.frames
-            self._add(process=replace(before, stack_changes=changes))
-        marked = tuple(replace(one, awaits_lock=_takes_lock(one)) for one in self.evidence.process.stacks)
-        self._add(process=replace(self.evidence.process, stacks=marked))
-
-    def _add_stacks(self, stacks: tuple[Stack, ...], source: str) -> None:
-        self._add(process=replace(self.evidence.process, stacks=stacks, stack_source=source))
-
-    def _read_stacks(self, can_dump: bool) -> None:
-        """Get the rank's stacks by the signal."""
-        pid, reason = self.rank.pid, "its hook has no handler for stacks"
-        if can_dump and not (reason := check_signal(pid, self.dump)):
-            if stacks := request_stacks(pid, self.dump, self._limit(_STACK_PATIENCE)):
-                self._add_stacks(stacks, "faulthandler")
-                return
-            reason = check_signal(pid, self.dump) or "it did not react to the stack signal"
-        self._add_note(f"no stacks from faulthandler: {reason}")
+        patience, main = self._limit(_STACK_PATIENCE), self.evidence.process.main_stack
+        if self.evidence.process.stacks and patience > 0 and not check_signal(pid, self.dump):
+            again = replace(self.evidence.process, stacks=request_stacks(pid, self.dump, patience))
+            later = again.main_stack
+            self._add_process(stack_changes=bool(main and later and main.frames != later.frames))
+        stacks = tuple(replace(one, awaits_lock=_takes_lock(one)) for one in self.evidence.process.stacks)
+        self._add_process(stacks=stacks)
 
     def _read_server(self) -> None:
-        """Get the flight recorder and the waits in the store, and keep the raw recorder as a file."""
+        """Get the flight recorder and the waits in the store."""
         try:
             trace = read_trace(self.socket, self._limit(_SERVER_PATIENCE))
             self._add(groups=parse_trace(trace), answered=True)
-            keep_trace(self.trace, trace)
         except (ServerError, DecodeError) as error:
             self._add_note(f"no flight recorder from torch's server: {error}")
-        except OSError as error:
-            self._add_note(f"its flight recorder is not kept: {error.strerror}")
         if not (self.evidence.answered or self.socket.exists()):
             return
         try:
@@ -227,28 +206,6 @@ class _RankLook:
             self._add(store_wait=waits, store_operation=operation)
         except ServerError as error:
             self._add_note(f"no waits in the store from torch's server: {error}")
-
-    def _may_take_gil(self) -> bool:
-        """Tell whether torch's server may be asked for stacks.
-
-        Its thread takes the GIL for that. In an interpreter that has begun to end, a thread that does is
-        ended, and torch's C++ code aborts the process then. The handler for stacks is gone by that time.
-        """
-        if self.beat is None or self.beat.phase == "ended":
-            return False
-        return not self.beat.can_dump or catches_signal(self.rank.pid, STACK_SIGNAL)
-
-    def _read_server_stacks(self) -> None:
-        """Get the rank's stacks from torch's server, whose own thread, called current, waits for the GIL."""
-        try:
-            dump = post_handler(self.socket, "dump_traceback", self._limit(_SERVER_PATIENCE))
-            found = parse_stacks(dump.decode("utf-8", "replace"))
-            if not found:
-                raise ServerError("its stacks are not as expected")
-        except ServerError as error:
-            self._add_note(f"no stacks from torch's server: {error}")
-            return
-        self._add_stacks(tuple(stack for stack in found if stack.frames or stack.is_current), "torch")
 
     def _read_child_stacks(self) -> None:
         """Get the stacks of children that have the rank's handler and file, one after the other."""
@@ -262,14 +219,6 @@ class _RankLook:
         self._add(children=tuple(children))
 
 
-def keep_trace(path: Path, trace: bytes) -> None:
-    """Write a raw flight recorder, or none if it is large; raises OSError."""
-    if len(trace) > LARGEST_KEPT:
-        path.unlink(missing_ok=True)
-    else:
-        path.write_bytes(trace)
-
-
 def _takes_lock(stack: Stack) -> bool:
     """Tell whether a thread's line takes a lock, by the program's text."""
     frame = stack.frames[0] if stack.frames else None
@@ -277,10 +226,10 @@ def _takes_lock(stack: Stack) -> bool:
     return bool(_TAKES_LOCK.match(line.rstrip("\n")))
 
 
-# Python stacks, first by `faulthandler`, which the hook in the rank has registered on a real-time signal with
-# a file: it works within the signal's handler, so also while C code holds the GIL. Else by torch's server,
-# which needs the GIL. A process without a handler would die of the signal, and one that has closed the file
-# may have another behind its descriptor: then no signal is sent.
+# Python stacks, by `faulthandler`, which the hook in the rank has registered on a real-time signal with a
+# file. It works within the signal's handler, so also while C code holds the GIL. A process without a handler
+# would die of the signal, and one that has closed the file may have another behind its descriptor: then no
+# signal is sent.
 
 _SERVER_THREAD = "pt_workerserver"
 _CUT_SHORT = (

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from launcher.watch.activity import is_working
+from launcher.watch.activity import find_phase, is_working
 from launcher.watch.model import (
     Decision,
     Frame,
@@ -20,6 +20,7 @@ from launcher.watch.model import (
     Rank,
     Verdict,
 )
+from launcher.watch.verdict import judge_evidence
 
 # How long ranks may make no progress before a notice, and before it is a hang
 
@@ -34,11 +35,11 @@ second. From then on the slowest 1%, at least one, is left out: the first step c
 _PAUSES_TO_NOTICE, _PAUSES_TO_HANG = 2.0, 3.0
 """Times the longest pause that has ended by itself."""
 _HANG_SECONDS = 60.0
-"""Seconds without activity, if others wait."""
+"""Seconds that ranks may hold up others without activity, or without progress if they work."""
 _NOBODY_WAITS, _WORKING, _COMPILING = 3.0, 10.0, 30.0
 """Times that: where nobody waits in a collective; for ranks that work, or whose phase looks like a standstill
 from outside (torch's own timeout is 10 minutes); and for `torch.compile` of large models."""
-PATIENT_PHASES = {"compiling": _COMPILING, "saving": _WORKING, "evaluating": _WORKING}
+_PATIENT_PHASES = {"compiling": _COMPILING, "saving": _WORKING, "evaluating": _WORKING}
 UNWATCHED = ("ended", "exited", "unwatched")
 """Phases of ranks from which no progress is due."""
 
@@ -64,23 +65,6 @@ def choose_limit(setting: object, slow_step: float, longest_pause: float = 0.0) 
     """
     limit = max(_LEAST_NOTICE, _FACTOR * slow_step, _PAUSES_TO_NOTICE * longest_pause)
     return min(limit, float(setting)) if isinstance(setting, int | float) else limit
-
-
-def choose_hang_time(
-    setting: object, longest_pause: float, *, phase: str, has_begun: bool, is_working: bool, has_waiting: bool
-) -> float:
-    """Return the seconds after which ranks that hold up others, or all ranks, are hung.
-
-    They are counted without activity; without progress if they work. `phase` is theirs, `has_begun` tells
-    whether a step was made, and `has_waiting` whether others wait for them in a collective.
-    """
-    is_fixed = isinstance(setting, int | float)
-    unit = float(setting) if isinstance(setting, int | float) else _HANG_SECONDS
-    learned = 0.0 if is_fixed else _PAUSES_TO_HANG * longest_pause
-    times = PATIENT_PHASES.get(phase, 0.0)
-    if is_working or not has_begun:
-        times = max(times, _WORKING)
-    return max(unit * (times or (1.0 if has_waiting else _NOBODY_WAITS)), learned)
 
 
 def list_stalled(ranks: Iterable[Rank], limit: float) -> list[Rank]:
@@ -132,8 +116,43 @@ class Pause:
     """`watch.hang_seconds`."""
 
 
-Decide = Callable[[Sequence[NodeEvidence], Sequence[NodeReport], Pause], Decision]
-"""`verdict.decide`."""
+def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: Pause) -> Decision:
+    """Return whether a pause is a hang, is worth a notice, or nothing to tell of.
+
+    A hang is what cannot go on by itself, or ranks that have shown no activity, or made no progress, for long
+    enough. A rank that makes progress while others wait, as in an evaluation on rank 0 alone, and one that a
+    debugger holds, are nothing to tell of. What is not known counts as activity.
+    """
+    verdict = judge_evidence(nodes, reports)
+    if verdict.kind == "debugged" or verdict.is_final:
+        return Decision("hang" if verdict.is_final else "none", verdict)
+    ranks = {rank.rank: rank for node in nodes for rank in node.ranks}
+    states = {state.rank: state for report in reports for state in report.ranks}
+    culprits = [ranks[number] for number in verdict.ranks if number in ranks]
+    phases = [find_phase(rank) for rank in culprits]
+    phases += [states[number].phase for number in verdict.ranks if number in states.keys() - ranks.keys()]
+    is_silent, setting = verdict.kind == "silent", pause.setting
+    unit, learned = _HANG_SECONDS, _PAUSES_TO_HANG * pause.longest
+    if isinstance(setting, int | float):
+        unit, learned = float(setting), 0.0
+    patient = max((_PATIENT_PHASES.get(phase, 0.0) for phase in phases), default=0.0)
+    working = max(patient, _WORKING)
+    if not any(one.step for one in ranks.values()) and not any(one.step for one in states.values()):
+        patient = working
+    has_waiting = verdict.waiting > 0 and not is_silent
+    quiet = min((pause.quiet.get(number, 0.0) for number in verdict.ranks), default=0.0)
+    if is_silent:
+        quiet = pause.idle
+    elif any(map(is_working, culprits)):
+        quiet = 0.0
+    seconds = min(
+        max(unit * (patient or (1.0 if has_waiting else _NOBODY_WAITS)), learned) - quiet,
+        max(unit * working, learned) - pause.idle,
+    )
+    if seconds <= 0:
+        return Decision("hang", verdict)
+    goes_on = min((rank.idle for rank in culprits), default=pause.limit) < pause.limit / 2
+    return Decision("none" if goes_on else "notice", verdict, seconds)
 
 
 class HangJudge:
@@ -143,7 +162,9 @@ class HangJudge:
     which ranks are looked at, and `now` is monotonic.
     """
 
-    def __init__(self, decide: Decide, on_hang: str, hang_seconds: object = "auto") -> None:
+    def __init__(
+        self, on_hang: str, hang_seconds: object = "auto", decide: Callable[..., Decision] = decide
+    ) -> None:
         self._decide = decide
         self.on_hang = on_hang
         self._hang_seconds = hang_seconds

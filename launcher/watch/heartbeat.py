@@ -4,7 +4,7 @@ import math
 import os
 import struct
 import time
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 from launcher.files import read_file, read_stat
 from launcher.watch.model import PHASES, Heartbeat
@@ -23,27 +23,11 @@ _MAX_READS = 3
 """Readings until two agree; of a rank that writes more often than that, the last one is taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class BeatHead:
-    """The items before the rings, as they are in the file; times are CLOCK_MONOTONIC's."""
-
-    magic: int
-    layout: int
-    pid: int
-    start_time: int
-    start_stack: int
-    rank: int
-    local_rank: int
-    phase: int
-    phase_since: float
-    step: int
-    step_time: float
-    activity_time: float
-    batches: int
-    data_wait: float
-    dump_signal: int
-    notes_size: int
-    recorded: int
+HEAD_FIELDS = (
+    *("magic", "layout", "pid", "start_time", "start_stack", "rank", "local_rank", "phase", "phase_since"),
+    *("step", "step_time", "activity_time", "batches", "data_wait", "dump_signal", "notes_size", "recorded"),
+)
+"""The items before the rings, as they are in the file; times are CLOCK_MONOTONIC's."""
 
 
 def read_heartbeat(path: str | os.PathLike[str]) -> Heartbeat | None:
@@ -96,11 +80,11 @@ def read_heartbeat(path: str | os.PathLike[str]) -> Heartbeat | None:
     )
 
 
-def _read_head(data: bytes) -> BeatHead | None:
+def _read_head(data: bytes) -> SimpleNamespace | None:
     """Return the items before the rings; None for what no hook of this version has written."""
     if len(data) != SIZE:
         return None
-    head = BeatHead(*HEAD.unpack_from(data))
+    head = SimpleNamespace(**dict(zip(HEAD_FIELDS, HEAD.unpack_from(data), strict=True)))
     numbers = (head.phase_since, head.step_time, head.activity_time, head.data_wait)
     counts = (head.rank, head.local_rank, head.step, head.batches, head.notes_size, head.recorded)
     is_known = head.magic == MAGIC and head.layout == LAYOUT and 0 <= head.phase < len(PHASES)

@@ -4,27 +4,18 @@ All reading and writing there is in a thread of its own. A filesystem that hangs
 nothing else: the watcher goes on with what it knows itself.
 """
 
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
+from typing import Any
 
 from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.watch.hang import UNWATCHED, find_quantile
-from launcher.watch.model import (
-    Hang,
-    JobState,
-    NodeEvidence,
-    NodeReport,
-    ProcessState,
-    Rank,
-    RankEvidence,
-)
+from launcher.watch.model import JobState, NodeEvidence, NodeReport, ProcessState, Rank, RankEvidence
 from launcher.watch.run_files import (
     ReportCache,
+    StackRequest,
     Stored,
     count_hangs,
     is_silent,
@@ -32,6 +23,7 @@ from launcher.watch.run_files import (
     write_job_state,
     write_report,
 )
+from launcher.watch.worker import Worker
 
 STUCK = 10.0
 """Seconds in one call to a filesystem, after which it is said to hang."""
@@ -47,19 +39,14 @@ _TWIN_LOOKS = 60
 class SharedView:
     """What was found in the run directory last."""
 
-    time: float
-    """Monotonic."""
-    written: float
-    """When this node's own report was written, on the filesystem's clock: its `now`."""
-    job: JobState | None = None
-    job_age: float = inf
-    """Seconds since `job` was written, on the filesystem's clock."""
+    job: Stored[JobState] | None = None
     reports: tuple[Stored[NodeReport], ...] = ()
     """All nodes', as far as they were asked for."""
     hangs: int = 0
     """The highest number of a hang that has a folder."""
     ended: tuple[NodeRecord, ...] = ()
     """Nodes that have ended their part of this attempt, if reports are missing or old."""
+    request: Stored[StackRequest] | None = None
 
     def find_word(self, own: NodeReport, now: float, begin: float) -> JobState | None:
         """Return what another node that judges has told since this watcher's start, at `begin`.
@@ -67,12 +54,12 @@ class SharedView:
         The run directory, and even the number of the attempt, can be those of a job of yesterday. Ages are by
         the filesystem's clock and within one node's: the nodes' clocks may differ. Times are monotonic.
         """
-        job, age = self.job, self.job_age + now - self.time
-        if job is None or job.attempt != own.attempt or job.host == own.host:
+        if self.job is None:
             return None
-        if job.state == "ended" or age > now - begin:
+        job, written = self.job.value, self.job.seen
+        if job.attempt != own.attempt or job.host == own.host or job.state == "ended" or written < begin:
             return None
-        hangs = tuple(hang for hang in job.hangs if age + job.time - hang.time <= now - begin)
+        hangs = tuple(hang for hang in job.hangs if written - (job.time - hang.time) >= begin)
         return replace(job, hangs=hangs)
 
 
@@ -97,19 +84,23 @@ class JobView:
         """Return what is known of the ranks that ended with 0 on nodes that have ended."""
         found = []
         for record in self.ended:
+            gone = ProcessState(0, "X")
             ranks = (
-                RankEvidence(
-                    rank, 0, record.host, 0, "ended", 0, None, 0.0, ProcessState(0, "X"), exit_code=0
-                )
+                RankEvidence(rank, 0, record.host, 0, "ended", 0, None, 0.0, gone, exit_code=0)
                 for rank, _ in record.clean
             )
             found.append(NodeEvidence(record.host, record.node_rank, 0, record.ended, 0.0, tuple(ranks)))
         return found
 
     def describe(
-        self, own: NodeReport, hangs: Sequence[Hang], *, hanging: bool, step: int, notes: Iterable[str]
+        self,
+        own: NodeReport,
+        *,
+        hanging: bool,
+        notes: Sequence[str] = (),
+        **judged: Any,  # noqa: ANN401
     ) -> JobState:
-        """Return what is known of the job, but for what only the judge knows; `step` is how many it made."""
+        """Return what is known of the job, with the fields of JobState that only the judge knows."""
         ages = [one.step_age for one in self.ranks if one.phase not in UNWATCHED and one.step_age is not None]
         has_begun = any(one.step for one in self.ranks)
         missing = own.nodes - len(self.fresh) - len(self.silent) - len(self.ended)
@@ -119,13 +110,12 @@ class JobView:
             host=own.host,
             attempt=own.attempt,
             state="hanging" if hanging else "running" if has_begun else "starting",
-            step=step,
             step_age=min(ages, default=None),
             p50=find_quantile([one.p50 for one in self.ranks if one.p50 is not None], 0.5),
             nodes=own.nodes,
             silent=tuple(report.host for report in self.silent),
-            hangs=tuple(hangs),
             notes=(*late, *notes),
+            **judged,
         )
 
 
@@ -137,10 +127,9 @@ def make_job_view(own: NodeReport, shared: SharedView | None, now: float) -> Job
     ended = tuple(record for record in shared.ended if record.host != own.host)
     gone = {own.host, *(record.host for record in ended)}
     for stored in shared.reports:
-        report = stored.value
+        report, age = stored.value, now - stored.seen
         if report.host in gone or report.attempt != own.attempt:
             continue
-        age = shared.written - stored.written + now - shared.time
         if is_silent(age, max(own.interval, report.interval)):
             ranks = (one if one.idle is None else replace(one, idle=one.idle + age) for one in report.ranks)
             silent.append(replace(report, ranks=tuple(ranks)))
@@ -159,8 +148,9 @@ def is_judge(own: NodeReport, shared: SharedView | None, now: float, *, stuck: b
         return True
     if shared is None or own.stalled_since is None:
         return False
-    job, age = shared.job, shared.job_age + now - shared.time
-    if job and job.attempt == own.attempt and job.host != own.host and not is_silent(age, own.interval):
+    job = shared.job
+    is_judged = job and job.value.attempt == own.attempt and job.value.host != own.host
+    if job and is_judged and not is_silent(now - job.seen, own.interval):
         return False
     return make_job_view(own, shared, now).fresh[0].host == own.host
 
@@ -194,79 +184,60 @@ class SharedFiles:
         self._last_other: float | None = None
         """Time of another node's word on the job that was read last."""
         self._exchange: Exchange | None = None
-        self._tasks: deque[Callable[[], None]] = deque()
-        self._busy_since: float | None = None
-        """Monotonic time at which the thread began what it does now."""
-        self._changed = threading.Condition()
-        threading.Thread(target=self._serve, name="run-directory", daemon=True).start()
+        self._worker: Worker[Callable[[], None]] = Worker("run-directory", self._do, _MOST_TASKS)
 
     def submit(self, exchange: Exchange) -> None:
         """Have a report written, and others read; one that still waits is replaced."""
-        with self._changed:
-            self._exchange = exchange
-            self._changed.notify()
+        self._exchange = exchange
+        self._worker.put(self._carry_out)
 
     def add_task(self, task: Callable[[], None]) -> None:
-        """Have something done there, once if it already waits; an exception of it is kept as `trouble`."""
-        with self._changed:
-            if task not in self._tasks and len(self._tasks) < _MOST_TASKS:
-                self._tasks.append(task)
-                self._changed.notify()
+        """Have something done there; an exception of it is kept as `trouble`."""
+        self._worker.put(task)
 
     def is_stuck(self, now: float) -> bool:
         """Tell whether the filesystem hangs; `now` is monotonic."""
-        since = self._busy_since
+        since = self._worker.busy_since
         return since is not None and now - since > STUCK
 
     def is_idle(self) -> bool:
         """Tell whether nothing is left to do."""
-        return self._busy_since is None and not self._tasks and self._exchange is None
+        return self._worker.wait_idle(0.0)
 
     def wait_idle(self, seconds: float) -> bool:
         """Wait until all is done, at most so long; tell whether it is."""
-        with self._changed:
-            return self._changed.wait_for(self.is_idle, seconds)
+        return self._worker.wait_idle(seconds)
 
-    def _serve(self) -> None:
-        """Do what is asked for: the thread's body."""
-        while True:
-            with self._changed:
-                self._busy_since = None
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._tasks or self._exchange)
-                task, exchange = self._tasks.popleft() if self._tasks else None, None
-                if task is None:
-                    exchange, self._exchange = self._exchange, None
-                self._busy_since = time.monotonic()
-            try:
-                if task:
-                    task()
-                elif exchange:
-                    self.view = self._carry_out(exchange)
-                    self.trouble = ""
-            except (OSError, ValueError) as error:
-                self.trouble = str(error)
-            except Exception as error:  # this thread's end would look like a filesystem that hangs
-                self.trouble = f"{type(error).__name__}: {error}"
+    def _do(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except (OSError, ValueError) as error:
+            self.trouble = str(error)
+        except Exception as error:  # this thread's end would look like a filesystem that hangs
+            self.trouble = f"{type(error).__name__}: {error}"
 
-    def _carry_out(self, exchange: Exchange) -> SharedView:
+    def _carry_out(self) -> None:
         """Write this node's report, and the job's state if it judges; read the others'. Raises OSError."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:  # done with the one before, which it replaced
+            return
         own = exchange.report
         if self.view and own.nodes > 1 and own.number <= _TWIN_LOOKS and self.twin is None:
             found = read_report(self.run_path, own.host, own=True)
             if found and found.node_rank != own.node_rank:  # since this node wrote it
                 self.twin = found.node_rank
-        stored = self._cache.read_job()
+        clock = write_report(self.run_path, own)
+        stored = self._cache.read_job(clock)
         job = stored.value if stored else None
-        written = write_report(self.run_path, own)
-        age = written - stored.written if stored else inf
         other = job.time if job and job.host != own.host and job.attempt == own.attempt else None
         if exchange.state and other in (None, self._last_other):  # what another node has told is read first
             write_job_state(self.run_path, exchange.state)
         self._last_other = other
-        reports = self._cache.read_reports() if exchange.reads_all else ()
+        reports = self._cache.read_reports(clock) if exchange.reads_all else ()
         hangs = count_hangs(self.run_path) if exchange.state else 0
-        told = [one for one in reports if one.value.attempt == own.attempt and written - one.written < _OLD]
+        now = time.monotonic()
+        told = [one for one in reports if one.value.attempt == own.attempt and now - one.seen < _OLD]
         looks = exchange.reads_all and len(told) < own.nodes
         ended = tuple(read_nodes(self.run_path, own.attempt)) if looks else ()
-        return SharedView(time.monotonic(), written, job, age, reports, hangs, ended)
+        request = self._cache.read_request(clock)
+        self.view, self.trouble = SharedView(stored, reports, hangs, ended, request), ""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from launcher.codec import convert
 from launcher.files import open_directory, remove, write_whole
 from launcher.runs.run_directory import closing_descriptor
-from launcher.watch.model import PHASES, NodeReport, Rank
+from launcher.watch.model import PHASES, NodeReport, Rank, WatcherSettings
 from launcher.watch.worker import Worker
 
 if TYPE_CHECKING:
@@ -136,16 +136,18 @@ _NODE_ROWS = (
 class PrometheusExport:
     """Gives out the last report of this node; a collector of prometheus_client."""
 
-    def __init__(self, run: str, host: str, warn: Callable[[str], None]) -> None:
-        """`run` is the run's name and identifier, a label of each metric."""
+    def __init__(self, settings: WatcherSettings, warn: Callable[[str], None]) -> None:
+        """Serve on the port that is asked for, and write the file; raises ImportError."""
         from prometheus_client import CollectorRegistry
 
-        self._labels = run, host
-        self._warn = warn
+        self._labels = settings.run, settings.host
         self._report: NodeReport | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        self._worker: Worker[None] | None = None
+        watch = settings.watch
+        if watch.prometheus_port is not None:
+            self._serve(watch.prometheus_port, watch.prometheus_address, warn)
+        self._worker = self._start_writer(watch.textfile, warn) if watch.textfile else None
 
     def collect(self) -> "Iterator[metrics_core.Metric]":
         """Give all metrics that have a value."""
@@ -172,17 +174,17 @@ class PrometheusExport:
                 if metric.samples:
                     yield metric
 
-    def serve(self, port: int, address: str) -> None:
+    def _serve(self, port: int, address: str, warn: Callable[[str], None]) -> None:
         """Answer Prometheus on a port, in threads; 0 chooses a free one."""
         from prometheus_client import start_http_server
 
         try:
             start_http_server(port, address, self._registry)
         except (OSError, OverflowError) as error:
-            self._warn(f"metrics are not served on {address}:{port} ({error}): choose watch.prometheus_port")
+            warn(f"metrics are not served on {address}:{port} ({error}): choose watch.prometheus_port")
 
-    def write_into(self, folder: str) -> None:
-        """Write each report into a folder from now on, in a thread: it may be on a slow filesystem.
+    def _start_writer(self, folder: str, warn: Callable[[str], None]) -> Worker[None]:
+        """Start what writes each report into a folder, in a thread: it may be on a slow filesystem.
 
         The file is removed in the end: Prometheus takes metrics that are gone as ended.
         """
@@ -199,10 +201,8 @@ class PrometheusExport:
             with closing_descriptor(open_directory(folder)) as at:
                 remove(at, name)
 
-        def warn(error: OSError) -> None:
-            self._warn(f"metrics could not be written into {folder} ({error}): see watch.textfile")
-
-        self._worker = Worker("textfile", write, 1, warn, end)
+        text = f"metrics could not be written into {folder} ({{}}): see watch.textfile"
+        return Worker("textfile", write, 1, lambda error: warn(text.format(error)), end)
 
     def update(self, report: NodeReport) -> None:
         """Give out this report from now on."""
@@ -216,19 +216,12 @@ class PrometheusExport:
             self._worker.close(timeout)
 
 
-def start_prometheus(
-    run: str, host: str, *, port: int | None, address: str, textfile: str | None, warn: Callable[[str], None]
-) -> PrometheusExport | None:
+def start_prometheus(settings: WatcherSettings, warn: Callable[[str], None]) -> PrometheusExport | None:
     """Start what the settings of `watch` ask for; None if that is nothing or cannot be."""
-    if port is None and not textfile:
+    if settings.watch.prometheus_port is None and not settings.watch.textfile:
         return None
     try:
-        export = PrometheusExport(run, host, warn)
+        return PrometheusExport(settings, warn)
     except ImportError:
         warn(MISSING)
         return None
-    if port is not None:
-        export.serve(port, address)
-    if textfile:
-        export.write_into(textfile)
-    return export

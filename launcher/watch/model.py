@@ -233,7 +233,7 @@ class ProcessState:
     """PID of a debugger; 0 for none."""
     stacks: tuple[Stack, ...] = ()
     stack_source: str = ""
-    """`faulthandler`, `torch`, or empty."""
+    """`faulthandler`, or empty if there are none."""
     stack_changes: bool = False
     """The main thread was at another place in a second sample."""
     command: str = ""

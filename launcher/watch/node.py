@@ -4,17 +4,21 @@ Nothing in its loop waits for anything but time and the supervisor: the run dire
 and so has each gathering of evidence.
 """
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+from launcher.text import count_things
 from launcher.watch.collectives import CollectiveReader
 from launcher.watch.evidence import gather_node
 from launcher.watch.hang import HangJudge, choose_limit, find_stall_begin, list_orders, list_stalled
 from launcher.watch.heartbeat import read_heartbeat
 from launcher.watch.job_view import Exchange, JobView, SharedFiles, is_judge, make_job_view
+from launcher.watch.metrics import start_prometheus
+from launcher.watch.metrics_log import MetricsEvent, MetricsLog
 from launcher.watch.model import (
     Hang,
     JobState,
@@ -22,23 +26,23 @@ from launcher.watch.model import (
     NodeReport,
     RankEntry,
     RankMessage,
+    Straggler,
     WatcherSettings,
 )
-from launcher.watch.outputs import WatchOutputs
+from launcher.watch.notify import Notifier
 from launcher.watch.ranks import GpuReader, RankBook, ReadGpus
 from launcher.watch.run_files import (
+    REQUEST_PATIENCE,
     hang_path,
     is_silent,
     read_evidence,
-    read_stack_request,
     watch_path,
     write_evidence,
     write_hang,
     write_stack_answer,
 )
 from launcher.watch.samples import FindCgroups, Sample, Sampler
-from launcher.watch.stragglers import StragglerSearch, list_slow_ranks
-from launcher.watch.verdict import decide
+from launcher.watch.stragglers import StragglerSearch, explain_straggler, list_slow_ranks
 
 TICK = 1.0
 """Seconds from one look at the heartbeats to the next."""
@@ -68,14 +72,31 @@ class NodeWatcher:
         self.is_suspended = is_suspended
         self.book = RankBook(self.folder, read_heartbeat)
         self.files = SharedFiles(Path(settings.run_dir))
-        self.judge = HangJudge(decide, settings.watch.on_hang, settings.watch.hang_seconds)
-        self.outputs = WatchOutputs(settings, lambda text: send({"event": "warning", "lines": [text]}))
+        self.judge = HangJudge(settings.watch.on_hang, settings.watch.hang_seconds)
+
+        def warn(text: str) -> None:
+            self._send("warning", text)
+
+        self.log = MetricsLog(Path(settings.run_dir), settings.host, settings.watch.metrics_interval, warn)
+        self.notifier = Notifier(
+            settings.notify,
+            warn,
+            run=settings.run,
+            run_dir=settings.run_dir,
+            host=settings.host,
+            job_id=os.environ.get("SLURM_JOB_ID"),
+        )
+        self.prometheus = start_prometheus(settings, warn)
         self.collectives = CollectiveReader(self.folder, settings.ranks * settings.nodes)
         self.read_gpus = GpuReader(open_gpus, settings.watch.interval).latest
-        self.search = StragglerSearch(send)
+        self.search = StragglerSearch(self._tell_straggler)
         self.sampler = Sampler(find_cgroups)
         self.sample = Sample()
         self.steps = StepCount()
+        self.state = "starting"
+        """Of the job, as this node has written it last."""
+        self.pinged = 0
+        """The last step that was pinged for."""
         self.number = 0
         """Of the last report."""
         self.gathering = False
@@ -132,7 +153,7 @@ class NodeWatcher:
             settings.watch.hang_seconds, self.book.find_slow_step(), self.judge.longest_pause
         )
         job = self.files.view.job if self.files.view else None
-        waits = self.search.finder.waits or dict(job.wait_shares if job else ())
+        waits = self.search.finder.waits or dict(job.value.wait_shares if job else ())
         ranks = self.book.list_ranks(self.sample, self.read_gpus(), waits)
         return NodeReport(
             host=settings.host,
@@ -158,14 +179,20 @@ class NodeWatcher:
             return
         self.number += 1
         if self.number == 1 and self.settings.node_rank == 0:
-            self.outputs.tell_start(own, self.settings.ranks)
-        self.outputs.add_report(own)
+            nodes = f" on each of {own.nodes} nodes" if own.nodes > 1 else ""
+            text = f"{count_things(self.settings.ranks, 'rank')}{nodes}"
+            self._record(MetricsEvent("start", own.time, text), "starting")
+        self.log.add_report(own)
+        if self.prometheus:
+            self.prometheus.update(own)
         if state is not None:
-            self.outputs.add_state(state)
+            if state.step > self.pinged:
+                self.notifier.ping()
+            self.pinged, self.state = state.step, state.state
         self.next_exchange = now + self.settings.watch.interval
         reads_all = self.settings.nodes > 1 and (state is not None or own.stalled_since is not None)
         self.files.submit(Exchange(own, state, reads_all))
-        self.files.add_task(self._look_for_stack_request)
+        self._look_for_stack_request(now)
 
     # The judge
 
@@ -188,7 +215,7 @@ class NodeWatcher:
                 if isinstance(found, Hang):
                     self._tell_hang(found, evidence)
                 elif found:
-                    self._send_lines("note", [found])
+                    self._send("note", found)
         elif judge.should_ask(view.fresh, limit, now):
             self._answer(judge.ask(now, int(time.time())))
         if hang := judge.find_recovery(view.fresh, limit):
@@ -200,10 +227,12 @@ class NodeWatcher:
     def _describe_job(self, own: NodeReport, view: JobView) -> JobState:
         """Return what is to be written of the job."""
         judge, finder = self.judge, self.search.finder
-        hanging, step = judge.is_hanging(view.fresh), self.steps.count(view)
-        state = view.describe(own, judge.hangs, hanging=hanging, step=step, notes=self.told.values())
-        return replace(
-            state,
+        return view.describe(
+            own,
+            hanging=judge.is_hanging(view.fresh),
+            notes=tuple(self.told.values()),
+            step=self.steps.count(view),
+            hangs=tuple(judge.hangs),
             restarts=judge.restarts,
             asks=judge.asks,
             stragglers=finder.told,
@@ -225,27 +254,46 @@ class NodeWatcher:
 
     def _tell_hang(self, hang: Hang, evidence: Sequence[NodeEvidence]) -> None:
         """Tell of a hang, and keep what is known of it."""
-        since = hang.time - hang.stalled_since
+        since, verdict = hang.time - hang.stalled_since, hang.verdict
         step = f"after step {hang.step}" if hang.step else "before the first step"
-        text = f"hang {hang.number} {step}, {since:.0f} s without a step: {hang.verdict.sentence}"
-        self._send_lines("hang", [text], hang)
-        self.outputs.tell_hang(hang)
+        text = f"hang {hang.number} {step}, {since:.0f} s without a step: {verdict.sentence}"
+        self._send("hang", text, hang=asdict(hang))
+        found = MetricsEvent(
+            "hang", hang.time, verdict.sentence, hang.step, verdict.ranks, verdict.hosts, hang.number
+        )
+        self._record(found, "hanging")
+        if hang.action == "restart":
+            self.log.add_event(replace(found, event="restart", attempt=self.settings.attempt))
 
         def keep() -> None:
             write_hang(self.files.run_path, hang, evidence)
-            self._send_lines("note", [f"stacks in {hang_path(self.files.run_path, hang.number)}"])
+            self._send("note", f"stacks in {hang_path(self.files.run_path, hang.number)}")
 
         self.files.add_task(keep)
         self.next_exchange = 0.0
 
     def _tell_recovery(self, hang: Hang) -> None:
         """Tell that steps go on."""
-        seconds = (hang.recovered or hang.time) - hang.stalled_since
-        text = f"hang {hang.number} is over after {seconds:.0f} s: steps go on"
-        self._send_lines("recovered", [text], hang)
-        self.outputs.tell_recovery(hang)
+        time = hang.recovered or hang.time
+        seconds = f"{time - hang.stalled_since:.0f} s"
+        self._send("recovered", f"hang {hang.number} is over after {seconds}: steps go on", hang=asdict(hang))
+        text = f"steps go on after {seconds}"
+        self._record(MetricsEvent("recovered", time, text, hang.step, number=hang.number), "running")
         self.files.add_task(lambda: write_hang(self.files.run_path, hang))
         self.next_exchange = 0.0
+
+    def _tell_straggler(self, found: Straggler) -> None:
+        """Tell of a straggler: in the thread of the search."""
+        text = explain_straggler(found)
+        self._send("straggler", text, straggler=asdict(found))
+        event = MetricsEvent("straggler", found.time, text, found.last_step, (found.rank,), (found.host,))
+        self._record(event, self.state)
+
+    def _record(self, event: MetricsEvent, state: str) -> None:
+        """Write down what happened to the job, and notify of it."""
+        self.log.add_event(replace(event, attempt=self.settings.attempt))
+        name = "recover" if event.event == "recovered" else event.event
+        self.notifier.tell(name, event.sentence, state=state, step=event.step)
 
     # Every node
 
@@ -253,20 +301,23 @@ class NodeWatcher:
         """Answer the judging node's question, and act upon its hangs."""
         shared = self.files.view
         job = shared.find_word(own, now, self.begin) if shared else None
-        if job is None or shared is None or is_silent(shared.job_age + now - shared.time, own.interval):
+        if job is None or not shared or not shared.job or is_silent(now - shared.job.seen, own.interval):
             return
         if job.asks > self.answered:
             self._answer(job.asks)
         self._act(job.hangs, now)
 
-    def _look_for_stack_request(self) -> None:
-        """Answer somebody who looks at the run and asks for a rank's stack: in the run directory's thread."""
-        view = self.files.view
-        request = read_stack_request(self.files.run_path, view.written) if view else None
-        if request is None or request.number <= self.stack_request:
+    def _look_for_stack_request(self, now: float) -> None:
+        """Answer somebody who looks at the run and asks for a rank's stack."""
+        stored = self.files.view.request if self.files.view else None
+        if (
+            stored is None
+            or stored.value.number <= self.stack_request
+            or now - stored.seen > REQUEST_PATIENCE
+        ):
             return
-        self.stack_request = request.number
-        if known := self.book.ranks.get(request.rank):
+        self.stack_request = stored.value.number
+        if known := self.book.ranks.get(stored.value.rank):
             self._gather([known.entry], 0, lambda found: write_stack_answer(self.files.run_path, found))
 
     def _answer(self, number: int) -> None:
@@ -327,11 +378,11 @@ class NodeWatcher:
         """Give a warning once."""
         if key not in self.told:
             self.told[key] = text
-            self._send_lines("warning", [text])
+            self._send("warning", text)
 
-    def _send_lines(self, event: str, lines: Iterable[str], hang: Hang | None = None) -> None:
-        """Send the supervisor lines to log, and a hang."""
-        self.send({"event": event, "lines": list(lines), **({"hang": asdict(hang)} if hang else {})})
+    def _send(self, event: str, line: str, **values: object) -> None:
+        """Send the supervisor a line to log, and a hang or straggler."""
+        self.send({"event": event, "lines": [line], **values})
 
     def end(self, seconds: float) -> None:
         """Write a last report, if that takes no longer than this."""
@@ -342,10 +393,13 @@ class NodeWatcher:
             state = self._describe_job(own, make_job_view(own, self.files.view, now))
             state = replace(state, state="ended")
             if slow := list_slow_ranks(self.search.finder.told):
-                self._send_lines("note", [f"stragglers: {slow}"])
+                self._send("note", f"stragglers: {slow}")
         self.files.submit(Exchange(own, state, reads_all=False))
         self.files.wait_idle(seconds)
-        self.outputs.close(seconds)
+        self.log.close(seconds)
+        if self.prometheus:
+            self.prometheus.end_file(seconds)
+        self.notifier.close(seconds)
 
 
 class StepCount:

@@ -13,9 +13,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import IO
+from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from launcher.watch.model import NotifySettings
@@ -32,26 +30,6 @@ WAITING = 32
 """Messages that wait for a slow server, at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What is posted as JSON, by these names."""
-
-    run: str
-    """Name and identifier of the run."""
-    job_id: str | None
-    """SLURM's."""
-    event: str
-    """As in `notify.events`."""
-    host: str
-    sentence: str
-    state: str
-    """Of the job: as in model.JobState, or the manifest's word for how it ended."""
-    step: int | None
-    exit_code: int | None
-    run_dir: str
-    time: float
-
-
 class Notifier:
     """Posts messages, and pings; it never blocks and never raises."""
 
@@ -65,9 +43,12 @@ class Notifier:
         host: str,
         job_id: str | None = None,
     ) -> None:
-        """`warn` is called once for each URL that cannot be reached, by another thread."""
+        """`run` is the run's name and identifier; `job_id` is SLURM's.
+
+        `warn` is called once for each URL that cannot be reached, by another thread.
+        """
         self._settings = settings
-        self._job = Message(run, job_id, "", host, "", "", None, None, run_dir, 0.0)
+        self._job = {"run": run, "job_id": job_id, "host": host, "run_dir": run_dir}
         self.posts = _start_sender("notify.url", DELAYS, warn) if settings.url else None
         self._pings = _start_sender("notify.ping_url", (), warn) if settings.ping_url else None
         self._next_ping = 0.0
@@ -81,18 +62,14 @@ class Notifier:
         step: int | None = None,
         exit_code: int | None = None,
     ) -> None:
-        """Post an event, if it is one of those that are asked for."""
+        """Post an event, if it is one of those that are asked for.
+
+        `state` is the job's: as in model.JobState, or the manifest's word for how it ended.
+        """
         if self.posts is None or event not in self._settings.events:
             return
-        message = replace(
-            self._job,
-            event=event,
-            sentence=sentence,
-            state=state,
-            step=step,
-            exit_code=exit_code,
-            time=time.time(),
-        )
+        what = {"event": event, "sentence": sentence, "state": state, "step": step, "exit_code": exit_code}
+        message = {**self._job, **what, "time": time.time()}
         self.posts.put(build_post(self._settings.url or "", self._settings.format, message))
 
     def ping(self) -> None:
@@ -109,72 +86,51 @@ class Notifier:
             sender.close(max(0.0, end - time.monotonic()))
 
 
-class _SendError(OSError):
-    """A request could not be sent: the text says why, without the URL."""
-
-    def __init__(self, text: str, *, is_passing: bool) -> None:
-        super().__init__(text)
-        self.is_passing = is_passing
-
-
 def _start_sender(
     key: str, delays: Sequence[float], warn: Callable[[str], None]
 ) -> "Worker[urllib.request.Request]":
-    """Start what sends requests, and again after these delays (none in the end) if a failure may pass."""
+    """Start what sends requests, and again after these delays if a failure may pass."""
 
     def send(request: urllib.request.Request) -> None:
-        for delay in delays:
-            try:
-                return _send(request)
-            except _SendError as error:
-                if not error.is_passing:
-                    raise
-                worker.closing.wait(delay)
-        return _send(request)
+        for delay in (*delays, None):
+            reason, is_passing = _send(request)
+            if reason and (delay is None or not is_passing):
+                raise OSError(reason)
+            if not reason or delay is None:
+                return
+            worker.closing.wait(delay)
 
     worker = Worker(key, send, WAITING, lambda error: warn(f"{key} could not be told ({error})"))
     return worker
 
 
-class _RedirectPolicy(urllib.request.HTTPRedirectHandler):
-    """Follows a GET's redirects within its scheme; a POST's would lose the message."""
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows none: a POST's would lose the message."""
 
-    def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: IO[bytes],
-        code: int,
-        msg: str,
-        headers: http.client.HTTPMessage,
-        newurl: str,
-    ) -> urllib.request.Request | None:
-        """Return the request to follow with; raises HTTPError."""
-        is_same = urlsplit(newurl).scheme == urlsplit(req.full_url).scheme
-        if req.get_method() != "GET" or not is_same:
-            raise urllib.error.HTTPError(req.full_url, code, msg, headers, fp)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+    def redirect_request(self, *_: object, **__: object) -> None:
+        return None
 
 
-def _send(request: urllib.request.Request) -> None:
-    """Send a request by HTTP or HTTPS, and by nothing else; raises _SendError."""
+def _send(request: urllib.request.Request) -> tuple[str, bool]:
+    """Send a request by HTTP or HTTPS, and by nothing else.
+
+    Return why that failed, without the URL, and whether another attempt may succeed; an empty text if it is
+    done.
+    """
     if request.type not in ("http", "https"):
-        raise _SendError("no such scheme", is_passing=False)
+        return "no such scheme", False
     try:
-        with urllib.request.build_opener(_RedirectPolicy).open(request, timeout=_TIMEOUT):
-            return
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=_TIMEOUT):
+            return "", False
     except urllib.error.HTTPError as error:
         with error:
-            hint = (
-                ", a redirect that is not followed: set the address it leads to" if error.code < 400 else ""
-            )
-            text, is_passing = f"HTTP {error.code}{hint}", error.code in _PASSING
+            hint = ", a redirect: set the address that it leads to" if error.code < 400 else ""
+            return f"HTTP {error.code}{hint}", error.code in _PASSING
     except urllib.error.URLError as error:
         reason = error.reason
-        text = (isinstance(reason, OSError) and reason.strerror) or type(reason).__name__
-        is_passing = True
+        return (isinstance(reason, OSError) and reason.strerror) or type(reason).__name__, True
     except (OSError, http.client.HTTPException, ValueError) as error:
-        text, is_passing = type(error).__name__, isinstance(error, OSError)
-    raise _SendError(text, is_passing=is_passing)
+        return type(error).__name__, isinstance(error, OSError)
 
 
 def _build_request(url: str, data: bytes | None) -> urllib.request.Request:
@@ -183,23 +139,21 @@ def _build_request(url: str, data: bytes | None) -> urllib.request.Request:
     return urllib.request.Request(url, data, headers)  # noqa: S310 - `_send` takes HTTP and HTTPS alone
 
 
-def build_post(url: str, form: str, message: Message) -> urllib.request.Request:
-    """Return a message's request, in Slack's form or in our own."""
-    is_slack = form == "slack" or (form == "auto" and urlsplit(url).hostname == _SLACK)
-    body: object = {"text": _describe_message(message)} if is_slack else asdict(message)
-    return _build_request(url, json.dumps(body).encode())
+def build_post(url: str, form: str, message: Mapping[str, object]) -> urllib.request.Request:
+    """Return a message's request, in Slack's form or in our own.
 
-
-def _describe_message(message: Message) -> str:
-    """Return a message for people, escaped as Slack's mrkdwn wants it.
-
-    Source: https://docs.slack.dev/messaging/formatting-message-text, "Escaping text".
+    Slack's mrkdwn is escaped: https://docs.slack.dev/messaging/formatting-message-text, "Escaping text".
     """
+    if form != "slack" and (form != "auto" or urlsplit(url).hostname != _SLACK):
+        return _build_request(url, json.dumps(message).encode())
     ends = {"start": "starts", "hang": "hangs", "recover": "goes on", "fail": "failed", "end": "ended"}
-    job = f", job {message.job_id}" if message.job_id else ""
-    text = f"{message.run} on {message.host}{job} {ends.get(message.event, f'has a {message.event}')}"
-    text += f" at step {message.step}" if message.step is not None else ""
-    text += f" with exit code {message.exit_code}" if message.exit_code else ""
-    text += f": {message.sentence}" if message.sentence else ""
-    text += f"\n{message.run_dir}"
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    event = str(message["event"])
+    text = f"{message['run']} on {message['host']}"
+    text += f", job {message['job_id']}" if message["job_id"] else ""
+    text += f" {ends.get(event, f'has a {event}')}"
+    text += f" at step {message['step']}" if message["step"] is not None else ""
+    text += f" with exit code {message['exit_code']}" if message["exit_code"] else ""
+    text += f": {message['sentence']}" if message["sentence"] else ""
+    text += f"\n{message['run_dir']}"
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _build_request(url, json.dumps({"text": text}).encode())

@@ -15,9 +15,10 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from launcher.codec import dump, load
 from launcher.files import LARGEST, open_below, read_file, write_whole
@@ -29,7 +30,7 @@ JOB_STATE = "job.json"
 _REPORT, EVIDENCE, _ANSWER = "node-", "evidence-", "stack-"
 _REQUEST = "stack-request.json"
 _HANG = re.compile(r"hang-([1-9]\d{0,5})")
-_REQUEST_PATIENCE = 30.0
+REQUEST_PATIENCE = 30.0
 """Seconds after which a request for a stack is no longer answered: who asked has gone on."""
 _MISSED, _LEAST_SILENCE = 3, 10.0
 """A node is silent once so many of its reports are missing, and at least so many seconds have passed."""
@@ -159,86 +160,79 @@ def _list_names(folder: Path, beginning: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored(Generic[T]):
-    """A value as it was found in a file."""
-
-    value: T
-    written: float
-    """When its file was written, in seconds since the epoch on the filesystem's clock."""
-    seen: float = 0.0
-    """When it was written, on this process's monotonic clock."""
-    stamp: tuple[int, int, int] = (0, 0, 0)
-    """Time of change, inode and size."""
-
-
-class FileCache(Generic[T]):
-    """Files of one type of value, each read when it has changed; one that is damaged has its last value.
-
-    When a file was written, by this process's clock, follows from when it was seen to change, and at the
-    first look from its time and this machine's clock, which may be another than the filesystem's.
-    """
-
-    def __init__(self, kind: type[T], folder: Path, *, own: bool = False) -> None:
-        self.kind = kind
-        self.folder = folder
-        self.own = own
-        self.found: dict[str, Stored[T]] = {}
-
-    def update(self, names: Iterable[str]) -> dict[str, Stored[T]]:
-        """Return the values of these files, and forget those of others."""
-        states: dict[str, os.stat_result] = {}
-        for name in names:
-            try:
-                states[name] = (self.folder / name).lstat()
-            except OSError:
-                continue
-        now = time.monotonic()
-        clock = max([time.time(), *(state.st_mtime for state in states.values())])
-        found: dict[str, Stored[T]] = {}
-        for name, state in states.items():
-            stamp = (state.st_mtime_ns, state.st_ino, state.st_size)
-            before = self.found.get(name)
-            if before and before.stamp == stamp:
-                found[name] = before
-                continue
-            value = read_value(self.kind, self.folder / name, own=self.own)
-            if value is None and before:
-                value = before.value
-            if value is not None:
-                seen = now if before else now - (clock - state.st_mtime)
-                found[name] = Stored(value, state.st_mtime, seen, stamp)
-        self.found = found
-        return found
-
-
-class ReportCache:
-    """All nodes' reports, and what is known of the job; of 1,000 nodes, a look costs one listing."""
-
-    def __init__(self, run_path: Path, *, own: bool = False) -> None:
-        self.folder = watch_path(run_path)
-        self._reports = FileCache(NodeReport, self.folder, own=own)
-        self._job = FileCache(JobState, self.folder, own=own)
-
-    def read_reports(self) -> tuple[Stored[NodeReport], ...]:
-        """Return the nodes' reports, by node rank."""
-        found = self._reports.update(_list_names(self.folder, _REPORT)).values()
-        return tuple(sorted(found, key=lambda one: (one.value.node_rank, one.value.host)))
-
-    def read_job(self) -> Stored[JobState] | None:
-        """Return what is known of the job; None if nothing is."""
-        return self._job.update([JOB_STATE]).get(JOB_STATE)
-
-
-# A rank's stack for somebody who looks at the run
-
-
-@dataclass(frozen=True, slots=True)
 class StackRequest:
-    """What is asked for."""
+    """Of a rank's stack, by somebody who looks at the run."""
 
     rank: int
     number: int
     """Greater than that of any request before, which it replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(Generic[T]):
+    """A value as it was found in a file."""
+
+    value: T
+    seen: float
+    """When its file was written, on this process's monotonic clock."""
+    stamp: tuple[int, int, int] = (0, 0, 0)
+    """Time of change, inode and size."""
+
+
+class ReportCache:
+    """All nodes' reports, and what is known of the job, each read when it has changed.
+
+    Of 1,000 nodes, a look costs one listing. A file that is damaged has its last value. When a file was
+    written follows from its time and the filesystem's clock, if the caller knows that by a file of its own.
+    Else it follows from when it was seen to change, and at the first look from this machine's clock, which
+    may be another one.
+    """
+
+    def __init__(self, run_path: Path, *, own: bool = False) -> None:
+        self.folder = watch_path(run_path)
+        self.own = own
+        self._found: dict[type, dict[str, Stored[Any]]] = {}
+
+    def read_reports(self, clock: float | None = None) -> tuple[Stored[NodeReport], ...]:
+        """Return the nodes' reports, by node rank."""
+        found = self._update(NodeReport, _list_names(self.folder, _REPORT), clock)
+        return tuple(sorted(found.values(), key=lambda one: (one.value.node_rank, one.value.host)))
+
+    def read_job(self, clock: float | None = None) -> Stored[JobState] | None:
+        """Return what is known of the job; None if nothing is."""
+        return self._update(JobState, [JOB_STATE], clock).get(JOB_STATE)
+
+    def read_request(self, clock: float) -> Stored[StackRequest] | None:
+        """Return the last request for a stack, by this user alone with `own`."""
+        return self._update(StackRequest, [_REQUEST], clock).get(_REQUEST)
+
+    def _update(self, kind: type[T], names: Iterable[str], clock: float | None) -> dict[str, Stored[T]]:
+        """Return the values of these files, and forget those of others."""
+        states: dict[str, os.stat_result] = {}
+        for name in names:
+            with suppress(OSError):
+                states[name] = (self.folder / name).lstat()
+        now, known = time.monotonic(), self._found.get(kind, {})
+        guess = max([time.time(), *(state.st_mtime for state in states.values())])
+        found: dict[str, Stored[T]] = {}
+        for name, state in states.items():
+            stamp = (state.st_mtime_ns, state.st_ino, state.st_size)
+            before = known.get(name)
+            if before and before.stamp == stamp:
+                found[name] = before
+                continue
+            value = read_value(kind, self.folder / name, own=self.own)
+            if value is None and before:
+                value = before.value
+            if value is not None:
+                age = (guess if clock is None else clock) - state.st_mtime
+                seen = now if before and clock is None else now - age
+                found[name] = Stored(value, seen, stamp)
+        self._found[kind] = found
+        return found
+
+
+# A rank's stack for somebody who looks at the run
 
 
 def write_stack_request(run_path: Path, rank: int) -> int:
@@ -246,16 +240,6 @@ def write_stack_request(run_path: Path, rank: int) -> int:
     request = StackRequest(rank, time.time_ns())
     _write(run_path, FOLDER, _REQUEST, dump(request))
     return request.number
-
-
-def read_stack_request(run_path: Path, now: float) -> StackRequest | None:
-    """Return the request of this user's, if there is one that is not old; `now` is the filesystem's time."""
-    path = watch_path(run_path) / _REQUEST
-    try:
-        is_old = abs(now - path.lstat().st_mtime) > _REQUEST_PATIENCE
-    except OSError:
-        return None
-    return None if is_old else read_value(StackRequest, path, own=True)
 
 
 def write_stack_answer(run_path: Path, evidence: NodeEvidence) -> None:

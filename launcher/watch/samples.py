@@ -6,11 +6,12 @@ all page tables and holds the lock that the rank's page faults need.
 """
 
 import os
+import re
 import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from pathlib import Path
 
 from launcher.files import read_stat
 from launcher.watch.model import Neighbour, NodeSample, RankSample
@@ -79,8 +80,7 @@ class Sampler:
 
     def __init__(self, find_cgroups: "FindCgroups | None" = None, root: str = "") -> None:
         """`find_cgroups` gives a process's cgroups; `root` is what /sys and /proc/pressure are below."""
-        self._node = NodeReader(root)
-        self._cgroups = CgroupReader(find_cgroups, root)
+        self._node = NodeReader(find_cgroups, root)
         self._neighbours = _NeighbourFinder()
         self._before: dict[int, _Tree] = {}
         self._parents: set[int] = set()
@@ -104,12 +104,12 @@ class Sampler:
         for pid in trees.keys() & still:
             trees[pid].connections = _read_connections(trees[pid].pids)
         self._number += 1
-        quotas = self._cgroups.sample(trees, elapsed)
+        node, throttled = self._node.sample(trees, elapsed)
         neighbours = self._neighbours.find({pid: tree.pids for pid, tree in trees.items()})
         ranks, resting = dict.fromkeys(pids, RankSample()), set()
         for pid, tree in trees.items():
             ranks[pid] = RankSample(
-                rss=tree.rss, throttled=quotas.ranks.get(pid), neighbours=neighbours.get(pid, ())
+                rss=tree.rss, throttled=throttled.get(pid), neighbours=neighbours.get(pid, ())
             )
             before = self._before.get(pid)
             if before is None or before.start != tree.start or elapsed <= 0:
@@ -134,7 +134,7 @@ class Sampler:
             if old.get(thread) == delay
         }
         self._before = trees
-        return Sample(ranks, self._node.sample(quotas.folders, elapsed, quotas.common), resting)
+        return Sample(ranks, node, resting)
 
     def _read_tree(self, pid: int) -> _Tree | None:
         """Add up the counters of a process and all below it; None if it is gone."""
@@ -308,70 +308,86 @@ class _NeighbourFinder:
         return {cpu: cores * part / total for cpu, part in parts.items()} if total else {}
 
 
-# CPU quotas
+# The node: CPU quotas, network, pressure
 
 Groups = tuple[int, Sequence[str]]
 """A hierarchy's version (1 or 2), and a process's cgroup in it with those above it, innermost first: paths of
 directories below the root without a leading slash."""
 FindCgroups = Callable[[int], Mapping[str, Groups]]
 """Gives the cgroups of a process (PID) by controller."""
+_LIST_AGAIN = 12
+"""Samples after which network devices are listed again."""
+_WORD = 4
+"""Bytes: the unit of port_rcv_data and port_xmit_data (InfiniBand specification, PortCountersExtended)."""
 
 
-class Quotas(NamedTuple):
-    """By how much CPU quotas held back ranks, in seconds per second."""
-
-    ranks: Mapping[int, float | None]
-    """By PID, what the strictest quota on its way did; None if nothing is known of any."""
-    common: float | None
-    """What the strictest quota did that holds for all ranks."""
-    folders: Sequence[str]
-    """The cgroups of version 2 that all ranks are in, innermost first: they tell of pressure."""
-
-
-class CgroupReader:
-    """Reads how long CPU quotas held back the cgroups of the ranks, and of all above them."""
+class NodeReader:
+    """Reads counters of the node and of the ranks' cgroups; each call says what has been since the last."""
 
     def __init__(self, find_cgroups: FindCgroups | None, root: str) -> None:
         self._find_cgroups = find_cgroups
         self._root = root
-        self._known: dict[int, tuple[str, Groups]] = {}
-        """By rank (PID): what /proc says, and the folders that were found for that."""
-        self._before: dict[str, float] = {}
+        self._number = 0
+        self._devices: Mapping[str, list[tuple[Path, int]]] = {}
+        """Files that count bytes, and their unit, by device."""
+        self._before: Mapping[str, float] = {}
+        """Counts by device and by cgroup."""
 
-    def sample(self, pids: Iterable[int], elapsed: float) -> Quotas:
-        """Read the counters of these ranks' cgroups; `elapsed` is the time since the last call, in s."""
-        known: dict[int, tuple[str, Groups]] = {}
-        for pid in pids:
-            text = read_kernel_text(f"/proc/{pid}/cgroup")
-            if self._find_cgroups is None or text is None:
-                continue
-            before = self._known.get(pid)
-            if before and before[0] == text:
-                known[pid] = before
-            else:  # it was moved to another one
-                known[pid] = text, self._find_cgroups(pid).get("cpu", (2, ()))
-        self._known = known
-        versions = {folder: version for _, (version, folders) in known.values() for folder in folders}
-        counts = {
-            folder: count
-            for folder, version in versions.items()
-            if (count := _read_throttled(f"{self._root}/{folder}", version)) is not None
+    def sample(self, pids: Iterable[int], elapsed: float) -> tuple[NodeSample, Mapping[int, float | None]]:
+        """Sample the node, and by how much CPU quotas held back these ranks.
+
+        `elapsed` are the seconds since the last call. Of a rank, and of all of them together, it is what the
+        strictest quota did that holds for them.
+        """
+        find = self._find_cgroups
+        chains = {pid: find(pid).get("cpu", (2, ())) for pid in pids} if find else {}
+        throttled = {
+            folder: _read_throttled(f"{self._root}/{folder}", version)
+            for folder, version in {
+                one: version for version, chain in chains.values() for one in chain
+            }.items()
         }
-        shares = {
-            folder: max(0.0, count - self._before[folder]) / elapsed
-            for folder, count in counts.items()
-            if folder in self._before and elapsed > 0
+        if self._number % _LIST_AGAIN == 0:
+            self._devices = _list_devices(Path(self._root or "/", "sys/class"))
+        self._number += 1
+        moved = {name: _add_up(files) for name, files in self._devices.items()}
+        counts = {key: count for key, count in {**throttled, **moved}.items() if count is not None}
+        rates = {
+            key: max(0.0, count - self._before[key]) / elapsed
+            for key, count in counts.items()
+            if key in self._before and elapsed > 0
         }
         self._before = counts
 
-        def find_strictest(folders: Sequence[str]) -> float | None:
-            return max((shares[folder] for folder in folders if folder in shares), default=None)
+        def find_strictest(folders: Iterable[str]) -> float | None:
+            return max((rates[folder] for folder in folders if folder in rates), default=None)
 
-        chains = [groups for _, groups in known.values()]
-        version, first = chains[0] if chains else (2, ())
-        common = [folder for folder in first if all(folder in folders for _, folders in chains)]
-        ranks = {pid: find_strictest(folders) for pid, (_, (_, folders)) in known.items()}
-        return Quotas(ranks, find_strictest(common), common if version == 2 else ())
+        version, first = next(iter(chains.values()), (2, ()))
+        common = [folder for folder in first if all(folder in chain for _, chain in chains.values())]
+        psi = {
+            resource: self._read_pressure(common if version == 2 else (), resource)
+            for resource in ("memory", "cpu", "io")
+        }
+        node = NodeSample(
+            nic_rates=tuple((name, rates[name]) for name in self._devices if name in rates),
+            memory_pressure=psi["memory"],
+            cpu_pressure=psi["cpu"],
+            io_pressure=psi["io"],
+            throttled=find_strictest(common),
+        )
+        return node, {pid: find_strictest(folders) for pid, (_, folders) in chains.items()}
+
+    def _read_pressure(self, folders: Sequence[str], resource: str) -> float | None:
+        """Return the share of the last 10 s that some task waited for a resource.
+
+        It is that of the innermost cgroup that tells, else the node's; None if the kernel has no PSI. Source:
+        the kernel's Documentation/accounting/psi.rst.
+        """
+        for place in (*(f"{folder}/{resource}.pressure" for folder in folders), f"proc/pressure/{resource}"):
+            text = read_kernel_text(f"{self._root}/{place}") or ""
+            if found := re.match(r"some avg10=(\d+\.?\d*) ", text):
+                return float(found[1]) / 100
+        return None
 
 
 def _read_throttled(folder: str, version: int) -> float | None:
@@ -381,109 +397,32 @@ def _read_throttled(folder: str, version: int) -> float | None:
     up the run queues of all CPUs (Documentation/scheduler/sched-bwc.rst).
     """
     name, unit = ("throttled_time", 1e9) if version == 1 else ("throttled_usec", 1e6)
-    for line in (read_kernel_text(f"{folder}/cpu.stat") or "").splitlines():
-        key, _, value = line.partition(" ")
-        if key == name and value.isdecimal():
-            return int(value) / unit
-    return None
+    found = re.search(rf"^{name} (\d+)$", read_kernel_text(f"{folder}/cpu.stat") or "", re.MULTILINE)
+    return int(found[1]) / unit if found else None
 
 
-# Network and pressure of the node
+def _list_devices(top: Path) -> dict[str, list[tuple[Path, int]]]:
+    """Return the files that count the bytes of each network device, and their unit.
 
-_LIST_AGAIN = 12
-"""Samples after which network devices are listed again."""
-_WORD = 4
-"""Bytes: the unit of port_rcv_data and port_xmit_data (InfiniBand specification, PortCountersExtended)."""
-_INFINIBAND = (
-    ("counters/port_rcv_data", "counters/port_xmit_data", _WORD),
-    ("hw_counters/rx_bytes", "hw_counters/tx_bytes", 1),
-)
-"""Received and sent, and their unit: as the InfiniBand core has them, else as EFA has them."""
-
-
-class NodeReader:
-    """Reads the node's counters; each call says what has been since the one before."""
-
-    def __init__(self, root: str) -> None:
-        self._root = root
-        self._number = 0
-        self._devices: dict[str, list[tuple[str, int]]] = {}
-        """Files that count bytes, and their unit, by device."""
-        self._before: dict[str, int] = {}
-
-    def sample(self, folders: Sequence[str], elapsed: float, throttled: float | None) -> NodeSample:
-        """Sample the node; `folders` are the ranks' common cgroup and those above it, of version 2."""
-        if self._number % _LIST_AGAIN == 0:
-            self._devices = _list_devices(self._root)
-        self._number += 1
-        counts: dict[str, int] = {}
-        for name, files in self._devices.items():
-            parts = [(_read_count(path), unit) for path, unit in files]
-            known = [count * unit for count, unit in parts if count is not None]
-            if len(known) == len(parts):
-                counts[name] = sum(known)
-        rates = tuple(
-            (name, max(0, count - self._before[name]) / elapsed)
-            for name, count in counts.items()
-            if name in self._before and elapsed > 0
-        )
-        self._before = counts
-        return NodeSample(
-            nic_rates=rates,
-            memory_pressure=self._read_pressure(folders, "memory"),
-            cpu_pressure=self._read_pressure(folders, "cpu"),
-            io_pressure=self._read_pressure(folders, "io"),
-            throttled=throttled,
-        )
-
-    def _read_pressure(self, folders: Sequence[str], resource: str) -> float | None:
-        """Return the share of the last 10 s that some task waited for a resource.
-
-        It is that of the innermost cgroup that tells, else the node's; None if the kernel has no PSI. Source:
-        the kernel's Documentation/accounting/psi.rst.
-        """
-        for place in (*(f"{folder}/{resource}.pressure" for folder in folders), f"proc/pressure/{resource}"):
-            text = read_kernel_text(f"{self._root}/{place}")
-            if text and text.startswith("some avg10="):
-                share = text.removeprefix("some avg10=").partition(" ")[0]
-                return float(share) / 100 if share.replace(".", "", 1).isdecimal() else None
-        return None
-
-
-def _list_devices(root: str) -> dict[str, list[tuple[str, int]]]:
-    """Return the files that count the bytes of each network device.
-
-    They are RDMA devices (InfiniBand and RoCE, which interfaces do not count) and physical interfaces, or all
-    but the loopback if none is physical: a container's interface is a virtual one, and the only one it sees.
+    They are RDMA devices (InfiniBand and RoCE, which interfaces do not count; EFA has names of its own) and
+    physical interfaces, or all but the loopback if none is physical, as in a container.
     """
-    found: dict[str, list[tuple[str, int]]] = {}
-    top = f"{root}/sys/class/infiniband"
-    for name in _list_folder(top):
-        for port in _list_folder(f"{top}/{name}/ports"):
-            here = f"{top}/{name}/ports/{port}"
-            for received, sent, unit in _INFINIBAND:
-                if _read_count(f"{here}/{received}") is not None:
-                    found.setdefault(name, []).extend(
-                        [(f"{here}/{received}", unit), (f"{here}/{sent}", unit)]
-                    )
-                    break
-    top = f"{root}/sys/class/net"
-    names = [name for name in _list_folder(top) if name != "lo"]
-    physical = [name for name in names if os.path.exists(f"{top}/{name}/device")]  # noqa: PTH110
-    for name in physical or names:
-        found[name] = [(f"{top}/{name}/statistics/{file}", 1) for file in ("rx_bytes", "tx_bytes")]
+    found = {}
+    for device in sorted(top.glob("infiniband/*")):
+        words = [(file, _WORD) for file in device.glob("ports/*/counters/port_*_data")]
+        found[device.name] = words or [(file, 1) for file in device.glob("ports/*/hw_counters/[rt]x_bytes")]
+    interfaces = [device for device in sorted(top.glob("net/*")) if device.name != "lo"]
+    for device in [one for one in interfaces if (one / "device").exists()] or interfaces:
+        found[device.name] = [(file, 1) for file in device.glob("statistics/[rt]x_bytes")]
     return found
 
 
-def _list_folder(folder: str) -> list[str]:
-    """Return the names in a directory, sorted; none if it cannot be read."""
-    try:
-        return sorted(os.listdir(folder))  # noqa: PTH208
-    except OSError:
-        return []
-
-
-def _read_count(path: str) -> int | None:
-    """Return a file's whole number; None if it has none."""
-    text = (read_kernel_text(path) or "").strip()
-    return int(text) if text.isascii() and text.isdecimal() else None
+def _add_up(files: Iterable[tuple[Path, int]]) -> int | None:
+    """Return the sum of counters in their units; None if one cannot be read."""
+    total = 0
+    for path, unit in files:
+        text = (read_kernel_text(str(path)) or "").strip()
+        if not (text.isascii() and text.isdecimal()):
+            return None
+        total += int(text) * unit
+    return total

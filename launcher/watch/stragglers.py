@@ -4,7 +4,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -282,9 +281,9 @@ _COMPARISONS = 50
 class StragglerSearch:
     """The judging node's comparison of ranks, in a thread: it takes a second with 1,000 of them."""
 
-    def __init__(self, send: Callable[[dict[str, object]], None]) -> None:
-        """`send` tells the supervisor something."""
-        self.send = send
+    def __init__(self, tell: Callable[[Straggler], None]) -> None:
+        """`tell` is called for each new one, in the thread."""
+        self.tell = tell
         self.finder = StragglerFinder()
         self.thread: threading.Thread | None = None
         self.next_time = 0.0
@@ -301,6 +300,5 @@ class StragglerSearch:
         begin = time.thread_time()
         self.next_time = time.monotonic() + _AFTER_DEFECT
         for found in self.finder.update(reports):
-            lines = [explain_straggler(found)]
-            self.send({"event": "straggler", "lines": lines, "straggler": asdict(found)})
+            self.tell(found)
         self.next_time = time.monotonic() + _COMPARISONS * (time.thread_time() - begin)

@@ -1,4 +1,4 @@
-"""Who holds the others up, and whether that is a hang, from the evidence of all nodes: pure.
+"""Who holds the others up, from the evidence of all nodes: pure.
 
 `rank 5 on n2 has not joined all_reduce #1042 of the default group, in which 7 ranks wait: it sleeps at
 data.py:88, read_shard`.
@@ -18,16 +18,13 @@ from launcher.watch.activity import (
     COMPUTING,
     describe_activity,
     find_distributed_call,
-    find_phase,
     is_deadlocked,
     is_debugged,
     is_in_backward,
-    is_working,
     stands_by_itself,
 )
 from launcher.watch.flight_recorder import DEFAULT_GROUP
-from launcher.watch.hang import PATIENT_PHASES, Pause, choose_hang_time
-from launcher.watch.model import Call, Decision, Frame, NodeEvidence, NodeReport, RankEvidence, Verdict
+from launcher.watch.model import Call, Frame, NodeEvidence, NodeReport, RankEvidence, Verdict
 
 # Which rank waits for which others, and in what
 
@@ -204,43 +201,9 @@ _LONGEST = 600
 """Characters of a sentence."""
 
 
-def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: Pause) -> Decision:
-    """Return whether a pause is a hang, is worth a notice, or nothing to tell of.
-
-    A hang is what cannot go on by itself, or ranks that have shown no activity, or made no progress, for long
-    enough (`choose_hang_time`). A rank that makes progress while others wait, as in an evaluation on rank 0
-    alone, and one that a debugger holds, are nothing to tell of. What is not known counts as activity.
-    """
-    job = _Job(nodes, reports)
-    verdict = job.judge()
-    if verdict.kind == "debugged" or verdict.is_final:
-        return Decision("hang" if verdict.is_final else "none", verdict)
-    states = {state.rank: state for report in reports for state in report.ranks}
-    culprits = [job.ranks[number] for number in verdict.ranks if number in job.ranks]
-    phases = [find_phase(rank) for rank in culprits]
-    phases += [states[number].phase for number in verdict.ranks if number in states.keys() - job.ranks.keys()]
-    has_begun = any(one.step for one in job.ranks.values()) or any(one.step for one in states.values())
-    quiet_time, working_time = (
-        choose_hang_time(
-            pause.setting,
-            pause.longest,
-            phase=max(phases, key=lambda phase: PATIENT_PHASES.get(phase, 0.0), default=""),
-            has_begun=has_begun,
-            is_working=counts_work,
-            has_waiting=verdict.waiting > 0 and verdict.kind != "silent",
-        )
-        for counts_work in (False, True)
-    )
-    quiet = min((pause.quiet.get(number, 0.0) for number in verdict.ranks), default=0.0)
-    if verdict.kind == "silent":
-        quiet = pause.idle
-    elif any(map(is_working, culprits)):
-        quiet = 0.0
-    seconds = min(quiet_time - quiet, working_time - pause.idle)
-    if seconds <= 0:
-        return Decision("hang", verdict)
-    goes_on = min((rank.idle for rank in culprits), default=pause.limit) < pause.limit / 2
-    return Decision("none" if goes_on else "notice", verdict, seconds)
+def judge_evidence(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport]) -> Verdict:
+    """Return who holds the others up, as far as the evidence says, in words harmless on a terminal."""
+    return _Job(nodes, reports).judge()
 
 
 class _Job:
@@ -264,7 +227,6 @@ class _Job:
         self.waits: _Waits = _find_waits(self.ranks, frozenset(self.hosts))
 
     def judge(self) -> Verdict:
-        """Return who holds the others up, as far as the evidence says, in words harmless on a terminal."""
         if mismatch := _find_mismatch(self.ranks, self.waits):
             return self._blame_mismatch(mismatch)
         if roots := _find_roots(self.waits, self.ranks):

@@ -21,17 +21,18 @@ class Worker(Generic[T]):
         name: str,
         work: Callable[[T], object],
         most: int,
-        warn: Callable[[OSError], object],
+        warn: Callable[[OSError], object] | None = None,
         finish: Callable[[], object] | None = None,
     ) -> None:
         """`work` is called with each item, `finish` in the end; both raise OSError. `most` may wait."""
         self._work = work
         self._finish = finish
         self._warn = warn
-        self._has_warned = False
         self._items: queue.Queue[tuple[T] | None] = queue.Queue(most)
         self.closing = threading.Event()
         """Somebody waits for the end."""
+        self.busy_since: float | None = None
+        """Monotonic time at which it began what it does now."""
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
@@ -43,6 +44,11 @@ class Worker(Generic[T]):
             return False
         return True
 
+    def wait_idle(self, seconds: float) -> bool:
+        """Wait until all is done, at most so long; tell whether it is."""
+        with self._items.all_tasks_done:
+            return self._items.all_tasks_done.wait_for(lambda: not self._items.unfinished_tasks, seconds)
+
     def close(self, timeout: float) -> None:
         """Have the rest done, and wait for that for so many seconds at most."""
         self.closing.set()
@@ -53,12 +59,15 @@ class Worker(Generic[T]):
 
     def _run(self) -> None:
         while entry := self._items.get():
+            self.busy_since = time.monotonic()
             try:
                 self._work(entry[0])
             except OSError as error:
-                if not self._has_warned:
-                    self._has_warned = True
+                if self._warn:
                     self._warn(error)
+                    self._warn = None
+            self.busy_since = None
+            self._items.task_done()
         if self._finish:
             with contextlib.suppress(OSError):
                 self._finish()

@@ -66,11 +66,11 @@ def bench_watch_scale(folder: Path, rounds: int) -> None:
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
     print_row(f"the judge reads all, {grown} MiB", round(wall), round(cpu))
     own, now, read = make_report(0, 2), time.monotonic(), ReportCache(folder).read_reports()
-    shared = SharedView(now, min(stored.written for stored in read), reports=read)
+    shared = SharedView(reports=read)
 
     def look() -> None:
         view = make_job_view(own, shared, now)
-        view.describe(own, (), hanging=False, step=1, notes=())
+        view.describe(own, hanging=False, step=1)
         list_stalled(view.ranks, 20.0)
 
     print_row("the judge looks, once a second", *(f"{time:.1f}" for time in measure(look, rounds)))

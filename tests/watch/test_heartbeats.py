@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 def test_writer_and_reader_have_the_same_layout() -> None:
     for name in ("MAGIC", "LAYOUT", "SIZE", "RING", "MAX_NOTES"):
         assert getattr(heartbeat, name) == getattr(reader, name), name
-    names = [f"AT_{field.upper()}" for field in reader.BeatHead.__dataclass_fields__]
+    names = [f"AT_{field.upper()}" for field in reader.HEAD_FIELDS]
     assert [getattr(heartbeat, name) for name in names] == list(range(17))
     assert reader.HEAD.size == 8 * 17
     places = heartbeat.AT_ENDS, heartbeat.AT_DURATIONS, heartbeat.AT_NOTES

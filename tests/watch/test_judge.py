@@ -71,8 +71,8 @@ def shared(
     *reports: tuple[NodeReport, float], job: JobState | None = None, job_age: float = 0.0
 ) -> SharedView:
     """Reports with their ages in seconds, as they were found just now."""
-    stored = tuple(Stored(one, 500.0 - age) for one, age in reports)
-    return SharedView(50.0, 500.0, job, job_age, stored)
+    stored = tuple(Stored(one, 50.0 - age) for one, age in reports)
+    return SharedView(Stored(job, 50.0 - job_age) if job else None, stored)
 
 
 def job(host: str, attempt: int = 0, **more: Any) -> JobState:
@@ -86,7 +86,7 @@ def test_what_the_judging_node_tells(case: dict[str, Any]) -> None:
     def decide(*_: object) -> Decision:
         return Decision(word, verdict, 0.0 if word == "hang" else 500.0)
 
-    judge = HangJudge(decide, case.get("on_hang", "report"))
+    judge = HangJudge(case.get("on_hang", "report"), decide=decide)
     if told := case.get("adopted"):
         hangs = (Hang(told["number"], 1.0, 0.0, 10, ABSENT),)
         judge.adopt(job("n0", hangs=hangs, restarts=told["restarts"], asks=told["asks"]))
@@ -212,11 +212,11 @@ def test_the_job_as_its_nodes_reports_have_it() -> None:
         (node,) = seen.list_ended_ranks()
         assert [(rank.rank, rank.exit_code, rank.host) for rank in node.ranks] == [(1, 0, "n1")]
     both = JobView((own,), (report(1),))
-    state = both.describe(own, (HANG,), hanging=True, step=10, notes=())
+    state = both.describe(own, hanging=True, hangs=(HANG,), step=10)
     assert (state.state, state.step, state.step_age, state.p50) == ("hanging", 10, 30, 1.0)
     assert (state.silent, state.hangs, state.notes) == (("n1",), (HANG,), ())
     (start,) = make_view("1/0").fresh
-    state = JobView((start,)).describe(start, (), hanging=False, step=0, notes=())
+    state = JobView((start,)).describe(start, hanging=False, step=0)
     assert state.state == "starting" and "1 of 2 nodes" in state.notes[0]
 
 

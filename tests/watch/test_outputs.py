@@ -1,16 +1,48 @@
-"""What a job gives out while it runs: notifications, pings, metrics for Prometheus; by real jobs."""
+"""What a job gives out while it runs: notifications, pings, metrics for Prometheus and in a file."""
 
+import builtins
 import json
+import os
 import socket
+import threading
+import time
 import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from launcher.config.settings import NotifyConfig
+from launcher.files import open_below
+from launcher.launch import ending
+from launcher.launch.ending import describe_outcome, post_end
+from launcher.runs.run_directory import RunDir
+from launcher.watch import metrics_log, notify
+from launcher.watch.metrics import start_prometheus
+from launcher.watch.metrics_log import (
+    MetricsEvent,
+    MetricsLog,
+    choose_sample_interval,
+    read_metrics,
+    thin_out,
+)
+from launcher.watch.model import (
+    GpuSample,
+    NodeReport,
+    NotifySettings,
+    Rank,
+    WatcherSettings,
+    WatchSettings,
+)
+from launcher.watch.notify import Notifier, build_post
 from tests.seam import QUICK_AGENT, run_outside, start, wait_for, write_program
-from tests.watch.hook_server import SECRET, serving
+
+SECRET = "T000-very-secret"
 
 PROGRAM = """
 import os, time
@@ -30,6 +62,53 @@ WORDS = (
     *("nproc_per_node=2", "binding=none", "watch.interval=1", "watch.metrics_interval=1"),
     *("watch.hang_seconds=2", "watch.on_hang=restart", "name=job"),
 )
+
+
+@dataclass
+class Hook:
+    """What a server was asked, and what it answers, one by one; then 200."""
+
+    answers: list[int | str | threading.Event] = field(default_factory=list)
+    requests: list[tuple[str, str, bytes]] = field(default_factory=list)
+    url: str = ""
+    warnings: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def serving(answers: Sequence[int | str | threading.Event] = ()) -> Iterator[Hook]:
+    hook = Hook(list(answers))
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            hook.requests.append((self.command, self.path, data))
+            what = hook.answers.pop(0) if hook.answers else 200
+            if isinstance(what, threading.Event):
+                what.wait(30)
+                what = 200
+            if isinstance(what, str):
+                self.send_response(302)
+                self.send_header("Location", what)
+            else:
+                self.send_response(what)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_POST = answer  # noqa: N815 - the library's names
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    hook.url = f"http://127.0.0.1:{server.server_port}/{SECRET}"
+    try:
+        yield hook
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def find(text: str, name: str, **labels: str) -> list[float]:
@@ -129,3 +208,252 @@ def test_what_cannot_be_given_out_is_a_warning_each_and_the_job_goes_on(tmp_path
     for setting in ("watch.prometheus_port", "watch.textfile", "notify.url"):
         assert done.err.count(setting) == 1, (setting, done.err)
     assert "403" in done.err and SECRET not in done.err + done.out
+
+
+# Notifications
+
+JOB = {"run": "gpt/7", "run_dir": "/runs/gpt/7", "host": "n1", "job_id": "4711"}
+SENTENCE = "rank 5 on n2 has not joined <all_reduce> & co"
+
+
+@pytest.fixture
+def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify, "DELAYS", (0.01, 0.01))
+    monkeypatch.setenv("no_proxy", "*")
+
+
+def make_notifier(hook: Hook, **settings: object) -> Notifier:
+    values = {"url": hook.url, "events": tuple(NotifyConfig().events), **settings}
+    return Notifier(NotifySettings(**values), hook.warnings.append, **JOB)  # type: ignore[arg-type]  # by name
+
+
+@pytest.mark.usefixtures("no_delays")
+def test_a_message_in_both_forms_is_tried_again_and_pings_are_as_often_as_asked_for() -> None:
+    with serving([500, 503]) as hook:
+        ping = {"ping_url": f"{hook.url}/ping", "ping_interval": 3600}
+        notifier = make_notifier(hook, events=("hang",), **ping)
+        notifier.tell("start", "not asked for")
+        notifier.tell("hang", SENTENCE, state="hanging", step=120)
+        wait_for(lambda: len(hook.requests) == 3, "the third attempt")
+        for _ in range(9):
+            notifier.ping()
+        notifier.close(30)
+    assert hook.warnings == [] and len({data for _, _, data in hook.requests[:3]}) == 1
+    assert [one[:2] for one in hook.requests[2:]] == [("POST", f"/{SECRET}"), ("GET", f"/{SECRET}/ping")]
+    found = json.loads(hook.requests[0][2])
+    assert found.pop("time") == pytest.approx(time.time(), abs=60)
+    message = {"event": "hang", "state": "hanging", "step": 120, "sentence": SENTENCE, "exit_code": None}
+    assert found == {**JOB, **message}
+    text = (
+        "gpt/7 on n1 hangs at step 120: rank 5 on n2 has not joined &lt;all_reduce&gt; &amp; co\n/runs/gpt/7"
+    )
+    for url, form in (("https://hooks.slack.com/services/T0", "auto"), ("https://example.org/", "slack")):
+        post = build_post(url, form, {**JOB, **message, "job_id": None})
+        assert isinstance(post.data, bytes) and json.loads(post.data) == {"text": text}
+    plain = build_post("https://slack.com.example.org/", "auto", {**JOB, **message}).data
+    assert isinstance(plain, bytes) and "text" not in json.loads(plain)
+
+
+@pytest.mark.usefixtures("no_delays")
+@pytest.mark.parametrize(
+    ("answers", "requests", "reason"),
+    [([500] * 9, 3, "HTTP 500"), ([403] * 9, 1, "HTTP 403"), (["/elsewhere"] * 9, 1, "HTTP 302, a redirect")],
+)
+def test_what_cannot_be_posted_is_one_warning_without_the_url(
+    answers: list[int | str | threading.Event], requests: int, reason: str
+) -> None:
+    with serving(answers) as hook:
+        notifier = make_notifier(hook)
+        notifier.tell("start", "")
+        wait_for(lambda: hook.warnings, "the warning")
+        assert len(hook.requests) == requests
+        notifier.tell("end", "")
+        notifier.close(30)
+    (warning,) = hook.warnings
+    assert warning.startswith("notify.url could not be told (") and reason in warning
+    for url in ("http://127.0.0.1:1/", "http://127.0.0.1:x/", "file:///"):
+        hook = Hook(url=url + SECRET)
+        notifier = make_notifier(hook, ping_url=hook.url)
+        notifier.tell("start", "")
+        notifier.ping()
+        notifier.close(30)
+        assert len(hook.warnings) == 2 and not [text for text in hook.warnings if SECRET in text]
+
+
+@pytest.mark.usefixtures("no_delays")
+def test_a_server_that_does_not_answer_delays_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck = threading.Event()
+    with serving([stuck]) as hook:
+        notifier = make_notifier(hook)
+        for _ in range(2 * notify.WAITING):
+            notifier.tell("straggler", "")
+        notifier.close(0.05)
+        assert notifier.posts and notifier.posts.thread.is_alive()
+        stuck.set()
+        notifier.close(30)
+    monkeypatch.setattr(ending, "NOTICE_PATIENCE", 0.1)
+    stuck.clear()
+    with serving([stuck]) as hook:
+        post_end(NotifyConfig(url=hook.url), RunDir(tmp_path), "n1", {"state": "failed"})
+        stuck.set()
+    post_end(NotifyConfig(url=hook.url), RunDir(tmp_path, node_rank=1), "n1", {"state": "failed"})
+    assert len(hook.requests) == 1 and SECRET not in caplog.text
+
+
+FAILURE = {"rank": 3, "host": "n2", "reason": "exited with code 1"}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "event", "sentence"),
+    [
+        ({"state": "succeeded", "exit_code": 0}, "end", "succeeded"),
+        ({"state": "stopped", "exit_code": 143}, "end", "stopped"),
+        ({"state": "failed", "first_failure": FAILURE}, "fail", "failed; rank 3 on n2 exited with code 1"),
+        ({"state": "requeued", "cause": "crash", "reason": "r"}, "fail", "requeued; r"),
+        ({"state": "requeued", "cause": "preempted", "reason": "r"}, "end", "requeued; r"),
+    ],
+)
+def test_what_is_told_of_an_end(outcome: dict[str, object], event: str, sentence: str) -> None:
+    assert describe_outcome(outcome) == (event, sentence)
+
+
+# Metrics
+
+TIME = 1767225600.25
+RANK = Rank(
+    rank=8, local_rank=0, pid=7, attempt=0, phase="training", step=120, step_age=0.25, p50=0.412, p99=0.5,
+    data_share=0.1, wait_share=0.25, cpu=1.5, rss=1 << 30,
+    gpu=GpuSample(3, utilization=0.9, sm_clock=1980, pcie_replays=2, xids=(79, 79),
+                  event_reasons=("sw_power_cap",)),
+)  # fmt: skip
+OTHER = Rank(rank=9, local_rank=1, pid=8, attempt=0, phase="unwatched", step=0, step_age=None)
+REPORT = NodeReport(
+    "n2", 1, 2, 0, TIME, 1, 5.0, (RANK, OTHER), stalled_since=TIME - 30, nic_rates=(("mlx5_0", 25e9),),
+    io_pressure=0.03,
+)  # fmt: skip
+EVENT = MetricsEvent("hang", TIME, "rank 5 on n2 has not joined all_reduce #1042", 120, (5,), ("n2",), 1)
+
+
+def test_what_prometheus_gets_is_what_the_report_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settings(**watch: object) -> WatcherSettings:
+        told = WatchSettings(**watch), NotifySettings()  # type: ignore[arg-type]  # by name
+        return WatcherSettings("/r", "gpt/7", "/f", 'n"1\n', 0, 1, 0, 2, *told)
+
+    export = start_prometheus(settings(textfile=str(tmp_path)), pytest.fail)
+    assert export
+    export.update(replace(REPORT, host='n"1\n'))
+    wait_for(lambda: list(tmp_path.glob("*.prom")), "the file")
+    found = (tmp_path / "launch-gpt_7-n_1_.prom").read_text()
+    export.end_file(30)
+    assert list(tmp_path.iterdir()) == []
+    labels = {"run": "gpt/7", "host": 'n"1\n', "rank": "8", "local_rank": "0"}
+    assert find(found, "launch_rank_steps_total", **labels) == [120]
+    assert find(found, "launch_rank_step_seconds", **labels, quantile="0.99") == [0.5]
+    assert find(found, "launch_rank_data_wait_ratio") == [0.1]
+    assert find(found, "launch_rank_phase", rank="9", phase="unwatched") == [1]
+    assert find(found, "launch_gpu_sm_clock_hertz", **labels, gpu="3") == [1.98e9]
+    assert find(found, "launch_gpu_xid_errors_total", xid="79") == [2]
+    assert find(found, "launch_gpu_clock_event", reason="sw_power_cap") == [1]
+    assert find(found, "launch_gpu_pcie_replays_total") == [2]
+    assert find(found, "launch_node_network_bytes_per_second", device="mlx5_0") == [25e9]
+    assert find(found, "launch_node_pressure_ratio") == [0.03]
+    assert find(found, "launch_node_stalled_seconds", host='n"1\n') == [30]
+
+    warnings: list[str] = []
+    real = builtins.__import__
+
+    def refuse(name: str, *rest: Any) -> Any:
+        if name.startswith("prometheus_client"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    for port in (0, None):
+        assert start_prometheus(settings(prometheus_port=port), warnings.append) is None
+    assert len(warnings) == 1 and "pip install 'launch-ranks[metrics]'" in warnings[0]
+
+
+def make_log(run: Path, interval: float = 30.0) -> tuple[MetricsLog, list[str]]:
+    warnings: list[str] = []
+    return MetricsLog(run, "n2", interval, warnings.append), warnings
+
+
+def test_a_metrics_file_is_compact_and_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_log, "LARGEST", 1000)
+    log, _ = make_log(tmp_path)
+    odd = replace(REPORT, ranks=(replace(RANK, p50=1 / 3, cpu=float("nan"), notes=("x",)),))
+    for report in (odd, *[REPORT] * 9):
+        log.next_time = 0
+        log.add_report(report)
+        log.add_event(EVENT)
+    log.close(10)
+    path = tmp_path / "watch/metrics-n2.jsonl"
+    (rank,) = json.loads(path.read_text().splitlines()[0])["ranks"]
+    assert (rank["p50"], rank["cpu"]) == (0.33333, None) and "notes" not in rank and "exit_code" not in rank
+    (found,) = read_metrics(tmp_path)
+    assert found.rows[0].ranks[0].cpu is None and found.rows[1:] == (REPORT,) and 2 < len(found.events) < 10
+    path.unlink()
+    (tmp_path / "elsewhere").touch()
+    path.symlink_to(tmp_path / "elsewhere")  # others' files and links are not written to
+    log, warnings = make_log(tmp_path)
+    log.add_report(REPORT)
+    log.close(10)
+    assert len(warnings) == 1 and (tmp_path / "elsewhere").read_bytes() == b"" and not read_metrics(tmp_path)
+    log, _ = make_log(tmp_path / "none", interval=0)
+    assert not log.add_report(REPORT) and not log.add_event(EVENT)
+    log.close(10)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_full_disk_is_one_warning_and_the_rest_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel writes of a line before the disk is full is half a line."""
+    log, warnings = make_log(tmp_path)
+    full, real = threading.Event(), os.write
+    full.set()
+    monkeypatch.setattr(os, "write", lambda at, data: real(at, data[:20] if full.is_set() else data))
+    for _ in range(2):
+        log.add_event(EVENT)
+    path = tmp_path / "watch/metrics-n2.jsonl"
+    wait_for(lambda: path.exists() and path.stat().st_size >= 40, "two half lines")
+    full.clear()
+    log.add_report(REPORT)
+    log.close(10)
+    (found,) = read_metrics(tmp_path)
+    assert (found.rows, found.skipped, len(warnings)) == ((REPORT,), 2, 1)
+    assert "metrics-n2.jsonl could not be written" in warnings[0]
+
+
+def test_a_stuck_filesystem_stops_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = threading.Event()
+    monkeypatch.setattr(metrics_log, "open_below", lambda *where: stuck.wait(60) and open_below(*where))
+    log, _ = make_log(tmp_path)
+    results = [log.add_event(EVENT) for _ in range(metrics_log.WAITING + 9)]
+    log.close(0.01)
+    assert results[0] and not results[-1] and log.worker and log.worker.thread.is_alive()
+    monkeypatch.undo()
+    stuck.set()
+    log.close(30)
+    assert not log.worker.thread.is_alive() and len(read_metrics(tmp_path)[0].events) >= metrics_log.WAITING
+
+
+def test_samples_become_rarer_and_are_left_out_evenly() -> None:
+    ages = (
+        (0, 30, 5),
+        (100, 30, 5),
+        (240, 30, 10),
+        (720, 30, 30),
+        (7200, 30, 30),
+        (86400, 30, 43.2),
+        (9, 2, 2),
+    )
+    for age, longest, expected in ages:
+        assert choose_sample_interval(age, longest) == pytest.approx(expected)
+    lines = [str(number).encode() for number in range(10)]
+    assert thin_out(lines, None) == thin_out(lines, 10) == lines
+    assert thin_out(lines, 3) == [b"2", b"5", b"9"]

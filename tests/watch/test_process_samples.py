@@ -13,7 +13,7 @@ import pytest
 from launcher.probe.limits import list_cgroups
 from launcher.probe.sysfs import Tree
 from launcher.watch.model import NodeSample, RankSample
-from launcher.watch.samples import CgroupReader, Groups, NodeReader, Sample, Sampler, list_growth
+from launcher.watch.samples import Groups, NodeReader, Sample, Sampler, list_growth
 
 BUSY = "while True: pass"
 WITH_CHILD = f"""
@@ -139,22 +139,22 @@ def test_networks_physical_ones_and_rdma(tmp_path: Path) -> None:
         f"{net}/docker0/statistics/tx_bytes": 7,
     }
     write(tmp_path, files)
-    reader = NodeReader(str(tmp_path))
-    assert reader.sample([], 0, None) == NodeSample()
+    reader = NodeReader(None, str(tmp_path))
+    assert reader.sample([], 0) == (NodeSample(), {})
     grown = {name: int(str(value)) + 1000 for name, value in files.items()}
     write(tmp_path, {**grown, f"{net}/eth0/statistics/rx_bytes": 1})
     # A counter that was reset is no negative rate.
-    assert reader.sample([], 2, None).nic_rates == (("efa_0", 1000.0), ("mlx5_0", 4000.0), ("eth0", 450.5))
+    assert reader.sample([], 2)[0].nic_rates == (("efa_0", 1000.0), ("mlx5_0", 4000.0), ("eth0", 450.5))
     (tmp_path / ib / "counters/port_rcv_data").unlink()
-    assert [name for name, _ in reader.sample([], 2, None).nic_rates] == ["efa_0", "eth0"]
+    assert [name for name, _ in reader.sample([], 2)[0].nic_rates] == ["efa_0", "eth0"]
 
 
 def test_a_containers_only_interface_counts(tmp_path: Path) -> None:
     for name in ("lo", "eth0"):
         write(tmp_path, {f"sys/class/net/{name}/statistics/{file}_bytes": 5 for file in ("rx", "tx")})
-    reader = NodeReader(str(tmp_path))
-    reader.sample([], 0, None)
-    assert reader.sample([], 1, None).nic_rates == (("eth0", 0.0),)
+    reader = NodeReader(None, str(tmp_path))
+    reader.sample([], 0)
+    assert reader.sample([], 1)[0].nic_rates == (("eth0", 0.0),)
 
 
 PSI = "some avg10={} avg60=0.00 avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=1"
@@ -170,7 +170,8 @@ def test_pressure_is_the_jobs_own_if_its_cgroup_tells(tmp_path: Path) -> None:
             "sys/fs/cgroup/job/memory.pressure": PSI.format("3.00"),
         },
     )
-    found = NodeReader(str(tmp_path)).sample(["sys/fs/cgroup/job/step", "sys/fs/cgroup/job"], 1, None)
+    folders = ("sys/fs/cgroup/job/step", "sys/fs/cgroup/job")
+    found, _ = NodeReader(lambda _: {"cpu": (2, folders)}, str(tmp_path)).sample([1], 1)
     assert (found.memory_pressure, found.io_pressure, found.cpu_pressure) == (0.03, 0.125, None)
 
 
@@ -185,7 +186,7 @@ def test_the_strictest_quota_of_a_rank_and_of_the_job(
     """The rank's own cgroup is held back more than the job's, in which another rank is too."""
     mine, other = os.getpid(), os.getppid()
     folders = {mine: ["cg/job/rank", "cg/job", "cg"], other: ["cg/job", "cg"]}
-    reader = CgroupReader(lambda pid: {"cpu": (version, folders[pid])}, str(tmp_path))
+    reader = NodeReader(lambda pid: {"cpu": (version, folders[pid])}, str(tmp_path))
     for seconds in (1, 2):
         write(
             tmp_path,
@@ -194,9 +195,8 @@ def test_the_strictest_quota_of_a_rank_and_of_the_job(
                 "cg/job/cpu.stat": f"nr_throttled 4\n{line} {unit * seconds // 4}",
             },
         )
-        found = reader.sample([mine, other], 2)
-    assert (found.ranks, found.common) == ({mine: 0.5, other: 0.125}, 0.125)
-    assert list(found.folders) == (["cg/job", "cg"] if version == 2 else [])
+        node, ranks = reader.sample([mine, other], 2)
+    assert (ranks, node.throttled) == ({mine: 0.5, other: 0.125}, 0.125)
 
 
 def test_the_probes_cgroups_of_a_process_are_what_the_sampler_reads() -> None:

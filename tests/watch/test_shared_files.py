@@ -73,7 +73,7 @@ def test_what_another_node_has_told_is_read_before_it_is_replaced(tmp_path: Path
     write_job_state(tmp_path, OTHERS)
     files = SharedFiles(tmp_path)
     files.submit(Exchange(REPORT, STATE, reads_all=False))
-    assert files.wait_idle(10) and files.view and files.view.job == OTHERS
+    assert files.wait_idle(10) and files.view and files.view.job and files.view.job.value == OTHERS
     assert read_job_state(tmp_path) == OTHERS
     files.submit(Exchange(REPORT, STATE, reads_all=False))
     assert files.wait_idle(10) and read_job_state(tmp_path) == STATE

@@ -15,9 +15,8 @@ import pytest
 
 from launcher.codec import convert
 from launcher.cpulist import parse_cpulist
-from launcher.watch.hang import Pause
+from launcher.watch.hang import Pause, decide
 from launcher.watch.model import Decision, NodeEvidence, NodeReport
-from launcher.watch.verdict import decide
 
 DATA: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "evidence.json").read_text())
 TABLE = tomllib.loads(Path(__file__).with_name("decisions.toml").read_text())
