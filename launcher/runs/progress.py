@@ -255,11 +255,15 @@ def find_newest(folder: Path) -> float | None:
 
 def find_latest(path: Path) -> tuple[Progress | None, str]:
     """Return a run's newest step and its last line; None and empty if there are none."""
+    attempt = max(list_attempts(path), default=None)
+    last = "" if attempt is None else find_last_line(path, attempt)
+    return find_printed_step(path), last or find_own_line(path)
+
+
+def find_printed_step(path: Path) -> Progress | None:
+    """Return a run's newest step; until the newest attempt has come to one, that of the one before it."""
     attempts = sorted(list_attempts(path), reverse=True)
-    # Until the newest attempt has come to a step, that of the one before it counts.
-    step = next((found for attempt in attempts if (found := find_step(path, attempt))), None)
-    last = next((line for attempt in attempts[:1] if (line := find_last_line(path, attempt))), "")
-    return step, last or find_own_line(path)
+    return next((found for attempt in attempts if (found := find_step(path, attempt))), None)
 
 
 def list_attempts(path: Path) -> list[int]:

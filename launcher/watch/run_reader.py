@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from launcher.cpulist import format_cpulist
 from launcher.files import LARGEST, read_file
 from launcher.protocol import name_applied_file, name_plan_file
-from launcher.runs.progress import Progress, ProgressReader, list_attempts, read_change
-from launcher.runs.rank_logs import measure_file, read_from, read_tail
+from launcher.runs.progress import Progress, find_printed_step, read_change
+from launcher.runs.rank_logs import measure_file, read_tail
 from launcher.runs.run_records import Applied, compare_rank, describe_memory, read_ranks
 from launcher.watch.model import JobState, NodeReport
 from launcher.watch.run_files import ProcessSnapshot, ReportCache, find_process, is_silent, read_value
@@ -21,8 +21,6 @@ from launcher.watch.run_files import ProcessSnapshot, ReportCache, find_process,
 if TYPE_CHECKING:
     from launcher.plan.model import RankPlan
 
-_TAIL = 256 << 10
-"""Bytes before the end of rank 0's logs from which on its progress is read."""
 _RATE_SECONDS = 120.0
 """Seconds over which the rate of printed steps is measured."""
 _LINES = 200
@@ -71,8 +69,10 @@ class RunReader:
     """Reads a run again and again."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._cache = ReportCache(path)
-        self._printed = _PrintedSteps(path)
+        self._seen: deque[tuple[float, int]] = deque()
+        """When printed steps came, in monotonic seconds, and their numbers."""
 
     def read(self) -> RunSnapshot:
         """Return how the run stands now.
@@ -80,71 +80,23 @@ class RunReader:
         A node that only an earlier attempt had is left out; one of the newest attempt that is silent stays.
         """
         reports, job = self._cache.read_reports(), self._cache.read_job()
-        self._printed.update()
+        progress, seen = find_printed_step(self.path), self._seen
         now = time.monotonic()
+        if progress and seen and progress.step < seen[-1][1]:
+            seen.clear()
+        if progress and (not seen or progress.step > seen[-1][1]):
+            seen.append((now, progress.step))
+        while len(seen) > 2 and now - seen[0][0] > _RATE_SECONDS:
+            seen.popleft()
         views = [NodeView(one.value, max(0.0, now - one.seen)) for one in reports]
         newest = max((view.report.attempt for view in views), default=0)
         return RunSnapshot(
             tuple(view for view in views if view.report.attempt == newest or not view.is_silent),
             job.value if job else None,
-            self._printed.newest,
-            self._printed.measure_step_seconds(),
+            progress,
+            (seen[-1][0] - seen[0][0]) / (seen[-1][1] - seen[0][1]) if len(seen) > 1 else None,
             now - job.seen if job else 0.0,
         )
-
-
-class _PrintedSteps:
-    """Follows the steps that rank 0 prints, from the end of its newest logs on."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.attempt = -1
-        self.reader = ProgressReader()
-        self.offsets: dict[Path, int] = {}
-        self.seen: deque[tuple[float, int]] = deque()
-        """When steps came, in monotonic seconds, and their numbers."""
-
-    def update(self) -> None:
-        """Read what rank 0 has printed since the last call.
-
-        Until a new attempt has come to a step, the last one's counts.
-        """
-        attempt = max(list_attempts(self.path), default=-1)
-        if attempt != self.attempt:
-            self.attempt = attempt
-            folder = self.path / "logs" / str(attempt)
-            paths = [folder / f"rank-0.{ending}" for ending in ("out", "err")]
-            self.offsets = {path: max(0, measure_file(path) - _TAIL) for path in paths}
-            self.seen.clear()
-        has_grown = False
-        for path in self.offsets:
-            while True:
-                data, offset = read_from(path, self.offsets[path])
-                self.offsets[path] = offset + len(data)
-                if not data:
-                    break
-                has_grown = self.reader.add(path.name, data) or has_grown
-        if not has_grown or not (step := self.newest):
-            return
-        now = time.monotonic()
-        if self.seen and step.step < self.seen[-1][1]:
-            self.seen.clear()
-        if not self.seen or step.step > self.seen[-1][1]:
-            self.seen.append((now, step.step))
-        while len(self.seen) > 2 and now - self.seen[0][0] > _RATE_SECONDS:
-            self.seen.popleft()
-
-    @property
-    def newest(self) -> Progress | None:
-        """The newest step."""
-        return self.reader.steps[-1] if self.reader.steps else None
-
-    def measure_step_seconds(self) -> float | None:
-        """Return the seconds from one step to the next; None before two were seen to come."""
-        if len(self.seen) < 2:
-            return None
-        (begin, first), (end, last) = self.seen[0], self.seen[-1]
-        return (end - begin) / (last - first) if end > begin else None
 
 
 # One rank
