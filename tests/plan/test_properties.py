@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import permutations
 from random import Random
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from launcher.errors import LaunchError
-from launcher.plan.cpu_sets import cut_evenly, order_sizes
+from launcher.plan.cpu_sets import cut_evenly
 from launcher.plan.devices import resolve_visible
 from launcher.plan.model import (
     BINDINGS,
@@ -30,8 +29,7 @@ from launcher.plan.planner import plan
 from launcher.plan.topology import build_topology, find_usable
 from launcher.plan.variables import COUNTS
 
-from .lab_machines import ask, convert, score
-from .random_machines import describe_machine, describe_overlap
+from .lab_machines import ask, convert, describe_machine, describe_overlap
 
 
 def make_machine(seed: int) -> Machine:
@@ -268,23 +266,6 @@ def match_cores(homes: Sequence[Sequence[int]]) -> int:
         return False
 
     return sum(give(rank, set()) for rank in range(len(homes)))
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 7))
-def test_sizes_are_ordered_as_well_as_any_order_could(blocks: list[int], count: int) -> None:
-    names = [at for at, size in enumerate(blocks) for _ in range(size)]
-    edges = frozenset(sum(blocks[: at + 1]) for at in range(len(blocks)))
-    sizes = order_sizes(len(names), count, edges)
-    assert sum(sizes) == len(names)
-    assert max(sizes) - min(sizes) <= 1
-
-    def count_splits(order: tuple[int, ...]) -> int:
-        ends = [sum(order[: at + 1]) for at in range(count)]
-        return sum(end not in edges and end > 0 for end in ends)
-
-    assert count_splits(tuple(sizes)) == min(map(count_splits, set(permutations(sizes))))
-    if len(names) >= count:
-        assert count_splits(tuple(sizes)) == score.split_bound(tuple(sizes), tuple(blocks))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 30))

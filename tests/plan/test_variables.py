@@ -1,4 +1,4 @@
-"""Which GPUs a job sees by the user's variables, on machines with NVIDIA's GPUs and with AMD's."""
+"""The user's variables: which GPUs a job sees, NVIDIA's and AMD's, and the policy of garbage collection."""
 
 import tomllib
 from pathlib import Path
@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.inprocess.launch_inprocess.garbage_collection import parse_policy
 from launcher.plan.devices import Visible, resolve_visible
-from launcher.plan.model import Gpu
+from launcher.plan.model import GC_POLICIES, GcConfig, Gpu
+from launcher.plan.variables import find_gc_fault, render_gc
 
 CASES = tomllib.loads(Path(__file__).with_name("devices.toml").read_text())
 CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
@@ -84,3 +86,19 @@ def test_numbers_are_read_as_torch_reads_them(parts: list[str]) -> None:
         patch.setenv(CUDA, value)
         indices: list[Any] = torch.cuda._parse_visible_devices()
     assert [gpu.index for gpu in resolve_visible(NVIDIA, {CUDA: value}).devices] == list(map(int, indices))
+
+
+def test_the_policy_of_garbage_collection_is_read_in_the_rank_as_the_plan_writes_it() -> None:
+    for name, used in GC_POLICIES.items():
+        for log in (False, True):
+            text = render_gc(GcConfig(name, 7, 8, log))
+            assert find_gc_fault(text) == ""
+            expected = (name, 7 if "warmup" in used else 30, 8 if "every" in used else 50, log)
+            assert parse_policy(text) == expected
+            assert text.count(",") == len(used) + log
+    faults = ["", "synchronised", "frozen,warmup=-1", "disabled,evry=5", "disabled,log=1", "disabled,"]
+    faults += [f"synchronized,every={value}" for value in ("abc", "", "٣", "1000000000")]
+    for text in faults:
+        assert find_gc_fault(text)
+        with pytest.raises(ValueError, match=r"no policy|option|neither"):
+            parse_policy(text)
