@@ -1,4 +1,4 @@
-"""pynvml against a stub of the driver's library, in processes of their own."""
+"""NVIDIA's GPUs: pynvml against a stub of the driver's library, in processes of their own; the files."""
 
 import json
 import os
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from launcher.probe.gpus import read_driver
 from launcher.probe.sysfs import Tree
 
-from .machine_trees import GPUS, put, write_small
+from .machine_trees import GPUS, put, spoilt, write_small
 
 READ = """
 import dataclasses, json, sys
@@ -82,22 +83,11 @@ def test_gpus_come_with_sysfs_addresses_in_their_order(library: Path) -> None:
 
 
 def test_mig_instances_keep_the_drivers_order_and_skip_empty_slots(library: Path) -> None:
-    gpu = "gpu 0 0 1 00000000:07:00.0 GPU-a MIG-2,-,MIG-1 NVIDIA A100"
-    assert ask(library, f"init 0\n{gpu}")["gpus"][0][4] == ["MIG-2", "MIG-1"]
-
-
-def test_instances_are_of_no_account_while_mig_is_off(library: Path) -> None:
-    gpu = "gpu 0 0 0 00000000:07:00.0 GPU-a MIG-2,MIG-1 NVIDIA A100"
-    assert ask(library, f"init 0\n{gpu}") == {
-        "gpus": [[0, "0000:07:00.0", "GPU-a", "NVIDIA A100", [], None]],
-        "warnings": [],
-    }
-
-
-def test_mig_that_fails_is_told(library: Path) -> None:
-    out = ask(library, "init 0\ngpu 0 4 1 00000000:07:00.0 GPU-a MIG-1 NVIDIA A100")
-    assert out["gpus"][0][4] == []
-    assert "MIG instances of GPUs 0000:07:00.0" in out["warnings"][0]
+    gpu = "gpu 0 {} 00000000:07:00.0 GPU-a MIG-2,-,MIG-1 NVIDIA A100"
+    on, off, failing = (ask(library, f"init 0\n{gpu.format(kind)}") for kind in ("0 1", "0 0", "4 1"))
+    assert [found["gpus"][0][4] for found in (on, off, failing)] == [["MIG-2", "MIG-1"], [], []]
+    assert on["warnings"] == off["warnings"] == []
+    assert "MIG instances of GPUs 0000:07:00.0" in failing["warnings"][0]
 
 
 @pytest.mark.parametrize(
@@ -119,9 +109,6 @@ def test_library_that_fails_is_told(code: int, library: Path) -> None:
 
 def test_memory_is_nvmls_and_none_where_it_fails(library: Path) -> None:
     assert ask(library, f"init 0\n{A100}\n{H100}", SIZES) == [81559, 0]
-
-
-def test_no_gpus_is_an_answer(library: Path) -> None:
     assert ask(library, "init 0") == {"gpus": [], "warnings": []}
 
 
@@ -167,15 +154,10 @@ def test_quick_does_without_pynvml_where_the_files_know_all(library: Path, tmp_p
     assert not quick["pynvml"]
     slow = ask(library, f"init 0\n{A100}", PROBE, "slow", *places)
     assert [gpu[1:3] for gpu in slow["gpus"]] == [["0000:0f:00.0", "GPU-a"]]
-
-
-def test_quick_asks_nvml_where_a_gpu_has_no_uuid_yet(library: Path, tmp_path: Path) -> None:
     put(tmp_path, f"{GPU}/information", "GPU UUID: \t GPU-????????-????\nDevice Minor: \t 0")
-    put(tmp_path, "nvidia0", "")
-    out = ask(library, f"init 0\n{A100}", PROBE, "quick", str(tmp_path)[1:] + "/gpus/", f"{tmp_path}/nvidia")
-    assert [gpu[2] for gpu in out["gpus"]] == ["GPU-a"]
-    assert out["pynvml"]
-    assert not any("GPU UUID" in text for text in out["warnings"])
+    again = ask(library, f"init 0\n{A100}", PROBE, "quick", *places)
+    assert [gpu[2] for gpu in again["gpus"]] == ["GPU-a"] and again["pynvml"], "nothing has opened it yet"
+    assert not any("GPU UUID" in text for text in again["warnings"])
 
 
 def test_files_in_place_of_nvml_leave_out_what_may_not_be_opened(library: Path, tmp_path: Path) -> None:
@@ -204,3 +186,61 @@ def test_persistence_mode_is_read_where_a_gpu_tells_it(library: Path) -> None:
     silent, gone = "gpu 0 3 0 00000000:17:00.0 GPU-c - X", "gpu 15 3 0 00000000:27:00.0 GPU-d - H100"
     found = ask(library, f"init 0\n{A100}\n{H100}\n{silent}\n{gone}", PERSISTENCE)
     assert found == [["0000:0f:00.0", False], ["0000:07:00.0", True], ["0000:17:00.0", None], ["", None]]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three GPUs in files that stand for the real root's, with their devices."""
+    for minor, bus in enumerate(("0f", "07", "47")):
+        text = f"Model: \t\t X\nGPU UUID: \t GPU-{minor}\nDevice Minor: \t {minor}"
+        put(tmp_path, f"gpus/0000:{bus}:00.0/information", text)
+        put(tmp_path, f"nvidia{minor}", "")
+    monkeypatch.setattr("launcher.probe.gpus.GPUS", f"{tmp_path}/gpus/"[1:])
+    monkeypatch.setattr("launcher.probe.gpus.CAPABILITIES", f"{tmp_path}/capabilities"[1:])
+    monkeypatch.setattr("launcher.probe.gpus.DEVICE", f"{tmp_path}/nvidia")
+    monkeypatch.setattr("launcher.probe.gpus.BOUND", "proc/nothing/")
+    return tmp_path
+
+
+ALL = ["GPU-1", "GPU-0", "GPU-2"]
+DRIVER: dict[str, tuple[dict[str, str | None], list[str] | None, list[str] | None]] = {
+    "all can be opened": ({}, ALL, ALL),
+    "one has no device": ({"nvidia0": None}, ["GPU-1", "GPU-2"], ["GPU-1", "GPU-2"]),
+    "the job has none": ({f"nvidia{minor}": None for minor in range(3)}, [], []),
+    "its device is unknown": ({f"{GPU}/information": "GPU UUID: GPU-1", "nvidia1": None}, ALL, ALL),
+    "no UUID": ({f"{GPU}/information": "GPU UUID: GPU-???\nDevice Minor: 1"}, ["", "GPU-0", "GPU-2"], None),
+    "MIG's files alone": ({"capabilities/gpu0/mig": "", "capabilities/mig/config": "1"}, ALL, ALL),
+    "an instance": ({"capabilities/gpu1/mig/gi3/access": "DeviceFileMinor: 30"}, ALL, None),
+    "excluded": (
+        {f"{GPU}/information": "GPU UUID: GPU-???\nGPU Excluded: Yes"},
+        ["GPU-0", "GPU-2"],
+        ["GPU-0", "GPU-2"],
+    ),
+    "no files": ({"gpus": None}, None, None),
+}
+"""Files that differ, the UUIDs by the driver's files, and by them if they suffice."""
+
+
+@pytest.mark.parametrize("name", DRIVER)
+def test_the_drivers_files_show_what_the_job_may_open(name: str, files: Path) -> None:
+    edits, found, enough = DRIVER[name]
+    tree = Tree()
+    with spoilt(files, edits):
+        told = read_driver(tree), read_driver(tree, only_whole=True)
+    assert [None if gpus is None else [gpu.uuid for gpu in gpus] for gpus in told] == [found, enough]
+
+
+def test_a_device_that_may_not_be_opened_is_not_the_jobs(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """access(2) says so where a device cgroup forbids it, to root too; a written-out machine has all."""
+
+    def answer(path: str, mode: int) -> bool:
+        assert mode == os.R_OK | os.W_OK
+        return path != f"{files}/nvidia2"
+
+    monkeypatch.setattr(os, "access", answer)
+    assert [gpu.uuid for gpu in read_driver(Tree()) or ()] == ["GPU-1", "GPU-0"]
+    monkeypatch.setattr("launcher.probe.gpus.GPUS", "proc/driver/nvidia/gpus/")
+    put(files, f"tree/{GPUS}/0000:07:00.0/information", "GPU UUID: \t GPU-1\nDevice Minor: \t 99")
+    assert [gpu.uuid for gpu in read_driver(Tree(files / "tree")) or ()] == ["GPU-1"]
