@@ -1,10 +1,13 @@
 """A made-up NVML of a node's GPUs: pynvml's names, errors and shapes of answers, healthy unless changed."""
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pynvml  # type: ignore[import-untyped]
+
+from launcher.probe.nvml import SM_UTIL, XID
 
 GONE = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 UNKNOWN = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -26,8 +29,16 @@ HEALTHY: dict[str, Any] = {
     "nvmlDeviceGetCurrPcieLinkWidth": 16,
     "nvmlDeviceGetMaxPcieLinkWidth": 16,
     "nvmlDeviceGetP2PStatus": 0,
+    "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97),
+    "nvmlDeviceGetEnforcedPowerLimit": 700000,
+    "nvmlDeviceGetPcieReplayCounter": 2,
+    "nvmlDeviceGetSupportedEventTypes": XID,
+    "nvmlDeviceRegisterEvents": None,
+    "nvmlGpmQueryDeviceSupport": SimpleNamespace(isSupportedDevice=1),
+    "nvmlGpmSampleGet": lambda _, sample: sample,
 }
 CONSTANTS = ("NVMLError", "NVML_CLOCK_SM", "NVML_TEMPERATURE_GPU", "nvmlMemory_v2")
+CONSTANTS += ("NVML_GPM_METRICS_GET_VERSION", "NVML_SUCCESS")
 Changes = dict[int, Any]
 """Answers of a function by GPU: a value, an error to raise, or a function of the arguments."""
 
@@ -43,9 +54,15 @@ def hold(pid: int, mib: int) -> list[SimpleNamespace]:
 
 
 def make_node_nvml(
-    changes: Mapping[str, Changes] | None = None, count: int = 8, links: int = 18
+    changes: Mapping[str, Changes] | None = None,
+    count: int = 8,
+    links: int = 18,
+    xids: Sequence[tuple[int, int]] = (),
 ) -> ModuleType:
-    """NVML with `count` GPUs, whose handles are their numbers; `changes` are by function, then by GPU."""
+    """NVML with `count` GPUs, whose handles are their numbers; `changes` are by function, then by GPU.
+
+    `xids` come one by one, each of a GPU. A GPM sample is a number, and there are eight SMs.
+    """
     changes = changes or {}
     module: Any = ModuleType("pynvml_made_up")
     for name in CONSTANTS:
@@ -68,6 +85,24 @@ def make_node_nvml(
     module.nvmlInit = module.nvmlShutdown = lambda: None
     module.nvmlDeviceGetCount = lambda: count
     module.nvmlSystemGetCudaDriverVersion_v2 = lambda: 12080
+    events, samples = iter(xids), itertools.count(1)
+
+    def wait(*_: object) -> SimpleNamespace:
+        for gpu, xid in events:
+            return SimpleNamespace(device=gpu, eventType=XID, eventData=xid)
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+
+    def measure(request: Any) -> Any:
+        request.metrics[0].value = 100.0 * (request.sample2 - request.sample1) / 8
+        assert (request.version, request.numMetrics, request.metrics[0].metricId) == (1, 1, SM_UTIL)
+        return request
+
+    module.nvmlDeviceGetHandleByUUID = lambda uuid: int(uuid.removeprefix("GPU-"))
+    module.nvmlDeviceGetHandleByPciBusId = lambda pci: int(pci[5:7], 16) - 1
+    module.nvmlEventSetCreate, module.nvmlEventSetWait = lambda: "events", wait
+    module.nvmlGpmSampleAlloc, module.nvmlGpmSampleFree = lambda: next(samples), lambda _: None
+    module.nvmlGpmMetricsGet = measure
+    module.c_nvmlGpmMetricsGet_t = lambda: SimpleNamespace(metrics=[SimpleNamespace(nvmlReturn=0, value=0.0)])
     module.nvmlSystemGetProcessName = lambda _: b"/usr/bin/python3 train.py --secret"
     return module  # type: ignore[no-any-return]  # Any above
 

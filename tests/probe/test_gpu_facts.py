@@ -1,7 +1,11 @@
-"""Faults of GPUs from NVML to the finding, through a made-up NVML; all of its names are pynvml's."""
+"""GPUs through a made-up NVML, whose names are pynvml's: faults up to the finding, and samples."""
 
+import json
 import signal
+import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,8 +17,10 @@ from launcher.doctor.model import Facts, GpuProcess, Unchecked, Wanted
 from launcher.probe import gpu_facts
 from launcher.probe.gpu_facts import RECOVERY_ACTIONS, read_gpu_facts
 from launcher.probe.node import read_node_facts
-from launcher.probe.nvml import DEAD
+from launcher.probe.nvml import DEAD, REASONS, SM_UTIL, XID, GpuSampler, import_nvml
 from launcher.probe.sysfs import Tree
+from launcher.watch.model import GpuSample
+from launcher.watch.ranks import GpuReader, read_planned_gpus
 from tests.doctor.healthy import NODE
 from tests.probe.fake_nvml import GONE, MISMATCH, UNKNOWN, Changes, hold, make_node_nvml, recover
 
@@ -199,10 +205,57 @@ def test_a_driver_that_hangs_costs_its_time_limit_and_no_more() -> None:
     assert [one.what for one in found if one.level == "error"] == ["NVML: no answer in 0.2 s"]
 
 
+GPUS = {0: (3, "GPU-2", "0000:03:00.0"), 1: (5, "", "0000:06:00.0")}
+
+
+def test_a_gpu_is_sampled_as_nvml_tells_of_it() -> None:
+    sampler = GpuSampler(GPUS, make_node_nvml(xids=[(5, 79), (2, 31), (5, 79)]))
+    first = sampler.sample()
+    assert first[0] == GpuSample(
+        index=3, utilization=0.97, sm_activity=None, memory_used=500 << 20, memory_total=81559 << 20,
+        power=71.5, power_limit=700.0, temperature=31.0, sm_clock=345, max_sm_clock=1980,
+        event_reasons=("sw_power_cap",), pcie_width=16, max_pcie_width=16, pcie_replays=2, xids=(31,),
+    )  # fmt: skip
+    assert (first[1].index, first[1].xids) == (5, (79, 79))
+    assert sampler.sample()[0].sm_activity == 0.25, "two of eight between samples 1 and 3"
+
+
+def test_what_a_sampled_gpu_does_not_tell_is_none() -> None:
+    """As on a MIG instance, or with an old driver: each call may fail by itself."""
+    kept = ("nvmlDeviceGetHandleByUUID", "nvmlDeviceGetHandleByPciBusId")
+    nvml: Any = make_node_nvml()
+    for name in [name for name in vars(nvml) if name.startswith(("nvmlDevice", "nvmlGpm", "nvmlEvent"))]:
+        setattr(nvml, name, getattr(nvml, name) if name in kept else fail)
+    nvml.nvmlDeviceGetCurrentClocksThrottleReasons = lambda _: 0x40
+    assert GpuSampler(GPUS, nvml).sample()[0] == GpuSample(3, event_reasons=("hw_thermal_slowdown",))
+    for name in kept:
+        setattr(nvml, name, fail)
+    assert GpuSampler(GPUS, nvml).sample() == {}
+    nvml.nvmlInit = fail
+    assert GpuSampler(GPUS, nvml).sample() == {}
+
+
+def fail(*_: object) -> None:
+    raise UNKNOWN
+
+
 def test_names_and_numbers_are_pynvmls() -> None:
     made = vars(make_node_nvml())
-    odd = [name for name in made if name.startswith(("nvml", "NVML")) and not hasattr(pynvml, name)]
+    odd = [name for name in made if name.startswith(("nvml", "NVML", "c_nvml")) and not hasattr(pynvml, name)]
     assert not odd
+    nvml = import_nvml()
+    assert nvml is not None and nvml is pynvml
+    assert (nvml.nvmlEventTypeXidCriticalError, nvml.NVML_GPM_METRIC_SM_UTIL) == (XID, SM_UTIL)
+    known = {
+        "applications_clocks_setting": "ApplicationsClocksSetting", "sw_power_cap": "SwPowerCap",
+        "hw_slowdown": "HwSlowdown", "sync_boost": "SyncBoost", "sw_thermal_slowdown": "SwThermalSlowdown",
+        "hw_thermal_slowdown": "HwThermalSlowdown", "hw_power_brake": "HwPowerBrakeSlowdown",
+        "display_clock_setting": "DisplayClockSetting",
+    }  # fmt: skip
+    assert {getattr(pynvml, f"nvmlClocksEventReason{known[name]}"): name for name in known} == REASONS
+    request = nvml.c_nvmlGpmMetricsGet_t()
+    request.metrics[0].metricId = SM_UTIL
+    assert request.metrics[0].nvmlReturn == nvml.NVML_SUCCESS
     assert pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION == gpu_facts.RECOVERY_ACTION
     assert (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED) == DEAD
     numbers = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
@@ -210,3 +263,31 @@ def test_names_and_numbers_are_pynvmls() -> None:
     assert (pynvml.NVML_P2P_CAPS_INDEX_WRITE, pynvml.NVML_P2P_STATUS_OK) == (gpu_facts.WRITE, 0)
     for number, action in enumerate(RECOVERY_ACTIONS):
         assert getattr(pynvml, f"NVML_GPU_RECOVERY_ACTION_{action.upper()}", number) == number
+
+
+def test_the_reader_gives_what_is_fresh_and_waits_for_nothing(tmp_path: Path) -> None:
+    plan = {
+        "ranks": [
+            {"local_rank": 0, "gpu": {"index": 3, "uuid": "GPU-2", "pci": "0000:03:00.0"}},
+            {"local_rank": 1, "gpu": None},
+        ]
+    }
+    (tmp_path / "plan-n1.json").write_text(json.dumps(plan))
+    assert read_planned_gpus(tmp_path, "n1") == {0: GPUS[0]}
+    assert read_planned_gpus(tmp_path, "n2") == {}
+    stuck, calls = threading.Event(), iter([{0: GpuSample(3)}])
+    reader = GpuReader(lambda: lambda: next(calls, None) or (stuck.wait(60) and {}) or {}, 0.05)
+    end = time.monotonic() + 30
+    while not reader.last:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    while reader.latest():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert reader.thread.is_alive(), "the driver does not answer"
+    stuck.set()
+    reader.thread.join(30)
+    assert not reader.thread.is_alive()
+    nothing = GpuReader(lambda: None, 1.0)
+    nothing.thread.join(30)
+    assert nothing.latest() == {}
