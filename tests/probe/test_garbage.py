@@ -133,22 +133,6 @@ def test_result_does_not_depend_on_the_order_of_files(
         assert expected.warnings
 
 
-@given(data=st.data())
-def test_garbage_in_any_files(tree: Path, files: list[str], data: st.DataObject) -> None:
-    chosen = data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=4, unique=True))
-    edits = {path: data.draw(CONTENT) for path in chosen}
-    with spoilt(tree, edits):
-        probe_and_check(tree)
-
-
-@given(data=st.data())
-def test_garbage_in_every_file_of_a_name(tree: Path, files: list[str], data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted({Path(path).name for path in files})))
-    chosen = [path for path in files if Path(path).name == name]
-    with spoilt(tree, dict.fromkeys(chosen, data.draw(CONTENT))):
-        probe_and_check(tree)
-
-
 @contextmanager
 def turned_into(root: Path, path: str, kind: str, outside: Path) -> Iterator[None]:
     """A file, folder or link that is of another kind for a while."""
@@ -170,6 +154,24 @@ def turned_into(root: Path, path: str, kind: str, outside: Path) -> Iterator[Non
 
 
 @given(data=st.data())
+def test_garbage_in_files_and_files_that_are_gone(
+    tree: Path, files: list[str], folders: list[str], data: st.DataObject
+) -> None:
+    """In some files, in all of a name, and a directory out of sight, as in containers and partial copies."""
+    some = st.lists(st.sampled_from(files), min_size=1, max_size=4, unique=True)
+    names = st.sampled_from(sorted({Path(path).name for path in files}))
+    alike = names.map(lambda name: [path for path in files if Path(path).name == name])
+    contents = st.fixed_dictionaries
+    edits = data.draw(
+        some.flatmap(lambda paths: contents(dict.fromkeys(paths, CONTENT)))
+        | alike.flatmap(lambda paths: CONTENT.map(lambda content: dict.fromkeys(paths, content)))
+        | st.sampled_from(folders).map(lambda folder: {folder: None})
+    )
+    with spoilt(tree, edits):
+        probe_and_check(tree)
+
+
+@given(data=st.data())
 def test_things_that_are_of_another_kind(
     tree: Path, files: list[str], folders: list[str], links: list[str], data: st.DataObject
 ) -> None:
@@ -177,11 +179,4 @@ def test_things_that_are_of_another_kind(
     path = data.draw(st.sampled_from(files) | st.sampled_from(folders) | st.sampled_from(links))
     kind = data.draw(st.sampled_from(["folder", "file", "pipe", "loop", "dangling", "out", "up"]))
     with turned_into(tree, path, kind, tree.parent):
-        probe_and_check(tree)
-
-
-@given(data=st.data())
-def test_missing_files(tree: Path, folders: list[str], data: st.DataObject) -> None:
-    """Any directory may be out of sight, as in containers and partial copies."""
-    with spoilt(tree, {data.draw(st.sampled_from(folders)): None}):
         probe_and_check(tree)
