@@ -11,40 +11,6 @@ from sandboxed.cluster import Cluster, SandboxError, find_user
 
 NVIDIA, FIRST_MINOR = 195, 256
 """Linux's number for NVIDIA's driver (Documentation/admin-guide/devices.txt), and ours in it."""
-SLURM_CONF = """\
-ClusterName=sandbox
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-SlurmUser={user}
-SlurmdUser={user}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/log/slurmctld.log
-SlurmdLogFile={folder}/log/slurmd-%n.log
-SlurmdParameters=config_overrides
-SchedulerParameters=bf_interval=1,sched_interval=1
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core_Memory
-DefMemPerCPU={memory_per_cpu}
-MpiDefault=none
-MailProg=/bin/true
-ReturnToService=2
-MessageTimeout=7
-SlurmdTimeout={slurmd_timeout}
-KillWait={kill_wait}
-MinJobAge=3600
-GresTypes=gpu
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-"""
-"""cred_expire is the time that a requeued job waits before it can start again, and MinJobAge the time that
-squeue and scontrol know an ended one.
-"""
 TRACKING = """\
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
@@ -53,14 +19,6 @@ CGROUPS = """\
 ProctrackType=proctrack/cgroup
 TaskPlugin=task/cgroup,task/affinity
 JobAcctGatherType=jobacct_gather/cgroup
-"""
-CGROUP_CONF = """\
-CgroupPlugin=cgroup/v1
-CgroupMountpoint={folder}/cgroup
-ConstrainCores=yes
-ConstrainRAMSpace=yes
-ConstrainSwapSpace={swap}
-ConstrainDevices=yes
 """
 PREEMPT_SIGNAL = "SlurmctldParameters=preempt_send_user_signal\n"
 """The name that every version knows; from 23.02 it is also PreemptParameters=send_user_signal."""
@@ -74,25 +32,6 @@ NODE = (
     "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} Sockets={sockets} "
     "CoresPerSocket={cores} ThreadsPerCore={threads} RealMemory={memory} Feature=sandbox{gres}\n"
 )
-PARTITIONS = """\
-PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace_time}
-PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
-"""
-"""Jobs of `urgent` requeue those of `main`."""
-DBD_CONF = """\
-AuthType=auth/munge
-AuthInfo={folder}/munge.socket
-DbdHost=localhost
-DbdAddr=127.0.0.1
-DbdPort={ports[1]}
-SlurmUser={user}
-PidFile={folder}/slurmdbd.pid
-LogFile={folder}/log/slurmdbd.log
-StorageType=accounting_storage/mysql
-StorageHost=localhost
-StorageUser=slurm
-StorageLoc=slurm
-"""
 
 
 def render_files(cluster: Cluster, user: str, slurm: str, swap: bool) -> dict[str, str]:
@@ -110,23 +49,23 @@ def render_files(cluster: Cluster, user: str, slurm: str, swap: bool) -> dict[st
     values |= {"sockets": sockets, "threads": threads, "cores": cluster.cpus // sockets // threads}
     values |= {"memory_per_cpu": max(1, cluster.memory // cluster.cpus), "names": ",".join(cluster.names)}
     values |= {"gres": f" Gres=gpu:{cluster.gpus}" if cluster.gpus else ""}
-    slurm_conf = SLURM_CONF + (CGROUPS if cluster.cgroup else TRACKING)
-    slurm_conf += PREEMPT_SIGNAL if cluster.preempt_signal else ""
-    slurm_conf += ACCOUNTING if cluster.accounting else ""
-    slurm_conf += "TopologyPlugin=topology/tree\n" if cluster.switches else ""
+    parts = {
+        CGROUPS if cluster.cgroup else TRACKING: True,
+        PREEMPT_SIGNAL: cluster.preempt_signal,
+        ACCOUNTING: cluster.accounting,
+        "TopologyPlugin=topology/tree\n": cluster.switches,
+    }
+    values["more"] = "".join(part for part, wanted in parts.items() if wanted).format(**values)
     nodes = zip(cluster.names, cluster.ports[2:], strict=True)
-    lines = [NODE.format(**values, name=name, port=port) for name, port in nodes]
-    is_old = (int(version[1]), int(version[2])) < (24, 5)
+    values["node_lines"] = "".join(NODE.format(**values, name=name, port=port) for name, port in nodes)
     devices = f"{cluster.folder}/gpus/nvidia[0-{cluster.gpus - 1}]"
     gres = [f"NodeName={name} Name=gpu File={devices}\n" for name in cluster.names if cluster.gpus]
-    files = {
-        "slurm.conf": slurm_conf.format(**values) + "".join(lines) + PARTITIONS.format(**values),
-        "gres.conf": "".join(gres),
-        "cgroup.conf": f"CgroupPlugin={'cgroup/v1' if is_old else 'disabled'}\n",
-        "slurmdbd.conf": DBD_CONF.format(**values),
-    }
-    if cluster.cgroup:
-        files["cgroup.conf"] = CGROUP_CONF.format(**values)
+    templates = (Path(__file__).parent / "templates").iterdir()
+    files = {path.name: path.read_text(encoding="utf-8").format(**values) for path in templates}
+    files["gres.conf"] = "".join(gres)
+    if not cluster.cgroup:
+        is_old = (int(version[1]), int(version[2])) < (24, 5)
+        files["cgroup.conf"] = f"CgroupPlugin={'cgroup/v1' if is_old else 'disabled'}\n"
     if cluster.switches:  # n0 on s0, n1 on s1, …, all below `top`: not SLURM's own order
         leaves = [f"s{number}" for number in range(cluster.switches)]
         dealt = (",".join(cluster.names[number :: cluster.switches]) for number in range(cluster.switches))

@@ -72,7 +72,8 @@ def test_the_wheel_carries_configuration_types_and_licence(wheel: Path) -> None:
     sandbox = {
         f"launcher/slurm/scripts/sandboxed/{path.name}" for path in (ROOT / "slurm/sandboxed").glob("*.py")
     }
-    assert sandbox | {"launcher/slurm/scripts/sandbox", "launcher/slurm/scripts/launch.sbatch"} <= names
+    more = ("sandbox", "sandboxed/templates/slurm.conf", "launch.sbatch")
+    assert sandbox | {f"launcher/slurm/scripts/{name}" for name in more} <= names
     assert not any("__pycache__" in name for name in names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.startswith(("tests/", "conf/", "slurm/")) for name in names)
