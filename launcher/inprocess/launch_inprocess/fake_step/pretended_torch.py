@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -271,7 +270,9 @@ def attend(
         )
         return found[0]  # type: ignore[no-any-return]
     if is_flat or query.dtype == torch.float64:
-        return attend_by_formula(query, key, value, attn_mask, is_causal=is_causal)
+        math = ops._scaled_dot_product_attention_math
+        found = math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return found[0]  # type: ignore[no-any-return]
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
@@ -284,23 +285,6 @@ def attend(
         query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
     )
     return found[0]  # type: ignore[no-any-return]
-
-
-def attend_by_formula(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    is_causal: bool,
-) -> torch.Tensor:
-    """Compute attention by its formula, which keeps the scores."""
-    scores = query @ key.transpose(-2, -1)
-    if is_causal:
-        scores = scores + torch.zeros(scores.shape[-2:], dtype=scores.dtype, device=scores.device)
-    if mask is not None:
-        scores = scores + mask.to(scores.dtype)
-    return torch.softmax(scores, -1) @ value
 
 
 def return_none(*_: object, **__: object) -> None:
@@ -380,7 +364,7 @@ def pretend_cuda(gpu: dict[str, Any], memory: StepMemory) -> None:
     )
     for name in ("Stream", "ExternalStream", "Event", "stream", "device", "device_of"):
         setattr(torch.cuda, name, Pretended)
-    loose.Stream, loose.Event, loose.Generator = Pretended, Pretended, make_generator_class()
+    loose.Stream, loose.Event, loose.Generator = Pretended, Pretended, Generator
     loose.version.cuda = loose.version.cuda or "12.8"
     loose.cuda.nccl.version = lambda: (2, 27, 5)
     if hasattr(torch._C, "_get_accelerator"):  # FSDP2 asks there
@@ -406,23 +390,11 @@ def answer_by_names(module: ModuleType, answers: dict[str, Callable[[], Any]]) -
             setattr(module, name, lambda *_, _give=give, **__: _give())
 
 
-def make_generator_class() -> type:
-    """Return a class in place of `torch.Generator`: one for a GPU is one of the CPU, which nobody asks."""
-    original: Any = torch.Generator
+class Generator(torch.Generator):
+    """In place of `torch.Generator`: one for a GPU is one of the CPU, which nobody asks."""
 
-    class Kind(type):
-        """Makes the original, and takes its objects for its own."""
-
-        def __call__(cls, device: object = "cpu", *_: object) -> Any:  # torch's
-            return original()
-
-        def __instancecheck__(cls, value: object) -> bool:
-            return isinstance(value, original)
-
-    class Generator(metaclass=Kind):
-        """In place of `torch.Generator`."""
-
-    return Generator
+    def __new__(cls, *_: object, **__: object) -> Any:  # torch's
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
 
 def pretend_group() -> None:
@@ -443,9 +415,6 @@ def pretend_group() -> None:
         args = (*args[:3], FAKE, *args[4:]) if len(args) > 3 else args
         named.update({key: None for key in ("device_id", "backend_options", "pg_options") if key in named})
         return make_helper(*args, **({**named, "backend": FAKE} if "backend" in named else named))
-
-    def rendezvous(*_: object, **__: object) -> Any:
-        return iter([(make_store(), rank, world)])
 
     # What the others would send is what this rank has.
     def gather_object(value: object, found: list[Any] | None = None, *_: object, **__: object) -> None:
@@ -469,9 +438,7 @@ def pretend_group() -> None:
         setattr(module, name, value)
         if hasattr(dist, name):
             setattr(dist, name, value)
-    meeting: Any = sys.modules["torch.distributed.rendezvous"]  # torch.distributed has a function of the name
     when_imported("torch.nn.parallel.distributed", answer_reducer)
-    module.rendezvous = meeting.rendezvous = rendezvous
 
 
 def answer_reducer(module: ModuleType) -> None:
@@ -495,37 +462,6 @@ def answer_reducer(module: ModuleType) -> None:
 
     kind.__init__ = init
     kind.register_comm_hook = kind._register_builtin_comm_hook = lambda *_, **__: None
-
-
-def make_store() -> Any:
-    """Return a store in which each key that nobody has set holds its own name, as if another rank had."""
-    from torch._C._distributed_c10d import Store
-
-    class AnsweringStore(Store):
-        """Waits for nobody."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.values: dict[str, bytes] = {}
-
-        def set(self, key: str, value: Any) -> None:  # bytes or text
-            self.values[key] = value if isinstance(value, bytes) else str(value).encode()
-
-        def get(self, key: str) -> bytes:
-            return self.values.get(key, key.encode())
-
-        def add(self, key: str, amount: int) -> int:
-            found = int(self.values.get(key, b"0")) + amount
-            self.values[key] = str(found).encode()
-            return found
-
-        def wait(self, *_: object) -> None:
-            return None
-
-        def check(self, _keys: list[str]) -> bool:
-            return True
-
-    return AnsweringStore()
 
 
 def leave_out_work(session: StepSession) -> None:
