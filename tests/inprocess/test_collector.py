@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inprocess.hooked import QUICK, ROOT, run_code, run_program
-from tests.inprocess.scenarios import check_table, run_scenarios
+from tests.inprocess.hooked import QUICK, ROOT, check_table, run_code, run_program, run_scenarios
 from tests.seam import find_run, start
 
 BEGIN = """

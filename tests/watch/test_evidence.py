@@ -40,7 +40,7 @@ from launcher.watch.procfs import (
     read_connection,
     read_socket_bytes,
 )
-from tests.inprocess.watched import list_heartbeats, make_watched_environ
+from tests.inprocess.hooked import list_heartbeats, make_watched_environ
 from tests.seam import clean_environ
 
 TABLES = tomllib.loads(Path(__file__).with_name("hangs.toml").read_text())

@@ -1,0 +1,439 @@
+"""Programs in ranks with the hook: they start, run and end as without it, and so does what they start."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipapp
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import launcher
+from tests.inprocess.hooked import FOLDER, QUICK, ROOT, STEPS, WITHOUT_COMPILER, run_code, run_program
+from tests.rank.start_shim import run_shim, write_plan
+from tests.seam import clean_environ, find_run, run_outside, start
+
+TELL = """
+import os, sys
+print(__name__, globals().get("__file__"), sys.argv, sys.orig_argv if hasattr(sys, "orig_argv") else "")
+print(sys.path, os.environ.get("PYTHONPATH"), "sitecustomize" in sys.modules, sys.flags)
+def fail():
+    raise KeyError("as it is")
+fail()
+"""
+VERSIONS = ("3.9", "3.10", "3.12", "3.13", "3.14")
+
+
+def assert_same(words: Sequence[str], cwd: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Assert that a command line does the same with the hook and without it; return how it ended."""
+    without, done = run_program(words, cwd, None, **variables), run_program(words, cwd, **variables)
+    assert (done.stdout, done.stderr) == (without.stdout, without.stderr)
+    assert done.returncode == without.returncode
+    return done
+
+
+def test_ways_to_start_a_program(tmp_path: Path) -> None:
+    (tmp_path / "launcher").mkdir()
+    for name in ("program.py", "launcher.py", "launcher/__main__.py"):
+        (tmp_path / name).write_text(TELL)
+    (tmp_path / "launcher" / "__init__.py").write_text("")
+    zipapp.create_archive(tmp_path / "launcher", tmp_path / "app.pyz")
+    ways = (["program.py"], ["launcher.py"], ["launcher/__main__.py"], ["-m", "launcher", "word"])
+    for words in (*ways, ["-c", TELL, "-I"], ["app.pyz"]):
+        done = assert_same([sys.executable, *words], tmp_path)
+        assert (done.returncode, "KeyError: 'as it is'" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ("raise ValueError('boom')", "ValueError: boom"),
+        ("import no_such_module", "no_such_module"),
+        ("syntax error", "SyntaxError"),
+        ("import os; print('mine', os.environ.get('PYTHONPATH'))", ""),
+        ("import gc; gc.disable()", ""),
+    ],
+)
+def test_the_users_own_sitecustomize(own: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text(own)
+    code = (
+        "import gc, sys; print(gc.isenabled(), getattr(sys.modules.get('sitecustomize'), '__file__', None))"
+    )
+    done = assert_same([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(tmp_path / "own"))
+    assert says in done.stderr
+
+
+def test_a_sitecustomize_that_raises_does_not_drop_the_policy(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("raise ValueError('boom')")
+    code = f"{STEPS}\nprint([n for n in range(1, 6) if collect()])"
+    done = run_program([sys.executable, "-c", code], tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.stdout == "[3, 5]\n"
+
+
+def test_a_virtual_environments_own_sitecustomize(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (site / "sitecustomize.py").write_text("print('of the environment')")
+    done = assert_same([str(tmp_path / "venv/bin/python"), "-c", TELL], tmp_path)
+    assert done.stdout.startswith("of the environment\n")
+
+
+@pytest.mark.parametrize(
+    "entries", ["", ":", "relative", ":/a:", b"/\xff\xfe", "/a:FOLDER:/b", "FOLDER:FOLDER"]
+)
+def test_odd_entries_of_pythonpath(entries: "str | bytes", tmp_path: Path) -> None:
+    text = os.fsdecode(entries)
+    code = "import os, sys; print(ascii((sys.path, os.environ.get('PYTHONPATH') or None)))"
+    words = [sys.executable, "-c", code]
+    plan = str(write_plan(tmp_path, "0"))
+
+    def run(path: str, policy: str) -> str:
+        done = run_shim(*words, LAUNCH_PLAN=plan, LAUNCH_GC=policy, PYTHONPATH=path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    without = ":".join(entry for entry in text.split(":") if entry != "FOLDER")
+    assert run(text.replace("FOLDER", str(FOLDER)), QUICK) == run(without, "default")
+
+
+@pytest.mark.parametrize("deed", ["sys.meta_path.clear()", "del sys.meta_path", "sys.meta_path = None"])
+def test_a_program_without_finders(deed: str, tmp_path: Path) -> None:
+    code = f"import sys; {deed}\ntry:\n    import csv\nexcept BaseException as error:\n    print(repr(error))"
+    done = assert_same([sys.executable, "-c", code], tmp_path)
+    assert done.returncode == 0 and "Error" in done.stdout
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_other_versions_of_python(version: str, tmp_path: Path) -> None:
+    python = find_python(version)
+    if python is None:
+        pytest.skip(f"there is no Python {version} on this machine")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("print('mine')")
+    assert_same([python, "-W", "error", "-c", TELL], tmp_path, PYTHONPATH=str(tmp_path / "own"))
+    code = """
+import gc, sys
+collect = sys.modules["launch_inprocess.garbage_collection"].end_step
+node = [[]]
+node.append(node)
+oldest = gc.get_threshold()[2]
+live = [[] for _ in range(50 * gc.get_threshold()[0] * gc.get_threshold()[1])]
+seen = [n for n in range(1, 12) if collect()]
+print(seen, gc.get_freeze_count() > 1000, gc.collect() >= 0, gc.get_threshold()[2] > oldest)
+"""
+    done = run_program([python, "-W", "error", "-c", code], tmp_path)
+    assert (done.stdout, done.stderr) == ("[3, 5, 10] True True True\n", "")
+
+
+def find_python(version: str) -> "str | None":
+    """An interpreter that runs: a shim of pyenv's may be for a version that is not chosen."""
+    folders = os.environ["PATH"].split(os.pathsep)
+    folders += [str(path) for path in Path.home().glob(f".pyenv/versions/{version}.*/bin")]
+    for folder in folders:
+        path = shutil.which(f"python{version}", path=folder)
+        if path and not subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode:
+            return path
+    return None
+
+
+LOOK = """
+import gc, json, os, sys
+
+def look():
+    kinds = type(gc.collect).__name__, type(gc.get_objects).__name__
+    state = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
+    return [*state, *kinds, os.environ.get("PYTHONPATH")]
+"""
+TELL_CHILD = f"{LOOK}\nprint(json.dumps(look()))"
+"""What a child is to find, told by an interpreter that has nothing of ours."""
+CHILDREN = (
+    f"{LOOK}\nTELL = {TELL_CHILD!r}{WITHOUT_COMPILER}"
+    + """
+import copy, multiprocessing, subprocess
+import torch.multiprocessing
+
+def is_hooked():
+    return any(module.startswith("launch_inprocess") for module in sys.modules)
+
+class Looks(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        return json.dumps(look())
+
+def train(optimizer, steps):
+    for _ in range(steps):
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+def tell_steps(pipe, optimizer):
+    train(optimizer, 20)
+    pipe.send(look())
+
+def spawned(_, path, optimizer):
+    train(optimizer, 20)
+    with open(path, "w") as file:
+        json.dump([look(), is_hooked()], file)
+
+def fork_once():
+    source, sink = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(sink, json.dumps(look()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(sink)
+    with open(source) as file:
+        return json.load(file)
+
+def main():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = {}
+    # In the middle of a step, and where the collector is ours.
+    handle = optimizer.register_step_pre_hook(lambda *_: found.update(forked=fork_once()))
+    train(optimizer, 8)
+    handle.remove()
+    for way in ("fork", "spawn"):
+        loader = torch.utils.data.DataLoader(Looks(), num_workers=1, multiprocessing_context=way)
+        found[f"loader {way}"] = json.loads([batch for batch in loader][0][0])
+    ends = multiprocessing.Pipe()
+    start = multiprocessing.get_context("fork").Process
+    child = start(target=tell_steps, args=(ends[0], copy.deepcopy(optimizer)))
+    child.start()
+    found["fork"] = ends[1].recv()
+    child.join()
+    torch.multiprocessing.spawn(spawned, (f"{__file__}.json", copy.deepcopy(optimizer)))
+    with open(f"{__file__}.json") as file:
+        found["spawn"], hooked = json.load(file)
+    found["python"] = json.loads(subprocess.check_output([sys.executable, "-c", TELL], text=True))
+    print(json.dumps([found, hooked, look(), is_hooked()]))
+
+if __name__ == "__main__":
+    main()
+"""
+)
+
+
+@pytest.mark.slow
+def test_children_are_as_without_us(tmp_path: Path) -> None:
+    without, found = run_code(TELL_CHILD, tmp_path, None), run_code(CHILDREN, tmp_path)
+    assert isinstance(found, list)
+    children, child_hooked, own, own_hooked = found
+    assert children == dict.fromkeys(
+        ["fork", "forked", "loader fork", "loader spawn", "spawn", "python"], without
+    )
+    assert not child_hooked, "nothing of ours is loaded in what is started anew"
+    assert own[2] > 1000 and own_hooked, "the rank itself has the policy"
+
+
+GLOO = """
+import os, sys
+cpus = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {cpus[int(os.environ["LOCAL_RANK"]) % len(cpus)]})  # as where each rank has one core
+import torch, torch.distributed as dist
+
+def train(cycle):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{os.getcwd()}/store-{cycle}", rank=int(os.environ["RANK"]), world_size=2
+    )
+    for thread in os.listdir("/proc/self/task"):
+        if "gloo_runloop" in open(f"/proc/self/task/{thread}/comm").read():
+            os.setpriority(os.PRIO_PROCESS, int(thread), 10)  # what the main thread does next comes first
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    dist.all_reduce(torch.ones(1))
+    return model
+
+def train_and_destroy(cycle):
+    model = train(cycle)
+    dist.destroy_process_group()
+
+for cycle in range(20):
+    train_and_destroy(cycle)
+model = train("last")
+print("done", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_on_one_core_end_after_their_last_collective(tmp_path: Path) -> None:
+    """Without gloo's threads being waited for, one cycle in five never ends, or aborts at the end."""
+    (tmp_path / "program.py").write_text(GLOO)
+    words = ["nproc_per_node=2", "watch.enabled=false", "gc=default", "--", "program.py"]
+    with start(tmp_path, *words) as started:
+        assert started.wait(240) == 0, started.read()
+    folder = find_run(tmp_path) / "logs" / "0"
+    for rank in range(2):
+        assert (folder / f"rank-{rank}.out").read_text() == "done\n"
+        assert "terminate called" not in (folder / f"rank-{rank}.err").read_text()
+
+
+QUIETED = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONWARNINGS": "ignore",
+    "OMP_NUM_THREADS": "1",
+    "ACCELERATE_USE_CPU": "true",
+    "LAUNCH_LOADER_DEFAULT": "1",
+    "LAUNCH_NUM_WORKERS": "2",
+}
+DATA = """
+import gc, json, sys, torch
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+    def __getitem__(self, index):
+        return {"x": torch.full((4,), float(index)), "labels": torch.zeros(4)}
+"""
+LIGHTNING = """
+import logging
+import lightning as L
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+    def training_step(self, batch, index):
+        return self.layer(batch["x"]).square().mean()
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-6)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 5)]
+
+trainer = L.Trainer(
+    max_epochs=1, overfit_batches=24, accelerator="cpu", logger=False, enable_checkpointing=False,
+    accumulate_grad_batches=2,
+    enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(Module(), torch.utils.data.DataLoader(Data(), batch_size=2, shuffle=True))
+assert type(trainer.train_dataloader.sampler).__name__ == "SequentialSampler"  # it has made another
+print(trainer.global_step, trainer.train_dataloader.num_workers)
+"""
+ACCELERATE = """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+loader = torch.utils.data.DataLoader(Data(), batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+steps = 0
+for batch in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(batch["x"]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    steps += accelerator.sync_gradients
+print(steps, loader.num_workers)
+"""
+TRAINER = """
+import transformers
+transformers.logging.set_verbosity_error()
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+    def forward(self, x, labels=None):
+        found = self.layer(x)
+        return {"loss": (found - labels).square().mean(), "logits": found}
+
+words = transformers.TrainingArguments(
+    output_dir=sys.argv[0] + ".out", num_train_epochs=1, per_device_train_batch_size=2,
+    gradient_accumulation_steps=2, learning_rate=1e-6, report_to=[], save_strategy="no",
+    logging_strategy="no", disable_tqdm=True, use_cpu=True, dataloader_num_workers=0,
+)
+trainer = transformers.Trainer(model=Model(), args=words, train_dataset=Data())
+trainer.train()
+print(trainer.state.global_step, trainer.get_train_dataloader().num_workers)
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "workers"),
+    [
+        pytest.param("lightning", LIGHTNING, 2, marks=pytest.mark.slow),
+        ("accelerate", ACCELERATE, 2),
+        pytest.param("transformers", TRAINER, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_frameworks_steps_are_counted_and_its_loaders_have_their_workers(
+    package: str, code: str, workers: int, tmp_path: Path
+) -> None:
+    """48 samples, two in a batch, two batches in a step."""
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    (tmp_path / "program.py").write_text(DATA + code)
+    done = run_program(
+        [sys.executable, "program.py"], tmp_path, "synchronized,warmup=3,every=5,log", **QUIETED
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1:] == [f"12 {workers}"], done.stdout
+    assert re.findall(r"^launch: rank 0: step (\d+): ", done.stderr, re.MULTILINE) == ["3", "5", "10"]
+
+
+PACKAGE = Path(launcher.__file__).parent
+
+
+def test_outside_of_launch_and_with_odd_variables_everything_has_its_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("LAUNCH_NUM_WORKERS", "LAUNCH_RANK_PLAN", "LAUNCH_RUN_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert launcher.num_workers() == 2
+    assert launcher.num_workers(5) == launcher.num_workers(default=5) == 5
+    assert launcher.rank_plan() is None
+    assert launcher.run_dir() is None
+    assert (launcher.collect(), launcher.collect(now=True)) == (False, False)
+    for text, number in {"0": 0, "12": 12, "": 7, "-1": 7, "many": 7, "²": 7}.items():
+        monkeypatch.setenv("LAUNCH_NUM_WORKERS", text)
+        assert launcher.num_workers(7) == number, text
+    for text in ("", "{", "[]", "3"):
+        monkeypatch.setenv("LAUNCH_RANK_PLAN", text)
+        assert launcher.rank_plan() is None, text
+
+
+def test_the_package_is_as_cheap_as_it_was_and_typed() -> None:
+    code = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); before = set(sys.modules)\n"
+    code += "import launcher; print(sorted(set(sys.modules) - before - {'os', 'posixpath', 'stat'}))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code],
+        env=clean_environ(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "['launcher']\n"
+    assert (PACKAGE / "py.typed").is_file()
+
+
+HANDED = """
+import json, os, sys
+import launcher
+from torch.utils.data import DataLoader
+ways = [os.environ["LAUNCH_NUM_WORKERS"], sys.argv[1], launcher.num_workers(9)]
+ways.append(DataLoader([1, 2]).num_workers)
+ways += [launcher.rank_plan()[name] for name in ("num_workers", "local_rank")]
+print("WAYS", json.dumps([int(way) for way in ways]), flush=True)
+print(sys.argv[2], os.environ["LAUNCH_RUN_DIR"], launcher.run_dir(), os.environ["LAUNCH_RUN_ID"], flush=True)
+"""
+
+
+@pytest.mark.usefixtures("quick_agent")
+def test_the_number_and_the_run_directory_are_handed_over_in_all_ways(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(HANDED)
+    words = ["nproc_per_node=2", "dataloader.default=true", "dataloader=none", "env.LAUNCH_NUM_WORKERS=1"]
+    words += ["--", str(program), "{num_workers}", "{run_dir}"]
+    done = run_outside(words, tmp_path, timeout=240)
+    assert done.code == 0, done.err
+    logs = sorted((tmp_path / "runs").glob("*/*/logs/0/rank-*.out"))
+    run = logs[0].parents[2]
+    for rank, log in enumerate(logs):
+        assert log.read_text() == f"WAYS {[*[1] * 5, rank]}\n{run} {run} {run} {run.name}\n"
