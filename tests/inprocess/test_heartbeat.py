@@ -103,10 +103,11 @@ wait()
 def test_stacks_come_while_c_code_holds_the_gil_and_sleeps_go_on(tmp_path: Path) -> None:
     code = """
 import ctypes
+getchar = ctypes.PyDLL(None).getchar
 launcher.step()
 def hold():
     print("ready", flush=True)
-    ctypes.PyDLL(None).getchar()
+    getchar()
 def rest():
     begin = time.monotonic()
     print("ready", flush=True)
