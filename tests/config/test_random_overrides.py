@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,113 +13,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launcher.config.overrides import quote_value
+from tests.data_files import DATA
 from tests.seam import Result, clean_environ, run_inside, run_outside
 
-VALID = (
-    "model=llama7b",
-    "+model=gpt2",
-    "model.layers=2",
-    "nproc_per_node=2",
-    "nodes=1",
-    "nodes=1:1",
-    "name=a",
-    "env.A=1e3",
-    "torchrun.max_restarts=3",
-    "torchrun.rdzv_conf.timeout=9",
-    "binding=numa",
-    "binding.strict=true",
-    "logs.console=all",
-    "dataloader=vision",
-    "devices=own",
-    "program.steps=5",
-    "data.path=/x",
-    "runs_dir=/nowhere",
-    "explain=true",
-    "cluster=local",
-    "cluster=manual",
-    "node_rank=0",
-    "rdzv_endpoint=h:0",
-    "machine.root=/",
-    "~model",
-    "+x.y=[1,{a: b}]",
-    "format=json",
-)
-GRAMMAR = (
-    "=",
-    "+",
-    "++",
-    "~",
-    "@",
-    ":",
-    ".",
-    ",",
-    "[",
-    "]",
-    "{",
-    "}",
-    "${",
-    "$(",
-    "'",
-    '"',
-    "\\",
-    " ",
-    "\n",
-    "\t",
-    "null",
-    "???",
-    "${env}",
-    "${oc.env:NONE}",
-    "choice(1,2)",
-    "range(1,3)",
-    "glob(*)",
-    "interval(0,1)",
-    "sort(",
-    "1e999",
-    "-1",
-    "_global_",
-    "_self_",
-    "/",
-    "..",
-    "*",
-    "#",
-    "é",
-    "\x00",
-    "\udcff",
-    "😀",
-    "0x1f",
-    "1_0",
-    "nan",
-    "true",
-    "hydra",
-    "model",
-)
-FLAGS = (
-    "-m",
-    "--cfg",
-    "job",
-    "all",
-    "hydra",
-    "--resolve",
-    "-p",
-    "--info",
-    "searchpath",
-    "-cn",
-    "-cd",
-    "-cp",
-    "conf",
-    "-h",
-    "--version",
-    "--hydra-help",
-    "-sc",
-    "install=bash",
-    "query=bash",
-    "-x",
-    "--nproc-per-node=2",
-    "-c",
-    "--multirun",
-    "plan",
-    "",
-)
+WORDS: dict[str, list[str]] = tomllib.loads((DATA / "random_words.toml").read_text())
+VALID, FLAGS = WORDS["valid"], WORDS["flags"]
+GRAMMAR = [*WORDS["grammar"], "\x00", "\udcff"]
 fragments = st.lists(st.sampled_from(GRAMMAR) | st.text(max_size=4), min_size=1, max_size=6).map("".join)
 keys = st.sampled_from([word.partition("=")[0] for word in VALID])
 words = (
@@ -184,30 +84,7 @@ def test_quoted_values_come_through_byte_for_byte(text: str) -> None:
 scalars = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(GRAMMAR)
 )
-names = st.sampled_from(
-    [
-        "defaults",
-        "model",
-        "env",
-        "binding",
-        "launch",
-        "_self_",
-        "launch_schema",
-        "override model",
-        "tiny",
-        "optional x",
-        "nodes",
-        "cluster",
-        "program",
-        "command",
-        "sections",
-        "torchrun",
-        "hydra",
-        "a.b",
-        "_target_",
-        "",
-    ]
-) | st.text(max_size=4)
+names = st.sampled_from(WORDS["names"]) | st.text(max_size=4)
 trees = st.recursive(
     scalars | names,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4),
@@ -221,40 +98,11 @@ primaries = st.fixed_dictionaries(
 )
 texts = st.text(max_size=60) | (trees | primaries).map(lambda tree: yaml.safe_dump(tree, allow_unicode=True))
 contents = texts.map(lambda text: text.encode("utf-8", "surrogateescape")) | st.binary(max_size=30)
-places = st.sampled_from(
-    [
-        "launch.yaml",
-        "model/tiny.yaml",
-        "model/x.yaml",
-        "experiment/x.yaml",
-        "binding/exclusive.yaml",
-        "program/train.yaml",
-        "team.yaml",
-        "cluster/auto.yaml",
-        "hydra/output/default.yaml",
-        "launch_schema.yaml",
-        "config.yaml",
-    ]
-)
 
 
 @given(
-    files=st.dictionaries(places, contents, min_size=1, max_size=3),
-    line=st.sampled_from(
-        (
-            [],
-            ["model=x"],
-            ["+experiment=x"],
-            ["-cn", "team"],
-            ["--cfg", "job"],
-            ["--info", "defaults"],
-            ["env.A=b"],
-            ["-sc", "query=bash"],
-            ["-h"],
-            ["-m", "model=tiny,x"],
-            ["model.layers=2"],
-        )
-    ),
+    files=st.dictionaries(st.sampled_from(WORDS["places"]), contents, min_size=1, max_size=3),
+    line=st.sampled_from(WORDS["lines"]).map(str.split),
 )
 def test_configuration_files(folder: Path, files: dict[str, bytes], line: list[str]) -> None:
     conf = folder / "conf"
