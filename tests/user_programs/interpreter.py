@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import signal
 import sys
@@ -22,6 +23,12 @@ import traceback
 import warnings
 
 import torch
+
+OURS = re.compile(
+    "LAUNCH|TORCHELASTIC|TORCH_NCCL|TORCH_FR|TORCH_ELASTIC|ROLE_|GROUP_|PYTORCH_ALLOC|PYTORCH_CUDA_ALLOC|CUDA_DEVICE_ORDER$"
+    "|CUDA_MODULE_LOADING$|PYTHONPATH$|MASTER_|TRITON_CACHE_DIR$|TORCHINDUCTOR_|TORCH_INCLUDE_ONLY_ACTIVE$|LC_CTYPE$|.*_NUM_THREADS$"
+)
+"""Variables that a start sets, and an interpreter started by hand does not have."""
 
 
 class Point:
@@ -34,24 +41,26 @@ class Point:
     __hash__ = None
 
 
-def show(name, value):
-    print(f"{name}: {value!r}")
+def show(name, *values):
+    print(f"{name}: {', '.join(map(repr, values))}")
+
+
+def show_attributes(found, names):
+    for name in names.split():
+        value = getattr(found, name, "none")
+        show(name, value() if callable(value) else value)
 
 
 def show_main():
     main = sys.modules["__main__"]
     show("names of __main__", sorted(name for name in vars(main) if name.startswith("__")))
-    show("__name__", __name__)
-    show("__file__", getattr(main, "__file__", None))
+    show_attributes(main, "__name__ __file__ __package__ __cached__")
     show("__spec__", getattr(main.__spec__, "name", main.__spec__))
-    show("__package__", __package__)
-    show("__cached__", getattr(main, "__cached__", "none"))
     show("__loader__", type(getattr(main, "__loader__", None)).__name__)
     show("__builtins__", main.__builtins__ is builtins)
     show("__doc__", (__doc__ or "")[:20])
     point = pickle.loads(pickle.dumps(Point(3)))
-    show("pickle", point == Point(3))
-    show("module of Point", Point.__module__)
+    show("pickle", point == Point(3), Point.__module__)
     try:
         show("source", inspect.getsource(Point.__init__))
     except (OSError, TypeError) as error:
@@ -60,77 +69,34 @@ def show_main():
 
 
 def show_sys():
-    for name in ("argv", "path", "flags", "executable", "prefix", "dont_write_bytecode", "warnoptions"):
-        show(name, getattr(sys, name))
-    show("orig_argv", sys.orig_argv)
-    show(
-        "cmdline",
-        open("/proc/self/cmdline", "rb").read().split(b"\0") if "PROBE_CMDLINE" in os.environ else 0,
+    show_attributes(
+        sys, "argv path flags executable prefix dont_write_bytecode warnoptions orig_argv _xoptions"
     )
-    show("comm", open("/proc/self/comm").read())
-    show("exe", os.readlink("/proc/self/exe"))
-    show("_xoptions", sys._xoptions)
-    show(
-        "meta_path",
-        [
-            getattr(found, "__name__", type(found).__name__)
-            for found in sys.meta_path
-            if type(found).__name__ != "ImportWatcher"
-        ],
-    )
+    show_attributes(sys, "gettrace getprofile getrecursionlimit getswitchinterval get_int_max_str_digits")
+    show_attributes(sys, "getdefaultencoding getfilesystemencoding getfilesystemencodeerrors")
+    line = open("/proc/self/cmdline", "rb").read().split(b"\0") if "PROBE_CMDLINE" in os.environ else 0
+    show("process", line, open("/proc/self/comm").read(), os.readlink("/proc/self/exe"))
+    finders = [found for found in sys.meta_path if type(found).__name__ != "ImportWatcher"]
+    show("meta_path", [getattr(found, "__name__", type(found).__name__) for found in finders])
     show("path_hooks", len(sys.path_hooks))
-    show("hooks", (sys.excepthook is sys.__excepthook__, sys.displayhook is sys.__displayhook__))
+    show("hooks", sys.excepthook is sys.__excepthook__, sys.displayhook is sys.__displayhook__)
     show("unraisablehook", sys.unraisablehook is sys.__unraisablehook__)
     show("threading.excepthook", threading.excepthook is threading.__excepthook__)
-    show("trace", (sys.gettrace(), sys.getprofile()))
-    show("recursion", sys.getrecursionlimit())
-    show("switch", sys.getswitchinterval())
-    show("int digits", sys.get_int_max_str_digits())
     show("ours", sorted(name for name in sys.modules if name.partition(".")[0] in ("launcher",)))
-    show("sitecustomize", "sitecustomize" in sys.modules)
-    show(
-        "not loaded",
-        [
-            name
-            for name in ("pdb", "cProfile", "torch._dynamo", "unittest.mock", "hydra")
-            if name in sys.modules
-        ],
-    )
+    heavy = {"pdb", "cProfile", "torch._dynamo", "unittest.mock", "hydra", "sitecustomize"}
+    show("loaded", sorted(heavy & set(sys.modules)))
 
 
 def show_streams():
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
-        show(
-            name,
-            (
-                type(stream).__name__,
-                stream.name,
-                stream.mode,
-                stream.encoding,
-                stream.errors,
-                stream.line_buffering,
-                stream.write_through,
-                stream.newlines,
-                stream.isatty(),
-                stream.fileno(),
-            ),
+        show(name, type(stream).__name__, type(stream.buffer), type(getattr(stream.buffer, "raw", None)))
+        show_attributes(
+            stream, "name mode encoding errors line_buffering write_through newlines isatty fileno"
         )
-        show(
-            f"{name}'s buffer",
-            (
-                type(stream.buffer).__name__,
-                type(getattr(stream.buffer, "raw", None)).__name__,
-                stream is getattr(sys, f"__{name}__"),
-            ),
-        )
-    show(
-        "default encoding",
-        (sys.getdefaultencoding(), sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()),
-    )
-    show("locale", (locale.getlocale(), locale.getpreferredencoding(), locale.setlocale(locale.LC_ALL)))
-    show("buffer size", io.DEFAULT_BUFFER_SIZE)
-    show("codecs", codecs.lookup("utf-8").name)
+        show("original", stream is getattr(sys, f"__{name}__"))
+    show("locale", locale.getlocale(), locale.getpreferredencoding(), locale.setlocale(locale.LC_ALL))
+    show("codecs", io.DEFAULT_BUFFER_SIZE, codecs.lookup("utf-8").name)
     print("žluťoučký kůň 馬")
 
 
@@ -142,112 +108,47 @@ def is_inherited(number):
 
 
 def show_process():
-    show("cwd", os.getcwd())
-    show("umask", os.umask(0o22))
-    show("group leader", os.getpgrp() == os.getpid())
-    show("session leader", os.getsid(0) == os.getpid())
-    show("nice", os.nice(0))
+    show("cwd", os.getcwd(), os.umask(0o22), os.nice(0))
+    show("leader of group and session", os.getpgrp() == os.getpid(), os.getsid(0) == os.getpid())
     show("inherited descriptors", [number for number in range(100) if is_inherited(number)])
-    show(
-        "threads",
-        (
-            threading.active_count(),
-            threading.main_thread() is threading.current_thread(),
-            threading.main_thread().native_id == os.getpid(),
-            threading.current_thread().name,
-        ),
-    )
+    main = threading.main_thread()
+    show("main thread", main is threading.current_thread(), main.native_id == os.getpid(), main.name)
+    show("threads", threading.active_count())
     show("children", open(f"/proc/self/task/{os.getpid()}/children").read())
-    names = {number: signal.Signals(number).name for number in signal.valid_signals() if number < 32}
-    show(
-        "handlers",
-        {
-            name: str(signal.getsignal(number)).split(" at ")[0]
-            for number, name in names.items()
-            if number not in (9, 19) and signal.getsignal(number) is not signal.SIG_DFL
-        },
-    )
+    for number in sorted(signal.valid_signals() - {9, 19} - set(range(32, 99))):
+        if signal.getsignal(number) is not signal.SIG_DFL:
+            show(signal.Signals(number).name, str(signal.getsignal(number)).split(" at ")[0])
     show("blocked", sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
     masks = [line.split() for line in open("/proc/self/status") if line.startswith(("SigBlk", "SigIgn"))]
     show("masks", [(name, hex(int(mask, 16) & 0x7FFFFFFF)) for name, mask in masks])
     show("limits", [resource.getrlimit(number) for number in (resource.RLIMIT_CORE, resource.RLIMIT_STACK)])
-    show("faulthandler", faulthandler.is_enabled())
-    show("timers", (signal.getitimer(signal.ITIMER_REAL), time.tzname))
+    show("faulthandler", faulthandler.is_enabled(), signal.getitimer(signal.ITIMER_REAL), time.tzname)
 
 
 def show_python():
-    show("gc", (gc.isenabled(), gc.get_threshold(), gc.get_debug(), len(gc.callbacks), len(gc.garbage)))
+    show_attributes(gc, "isenabled get_threshold get_debug")
+    show("gc", len(gc.callbacks), len(gc.garbage))
     show("gc sees a class of torch", any(found is torch.nn.Module for found in gc.get_objects()))
-    show(
-        "filters",
-        [
-            (
-                kind,
-                getattr(text, "pattern", text),
-                category.__name__,
-                getattr(module, "pattern", module),
-                line,
-            )
-            for kind, text, category, module, line in warnings.filters
-        ],
-    )
+    for kind, text, category, module, line in warnings.filters:
+        patterns = [getattr(found, "pattern", found) for found in (text, module)]
+        show("filter", kind, *patterns, category.__name__, line)
     root = logging.getLogger()
-    show(
-        "logging",
-        (
-            root.level,
-            root.handlers,
-            logging.getLogger("torch").level,
-            sorted(logging.root.manager.loggerDict)[:3],
-        ),
-    )
+    show("logging", root.level, root.handlers, logging.getLogger("torch").level)
+    show("loggers", sorted(logging.root.manager.loggerDict)[:3])
     show("stack", [frame.name for frame in traceback.extract_stack()])
-    show(
-        "multiprocessing",
-        (
-            multiprocessing.current_process().name,
-            multiprocessing.get_start_method(allow_none=True),
-            multiprocessing.parent_process(),
-            len(multiprocessing.current_process().authkey),
-        ),
-    )
-    for name in sorted(os.environ):
-        if not name.startswith(("LAUNCH", "TORCHELASTIC", "TORCH_NCCL", "TORCH_FR")) and name not in HIDDEN:
-            show("variable", name)
+    process = multiprocessing.current_process()
+    show("multiprocessing", process.name, multiprocessing.parent_process(), len(process.authkey))
+    show("start method", multiprocessing.get_start_method(allow_none=True))
+    show("variables", [name for name in sorted(os.environ) if not OURS.match(name)])
     show("hash", hash("text") if "PYTHONHASHSEED" in os.environ else None)
 
 
-HIDDEN = (
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "ROLE_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "TORCH_ELASTIC_WORKER_IDENTICAL",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "CUDA_DEVICE_ORDER",
-    "PYTHONPATH",
-    "CUDA_MODULE_LOADING",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TRITON_CACHE_DIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TORCH_INCLUDE_ONLY_ACTIVE",
-    "LC_CTYPE",
-    "TORCHINDUCTOR_COMPILE_THREADS",
-    *(f"{name}_NUM_THREADS" for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "VECLIB", "BLIS")),
-)
-
-
 def show_torch():
-    show("threads of torch", (torch.get_num_threads(), torch.get_num_interop_threads()))
     torch.manual_seed(3)
-    show("random", torch.rand(3).tolist())
-    show("default", (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()))
-    show("product", float((torch.ones(300, 300) @ torch.ones(300, 300)).sum()))
+    show("random", torch.rand(3).tolist(), float((torch.ones(300, 300) @ torch.ones(300, 300)).sum()))
+    show_attributes(torch, "get_num_threads get_num_interop_threads get_default_dtype get_default_device")
+    show_attributes(torch, "is_grad_enabled are_deterministic_algorithms_enabled")
     show("parallel", torch.__config__.parallel_info().split("ATen parallel")[0][:80])
-    show("deterministic", torch.are_deterministic_algorithms_enabled())
 
 
 if __name__ == "__main__":
