@@ -34,7 +34,7 @@ WINDOW = 0.1
 """Seconds of a repeat."""
 COPY_BYTES, PEER_BYTES, CPU_BYTES = 128 << 20, 256 << 20, 512 << 20
 COPIES = 4
-"""Copies of a repeat; the best repeat counts."""
+"""Copies of a repeat on a GPU; the best repeat counts."""
 REPEATS = 5
 """Repeats of an all_reduce, the best of which counts."""
 GROUP_BYTES, CPU_GROUP_BYTES = 512 << 20, 16 << 20
@@ -216,15 +216,16 @@ def measure_peer_copy(device: Device, seconds: float, peer: int) -> list[Measure
 
 def _copy_for(seconds: float, device: Device, target: torch.Tensor, source: torch.Tensor) -> float:
     """Copy for some seconds; return GB/s, the best of repeats."""
+    copies = 1 if device.index is None else COPIES  # on busy CPUs one takes long enough
 
     def copy() -> None:
-        for _ in range(COPIES):
+        for _ in range(copies):
             target.copy_(source, non_blocking=True)
 
     _time_work(copy, device)
     best, end = 0.0, time.monotonic() + seconds
-    while time.monotonic() < end:
-        best = max(best, COPIES / _time_work(copy, device))
+    while time.monotonic() < end or not best:
+        best = max(best, copies / _time_work(copy, device))
     return best * source.numel() * source.element_size() / 1e9
 
 
@@ -270,11 +271,8 @@ def measure_all_reduce(device: Device, group: Group, rank: int) -> float:
     The best of REPEATS counts, by the process that is slowest in it. Source: NVIDIA's nccl-tests,
     doc/PERFORMANCE.md. Raises ValueError for wrong sums.
     """
-    is_gpu, is_server, limit = (
-        device.index is not None,
-        group.is_pair and rank == 0,
-        timedelta(seconds=group.limit),
-    )
+    is_gpu, is_server = device.index is not None, group.is_pair and rank == 0
+    limit = timedelta(seconds=group.limit)
     try:
         store = device.store or TCPStore(
             group.host, group.port, group.size, is_master=is_server, wait_for_workers=False, timeout=limit

@@ -5,19 +5,15 @@ import signal
 from launcher.programs.options import parse_config
 
 
-def set_early_signals() -> None:
-    """Die by SIGINT without a traceback, and outlive SIGUSR2, until the training loop handles signals.
+def main() -> None:
+    """Run the program; `--help` and mistakes on the command line need no torch, which takes two seconds.
 
-    A SIGINT that was ignored at the start (nohup, a shell's background job) stays ignored.
+    Until the training loop handles signals, SIGINT ends it without a traceback, and SIGUSR2 does nothing. A
+    SIGINT that was ignored at the start (nohup, a shell's background job) stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, lambda *_: None)
-
-
-def main() -> None:
-    """Run the program; `--help` and mistakes on the command line need no torch, which takes two seconds."""
-    set_early_signals()
     config = parse_config()
     from launcher.programs.training import run  # noqa: PLC0415 - see above
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,19 +63,14 @@ def run(config: Config) -> None:
         dist.destroy_process_group()
     if message:
         print(f"train: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    if status < 0:
-        _die_by_signal(-status)
+    if status < 0:  # by a signal
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
     if status:
         # torchrun sends SIGTERM as soon as the first rank has ended, and Python's finalization takes
         # handlers away, but leaves what is ignored.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(status)
-
-
-def _die_by_signal(number: int) -> NoReturn:
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-    raise AssertionError("a fatal signal returned")
 
 
 class Ranks:
