@@ -244,12 +244,16 @@ def write_whole(at: int, name: str, data: bytes, *, private: bool = True, sync: 
     """
     draft = f".launch-{os.urandom(8).hex()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    if is_special(at, name):
+    try:
+        mode = os.stat(name, dir_fd=at, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        mode = 0
+    if mode and not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
         raise OSError(EINVAL, "it is no regular file, which alone may be replaced", name)
     try:
         with os.fdopen(os.open(draft, flags, 0o600 if private else 0o666, dir_fd=at), "wb") as file:
-            if not private and (mode := read_mode(at, name)) is not None:
-                os.fchmod(file.fileno(), mode)
+            if not private and stat.S_ISREG(mode):
+                os.fchmod(file.fileno(), stat.S_IMODE(mode) & 0o777)
             file.write(data)
             if sync:
                 file.flush()
@@ -258,23 +262,6 @@ def write_whole(at: int, name: str, data: bytes, *, private: bool = True, sync: 
     except OSError as error:
         remove(at, draft)
         raise OSError(error.errno, error.strerror, name) from None
-
-
-def is_special(at: int, name: str) -> bool:
-    """Tell whether a name is that of a device, a pipe or the like."""
-    try:
-        mode = os.stat(name, dir_fd=at, follow_symlinks=False).st_mode
-    except FileNotFoundError:
-        return False
-    return not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode))
-
-
-def read_mode(at: int, name: str) -> int | None:
-    """Return the permissions of a file in an open directory; None if it is not there."""
-    try:
-        return stat.S_IMODE(os.stat(name, dir_fd=at).st_mode) & 0o777
-    except FileNotFoundError:
-        return None
 
 
 def remove(at: int, name: str) -> None:

@@ -31,14 +31,13 @@ def escape_text(text: str, most: int = LONGEST) -> str:
     """Return a text on one line: what does not print as escapes, the middle of a long one left out."""
     if len(text) > 2 * most:
         text = text[:most] + text[-most:]
-    shown = text if text.isprintable() else "".join(map(show_character, text))
+    shown = (
+        text
+        if text.isprintable()
+        else "".join(char if char.isprintable() else escape_character(char) for char in text)
+    )
     half = (most - 3) // 2
     return shown if len(shown) <= most else f"{shown[:half]} … {shown[-half:]}"
-
-
-def show_character(char: str) -> str:
-    """Return a character that prints as it is, and another as an escape."""
-    return char if char.isprintable() else escape_character(char)
 
 
 def escape_character(char: str) -> str:
@@ -79,12 +78,8 @@ def quote_word(word: str) -> str:
     if not ACTING.search(word):
         return shlex.quote(word)
     plain = word.replace("\\", "\\\\").replace("'", "\\'")
-    return f"$'{ACTING.sub(lambda found: escape_bytes(found[0]), plain)}'"
-
-
-def escape_bytes(char: str) -> str:
-    """Return a character's bytes as bash reads them between `$'` and `'`."""
-    return "".join(f"\\x{byte:02x}" for byte in char.encode())
+    quoted = ACTING.sub(lambda found: "".join(f"\\x{byte:02x}" for byte in found[0].encode()), plain)
+    return f"$'{quoted}'"
 
 
 def join_words(words: Sequence[str]) -> str:

@@ -131,7 +131,7 @@ def specify_job(
     if run_path.key == "run_dir":
         _check_earlier(run_path.path, Path(config.runs_dir))
         config = _keep_chosen(config, run_path.path)
-    context = Context(config, verb, given, composed.sources)
+    context = Context(config, verb, given)
     check(context)
     merged = {**environ, **config.env}
     if verb == "launch":

@@ -1,11 +1,10 @@
 """Configuration by Hydra: composed, resolved to `Settings`; what Hydra has no use for is refused."""
 
-import json
 import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib.util import find_spec
@@ -24,7 +23,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.config.config_file import flatten
@@ -38,7 +37,7 @@ from launcher.config.overrides import (
     read_key,
     rewrite_overrides,
 )
-from launcher.config.settings import Settings, settle_words
+from launcher.config.settings import Settings, settle_words, show_value
 from launcher.config.sources import (
     MOST_BYTES,
     PRIMARY,
@@ -50,10 +49,8 @@ from launcher.config.sources import (
 from launcher.errors import UsageError
 from launcher.files import LARGEST
 
-ACTED_ON = ("mode", "searchpath", "sweeper", "sweep.dir")
+ACTED_ON = ("mode", "searchpath", "sweeper", "sweep.dir", "job.config")
 """Keys and groups of `hydra` that have an effect, with all keys below them."""
-FILLED_IN = ("runtime", "overrides", "job.config", "job.config_name", "job.override_dirname", "env", "output")
-"""Keys that Hydra fills in, and those that control how it does."""
 INSTEAD = {
     "run": "write new_run_dir=DIR, or hydra.sweep.dir=DIR for the runs of a sweep",
     "job.name": "write name=NAME",
@@ -68,8 +65,6 @@ INSTEAD = {
     "hydra_logging": "logs.console=rank0|all|none says what is shown",
 }
 """What to write instead of other keys; for all the rest, the advice is `leave it out`."""
-DEFAULTS = {"launcher": "basic", "sweeper": "basic", "callbacks": None}
-"""Options of Hydra's groups; those of the others are `default`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,42 +81,39 @@ class HydraSettings:
     """`hydra.sweep.dir`."""
 
 
-def read_hydra_settings(loader: ConfigLoader, tree: DictConfig) -> HydraSettings:
-    """Return Hydra's settings in a composed configuration; raises UsageError for one without effect."""
-    node = tree.hydra
-    chosen = find_chosen(node.runtime.choices)
-    for group, option in chosen.items():
-        refuse_setting(group, option, f"hydra/{group}={option}")
-    default = flatten_node(loader.load_configuration(None, [], RunMode.RUN).hydra)
-    changed = {key: value for key, value in flatten_node(node).items() if default.get(key, MISSING) != value}
-    for key in sorted(changed, key=lambda key: key != "job.env_copy"):  # Hydra derives env_set from that one
-        if not is_within(key, chosen) and (key, changed[key]) != ("job.name", PRIMARY):
-            refuse_setting(key, changed[key], f"hydra.{key}={show_value(changed[key])}")
-    sweeper = str(chosen.get("sweeper", "basic"))
-    params = node.sweeper.params if sweeper == "basic" else None
+def read_hydra_settings(sources: Sources, tree: DictConfig, overrides: Iterable[str]) -> HydraSettings:
+    """Return Hydra's settings in a composed configuration; raises UsageError for a file's without effect.
+
+    The command line's have been judged by `refuse_words`.
+    """
+    choices = {str(group): str(option) for group, option in tree.hydra.runtime.choices.items()}
+    words: list[str] = []
+    for file in sources.list_own(choices):
+        found: Any = read_yaml(Path(file))
+        defaults = found.get("defaults") if isinstance(found, dict) else None
+        for entry in defaults if isinstance(defaults, list) else ():
+            named = [(str(key), one) for key, one in entry.items()] if isinstance(entry, dict) else []
+            words += [
+                f"hydra/{group.partition('hydra/')[2]}={one}" for group, one in named if "hydra/" in group
+            ]
+        if isinstance(found, dict) and isinstance(found.get("hydra"), dict):
+            words += [f"hydra.{key}={show_value(value)}" for key, value in flatten(found["hydra"]).items()]
+    refuse_words(words)
+    sweeper = choices["hydra/sweeper"]
+    params = tree.hydra.sweeper.params if sweeper == "basic" else None
+    given = {read_key(word) for word in (*words, *overrides)}
     return HydraSettings(
-        multirun=node.mode == RunMode.MULTIRUN,
+        multirun=tree.hydra.mode == RunMode.MULTIRUN,
         sweeper=sweeper,
         params={str(key): str(value) for key, value in (params or {}).items()},
-        sweep_dir=str(node.sweep.dir) if "sweep.dir" in changed else None,
+        sweep_dir=str(tree.hydra.sweep.dir) if "hydra.sweep.dir" in given else None,
     )
-
-
-def find_chosen(choices: Mapping[str, object]) -> dict[str, object]:
-    """Return the options of Hydra's groups that are not the default, by group, as `sweeper/sampler`."""
-    named = {group.removeprefix("hydra/"): option for group, option in choices.items() if "hydra/" in group}
-    return {group: option for group, option in named.items() if option != DEFAULTS.get(group, "default")}
-
-
-def flatten_node(node: DictConfig) -> dict[str, object]:
-    """Return the leaves of a configuration by their dotted keys, unresolved; empty mappings have none."""
-    return flatten(OmegaConf.to_container(node, resolve=False))
 
 
 def refuse_setting(key: str, value: object, word: str) -> None:
     """Raise UsageError for a setting that has no effect; `word` is the setting as the user wrote it."""
     instead = next((name for name in INSTEAD if is_within(key, [name])), None)
-    if not instead and is_within(key, ACTED_ON + FILLED_IN):
+    if not instead and is_within(key, ACTED_ON):
         return
     if foreign := explain_foreign(f"hydra.{key}"):
         raise UsageError(f"{word} {foreign}")
@@ -156,11 +148,6 @@ def restore_hydra_config(values: DictConfig, run_dir: str) -> None:
     """Let `${hydra:KEY}` refer to a configuration again; its output directory is the run directory."""
     values.hydra.runtime.output_dir = run_dir
     HydraConfig.instance().cfg = cast(Any, values)
-
-
-def show_value(value: object) -> str:
-    """Write a value as the command line has it."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def is_within(key: str, keys: Iterable[str]) -> bool:
@@ -289,6 +276,12 @@ def find_snapshot(sources: Sources, name: str) -> str:
 OTHER_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("OTHER_FOLDERS", default=())
 """Folders of configuration after the first, for the Hydra that is being opened."""
 ConfigStore.instance().store(name="launch_schema", node=Settings)
+WHOLE_NUMBER = re.compile(r"[-+]?(?:0b[01_]+|0[0-7_]*|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+"""YAML 1.1's without those to base 60: `time: 10:00:00` is a text, as in YAML 1.2, and not 36000."""
+yaml.SafeLoader.yaml_implicit_resolvers = {  # OmegaConf's loader is one of these
+    first: [(tag, WHOLE_NUMBER if tag == "tag:yaml.org,2002:int" else form) for tag, form in resolvers]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 class SearchPath(SearchPathPlugin):
@@ -332,17 +325,20 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
             uses_hydra = mentions_hydra(words) or (own_files and sources.mentions("hydra"))
             interpolated = set_hydra_config(tree, number) if uses_hydra else None
             if uses_hydra:
-                read_hydra_settings(loader, tree)
+                read_hydra_settings(sources, tree, words)
         except FAILURES as error:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
     del tree["hydra"]
     if OmegaConf.get_type(tree) is not Settings:
         raise UsageError(explain_primary(sources))
-    own = {file: read_yaml(Path(file)) for file in own_files}
-    for file, found in own.items():
+    sets_workers = "dataloader.num_workers" in map(read_key, words)
+    for file in own_files:
+        found = read_yaml(Path(file))
         if found is not None and not isinstance(found, dict):  # OmegaConf takes a text for a key
             raise UsageError(f"{file} holds no settings: write them a line each, as KEY: VALUE")
-    if "dataloader.num_workers" in map(read_key, words) or any(map(sets_workers, own.values())):
+        section = (found or {}).get("dataloader")
+        sets_workers |= isinstance(section, dict) and "num_workers" in section
+    if sets_workers:
         tree.dataloader.workload = ""  # the user's own number is not derived from a workload
     doubts = dict.fromkeys(" ".join(str(entry.message).split()) for entry in caught)
     return Composed(
@@ -355,12 +351,6 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
         own_files=own_files,
         interpolated=interpolated,
     )
-
-
-def sets_workers(found: object) -> bool:
-    """Tell whether a file that is no workload of its own sets the number of DataLoader workers."""
-    section = found.get("dataloader") if isinstance(found, dict) else None
-    return isinstance(section, dict) and "num_workers" in section
 
 
 def compose_tree(
@@ -465,36 +455,40 @@ def explain_known(sources: Sources, words: Sequence[str], error: BaseException) 
     """Say what is wrong if the error itself tells, else nothing; raises UsageError for Hydra's settings."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return explain_missing_config(str(error.missing_cfg_file), error.options or ())
-    if isinstance(error, UnicodeDecodeError):
-        for file, content in sources.read_own_files(LARGEST):
-            try:
-                content.decode()
-            except UnicodeDecodeError as bad:
-                return f"{os.path.relpath(file)} is not UTF-8 (byte {bad.start}): save it as UTF-8"
+    kind: type = type(error)
     if "Cannot merge DictConfig with ListConfig" in str(error) or "must be a DictConfig" in str(error):
-        lists: list[str] = []
-        for file, content in sources.read_own_files(MOST_BYTES):
-            with suppress(yaml.YAMLError, RecursionError, ValueError):
-                if isinstance(yaml.safe_load(content), list):
-                    lists.append(os.path.relpath(file))
-        chosen = tuple(f"{read_key(word)}/{word.partition('=')[2]}.yaml" for word in words)
-        lists.sort(key=lambda file: not file.endswith(chosen))
-        if lists:
-            return f"{lists[0]} holds a list: write settings, a line each, as KEY: VALUE"
-    if isinstance(error, RecursionError):
-        for file, content in sources.read_own_files(MOST_BYTES):
-            try:
-                OmegaConf.create(content.decode("utf-8", "replace"))
-            except RecursionError:
-                return f"{os.path.relpath(file)} holds a list or a mapping that holds itself: leave that out"
-            except MISTAKES:
-                continue
+        kind = ListConfig
+    if kind not in BROKEN:
+        return ""
+    found: list[str] = []
+    chosen = tuple(f"{read_key(word)}/{word.partition('=')[2]}.yaml" for word in words)
+    for file, content in sources.read_own_files(LARGEST):
+        own: type | None = None
+        at = 0
+        try:
+            if kind is not UnicodeDecodeError and len(content) <= MOST_BYTES:
+                own = type(OmegaConf.create(content.decode("utf-8", "replace")))
+            content.decode()
+        except MISTAKES as broken:
+            own, at = type(broken), getattr(broken, "start", 0)
+        if own is kind:
+            name = os.path.relpath(file)
+            found.insert(0 if name.endswith(chosen) else len(found), f"{name} {BROKEN[kind].format(at)}")
+    if not found and kind is RecursionError:
         path = sources.find_file(sources.primary)
         return (
             f"{path or sources.primary} is built on itself, or has too many levels: the shipped defaults are"
             " called launch_defaults"
         )
-    return ""
+    return next(iter(found), "")
+
+
+BROKEN = {
+    UnicodeDecodeError: "is not UTF-8 (byte {}): save it as UTF-8",
+    ListConfig: "holds a list: write settings, a line each, as KEY: VALUE",
+    RecursionError: "holds a list or a mapping that holds itself: leave that out",
+}
+"""What can be wrong with a whole file, and how that is told."""
 
 
 def explain_missing_config(name: str, options: Sequence[str]) -> str:

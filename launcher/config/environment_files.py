@@ -2,18 +2,14 @@
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from errno import EFBIG
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launcher.config.settings import Settings
 from launcher.errors import UsageError
 from launcher.files import read_input
-
-if TYPE_CHECKING:
-    from dotenv.parser import Binding
 
 KEY = "from_file"
 """The entry of `env` that is no variable."""
@@ -32,10 +28,11 @@ def write_values(env: Mapping[str, object]) -> dict[str, object]:
 
 def read_env_files(config: Settings) -> dict[str, str]:
     """Return the variables of `env.from_file`, a later file's over an earlier one's; raises UsageError."""
-    variables: dict[str, str] = {}
-    for name in list_files(config.env):
-        variables |= read_variables(name)
-    return variables
+    given = config.env.get(KEY)
+    names = given if isinstance(given, list) else [] if given is None else [given]
+    if any(not isinstance(name, str) or not name for name in names):
+        raise UsageError(f"env.{KEY}={given}: name a file, or several as env.{KEY}=[a.env,b.env]")
+    return {name: value for file in names for name, value in read_variables(file).items()}
 
 
 def fill_env(config: Settings, variables: Mapping[str, str]) -> Settings:
@@ -44,28 +41,15 @@ def fill_env(config: Settings, variables: Mapping[str, str]) -> Settings:
     return replace(config, env=env)
 
 
-def list_files(env: Mapping[str, object]) -> list[str]:
-    """Return the names of the files; raises UsageError for what is no name."""
-    given = env.get(KEY)
-    names = given if isinstance(given, list) else [] if given is None else [given]
-    if any(not isinstance(name, str) or not name for name in names):
-        raise UsageError(f"env.{KEY}={given}: name a file, or several as env.{KEY}=[a.env,b.env]")
-    return [str(name) for name in names]
-
-
 def read_variables(name: str) -> dict[str, str]:
-    """Read a file's variables, byte for byte, as python-dotenv reads them; `$` means nothing in it.
+    """Read a file's variables, or a pipe's, byte for byte, as python-dotenv reads them; `$` means nothing.
 
     Raises UsageError. No error shows what stands in the file, which as a rule holds secrets.
     """
-    text = read_env_text(name)
-    return dict(read_binding(name, binding) for binding in list_bindings(text))
+    from dotenv.parser import parse_stream  # 20 ms
 
-
-def read_env_text(name: str) -> str:
-    """Return a file's text, or a pipe's; bytes that are no UTF-8 come through. Raises UsageError."""
     try:
-        data = read_input(name, MOST_BYTES)
+        text = read_input(name, MOST_BYTES).decode("utf-8-sig", "surrogateescape")
     except FileNotFoundError:
         raise UsageError(
             f"env.{KEY}={name}: there is no such file (from {Path.cwd()}): check the path"
@@ -79,28 +63,19 @@ def read_env_text(name: str) -> str:
             f"env.{KEY}={name} cannot be read ({getattr(error, 'strerror', '') or error}): name a file"
             " of lines NAME=VALUE that you may read"
         ) from None
-    return data.decode("utf-8-sig", "surrogateescape")
-
-
-def list_bindings(text: str) -> Iterator["Binding"]:
-    """Give what a text has beside comments and empty lines."""
-    from dotenv.parser import parse_stream  # 20 ms
-
+    variables: dict[str, str] = {}
     for binding in parse_stream(io.StringIO(text)):
-        if binding.error or binding.key is not None:
-            yield binding
-
-
-def read_binding(name: str, binding: "Binding") -> tuple[str, str]:
-    """Return the variable of a binding; raises UsageError."""
-    passage, line = binding.original
-    above = passage[: len(passage) - len(passage.lstrip())]
-    where = f"env.{KEY}={name}, line {line + len(NEWLINE.findall(above))}"
-    key, value = binding.key, binding.value
-    if key is None or value is None:
-        raise UsageError(
-            f"{where}: no NAME=VALUE, comment or empty line (or a quote that is not closed): correct it"
-        )
-    if "=" in key or "\0" in key + value:
-        raise UsageError(f"{where}: no variable can have this name or value: leave out = and NUL")
-    return key, value
+        passage, line = binding.original
+        above = passage[: len(passage) - len(passage.lstrip())]
+        where = f"env.{KEY}={name}, line {line + len(NEWLINE.findall(above))}"
+        key, value = binding.key, binding.value
+        if binding.error or (key is not None and value is None):
+            raise UsageError(
+                f"{where}: no NAME=VALUE, comment or empty line (or a quote that is not closed): correct it"
+            )
+        if key is None or value is None:  # a comment, or an empty line
+            continue
+        if "=" in key or "\0" in key + value:
+            raise UsageError(f"{where}: no variable can have this name or value: leave out = and NUL")
+        variables[key] = value
+    return variables

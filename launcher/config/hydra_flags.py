@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 from launcher.config.sources import Sources, find_sources
@@ -30,10 +30,6 @@ class Flags:
     def asks_hydra(self) -> bool:
         """Whether a flag asks Hydra to show something instead of running."""
         return bool(self.cfg or self.info or self.completion or self.hydra_help)
-
-    def with_overrides(self, overrides: Sequence[str]) -> "Flags":
-        """Return the same flags with other overrides."""
-        return replace(self, overrides=tuple(overrides), multirun=False)
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,7 +60,10 @@ def make_parser() -> Parser:
         "-i", "--info", nargs="?", const="all", choices=infos, help="print how it was composed"
     )
     parser.add_argument(
-        "-sc", "--shell-completion", action="store_true", help="with install=bash, zsh or fish: completion"
+        *("-sc", "--shell-completion"),
+        dest="completion",
+        action="store_true",
+        help="with install=bash, zsh or fish: completion",
     )
     parser.add_argument("--hydra-help", action="store_true", help="Hydra's own help")
     parser.add_argument("-r", "--run", action="store_true", help="run (the default)")
@@ -84,18 +83,8 @@ def parse_flags(words: Sequence[str]) -> Flags:
             " (SLURM's -p is cluster.partition=NAME)"
         )
     sources = find_sources(known.config_path, known.config_dir, known.config_name)
-    return Flags(
-        sources,
-        tuple(overrides),
-        multirun=known.multirun,
-        cfg=known.cfg,
-        resolve=known.resolve,
-        package=known.package,
-        info=known.info,
-        completion=known.shell_completion,
-        hydra_help=known.hydra_help,
-        run=known.run,
-    )
+    given = {name: value for name, value in vars(known).items() if name in Flags.__dataclass_fields__}
+    return Flags(sources, tuple(overrides), **given)
 
 
 def takes_flag_value(option: str, word: str) -> bool | None:

@@ -116,11 +116,8 @@ def shorten_message(error: BaseException) -> str:
     if where and key and (unknown := UNKNOWN.match(text)):
         if foreign := explain_foreign(key):
             return f"{file}{key} {foreign}"
-        return f"{file}there is no key {key!r}{suggest_dotted_key(key, list_beside(key, unknown['schema']))}"
+        kind, above = getattr(settings, unknown["schema"], None), key.rpartition(".")[0]
+        names = [field.name for field in (fields(kind) if kind else ())]  # none for a Hydra plugin's class
+        near = suggest_dotted_key(key, [f"{above}.{name}" if above else name for name in names])
+        return f"{file}there is no key {key!r}{near}"
     return f"{file}{key}: {text}" if key else text or type(error).__name__
-
-
-def list_beside(key: str, name: str) -> list[str]:
-    """Return the keys of the dataclass `name`, which does not have `key`; none for a Hydra plugin's class."""
-    above, kind = key.rpartition(".")[0], getattr(settings, name, None)
-    return [f"{above}.{field.name}" if above else field.name for field in (fields(kind) if kind else ())]

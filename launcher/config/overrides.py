@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 
 from launcher.config.hydra_flags import Flags
-from launcher.config.settings import Settings
+from launcher.config.settings import ClusterConfig, Settings
 from launcher.config.sources import Sources
 from launcher.errors import UsageError
 
@@ -14,21 +14,8 @@ FREE_FORM = ("env.", "allocator.", "torchrun.rdzv_conf.", "cluster.additional.",
 """Keys that the schema does not list, and that need no `+`, one by one or as a mapping in braces."""
 MODEL_CONFIG = "model.config"
 """A path, which no model of the group has."""
-SLURM_TEXTS = (
-    "partition",
-    "account",
-    "qos",
-    "constraint",
-    "exclude",
-    "nodelist",
-    "reservation",
-    "dependency",
-    "mail_user",
-    "mail_type",
-)
-"""Keys of `cluster` in SLURM's own notation, `n[0-3],n7`, `a100&ib`, `afterok:1?afterok:2`."""
-COUNTED = {"dataloader": "num_workers"}
-"""Groups that take a number in place of an option: what it is the number of."""
+SLURM_TEXTS = tuple(f"cluster.{each.name}" for each in fields(ClusterConfig) if each.type == str | None)
+"""Keys in SLURM's own notation: `n[0-3],n7`, `a100&ib`, `afterok:1?afterok:2`."""
 NEUTRAL = {
     "binding": "binding=none",
     "cluster": "cluster=local",
@@ -37,8 +24,6 @@ NEUTRAL = {
     "machine": "machine=local",
 }
 """What to write in place of `~GROUP` for a group that needs an option."""
-COUNT = re.compile(r"[+-]?[\d.][\w.+-]*")
-"""A word that begins as a number does: `-1`, `2.5`, `1e3`, `3x`."""
 OVERRIDE = re.compile(r"(\+{0,2})([^=@~+]+)([=@].*)", re.DOTALL)
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 """A whole value in Hydra's quotes."""
@@ -62,15 +47,14 @@ def rewrite_override(sources: Sources, defaults: set[str], word: str, *, sweep: 
     if not match:
         return word
     key, rest = match[2], match[3]
-    if key in COUNTED and rest.startswith("=") and holds_counts(sources, key, rest[1:]):
-        return f"{key}.{COUNTED[key]}{rest}"
+    if key == "dataloader" and re.fullmatch(r"=[+-]?\d+", rest, re.ASCII):  # no option of the group
+        return f"dataloader.num_workers{rest}"
     variable = (key.startswith("env.") or key == MODEL_CONFIG) and not sweep and rest.startswith("=")
     if key == "env.from_file" and rest.startswith(("=[", "=null")):  # a list of files, or none
         variable = False
-    slurm = key.startswith("cluster.") and key[8:] in SLURM_TEXTS and not sweep and rest not in ("=", "=null")
-    option = key == "tune.option" and not sweep and rest[:2] not in ("=", "='", '="') and rest != "=null"
+    is_text = key in (*SLURM_TEXTS, "tune.option") and not sweep and rest not in ("=", "=null")
     divisions = key.startswith("allocator.") and rest.startswith("=[") and ">" in rest  # [256:1,>:8]
-    if variable or option or divisions or NON_ASCII.fullmatch(rest) or (slurm and rest.startswith("=")):
+    if variable or divisions or NON_ASCII.fullmatch(rest) or (is_text and rest.startswith("=")):
         rest = "=" + quote_value(rest[1:])
     # A whole `env` is not rewritten: within braces, Hydra makes 1000.0 of `1e3`.
     whole = f"{key}." in FREE_FORM and key != "env" and rest.startswith("={")
@@ -80,32 +64,6 @@ def rewrite_override(sources: Sources, defaults: set[str], word: str, *, sweep: 
         package = rest.partition("=")[0]  # `@program.net` puts the option there
         return f"{'' if f'{key}{package}' in defaults else '+'}{key}{rest}"
     return f"{match[1]}{key}{rest}"
-
-
-def holds_counts(sources: Sources, group: str, value: str) -> bool:
-    """Tell whether a value holds numbers in place of a group's options, a sweep's commas between them.
-
-    Raises UsageError for numbers beside options, and for what is no whole number.
-    """
-    if value.startswith("range("):
-        return True
-    options = sources.list_options(group)
-    words = [word.strip() for word in value.removeprefix("choice(").removesuffix(")").split(",")]
-    whole = [word for word in words if re.fullmatch(r"[+-]?\d+", word, re.ASCII)]
-    counts = [word for word in words if word in whole or (COUNT.fullmatch(word) and word not in options)]
-    for word in counts:
-        if word not in whole:
-            raise UsageError(
-                f"{group}={value}: {word} is no whole number of workers, and no option "
-                f"({', '.join(options)}): give one of them"
-            )
-    if 0 < len(counts) < len(words):
-        other = next(word for word in words if word not in counts)
-        raise UsageError(
-            f"{group}={value} has numbers beside {other or 'nothing'}: give numbers alone, "
-            f"{group}.{COUNTED[group]}=…, or options alone ({', '.join(options)})"
-        )
-    return bool(counts)
 
 
 def check_shape(word: str) -> None:

@@ -88,17 +88,11 @@ def load_snapshot(path: str) -> Machine:
             "give a path from here, or a file in conf/machine/"
         ) from None
     try:
-        return parse_machine(decode_snapshot(data))
+        return parse_machine(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"machine.snapshot={path}: not a machine snapshot (no UTF-8 text, {error.reason} at byte"
+            f" {error.start}): make one with `launch topo save=FILE`"
+        ) from None
     except UsageError as error:
         raise UsageError(f"machine.snapshot={path}: {error}") from None
-
-
-def decode_snapshot(data: bytes) -> str:
-    """Return a file's text; raises UsageError for what cannot be a snapshot's."""
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        reason = f"no UTF-8 text, {error.reason} at byte {error.start}"
-        raise UsageError(
-            f"not a machine snapshot ({reason}): make one with `launch topo save=FILE`"
-        ) from None

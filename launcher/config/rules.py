@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from launcher.config.allocator_options import HOSTS
 from launcher.config.request import parse_nproc
 from launcher.config.settings import SLURM_KINDS, LoraConfig, Settings, check_values, show_value
-from launcher.config.sources import Sources
 from launcher.config.start import Cluster
 from launcher.errors import UsageError
 from launcher.plan.allocator import read_host
@@ -39,8 +38,6 @@ class Context:
     """The command that was given."""
     given: frozenset[str] = frozenset()
     """Keys that the command line sets."""
-    sources: Sources | None = None
-    """The configuration's files."""
 
 
 def check(context: Context) -> None:
@@ -224,22 +221,6 @@ def find_spare_faults(context: Context, cluster: Cluster) -> Iterator[str]:
         )
 
 
-def find_unquoted_times(context: Context, cluster: Cluster) -> Iterator[str]:
-    """Find a time, or `nodes`, that a file has without quotes.
-
-    YAML 1.1 reads `10:00:00` as the number 36000, to base 60, which SLURM would take for minutes.
-    """
-    if cluster.kind != "slurm" or context.sources is None:
-        return
-    config = context.config
-    values = {"nodes": config.nodes, "time": config.cluster.time, **config.cluster.additional}
-    suspects = {key: str(value) for key, value in values.items() if str(value).isdecimal()}
-    if suspects:
-        from launcher.config.sources import find_unquoted
-
-        yield from find_unquoted(context.sources.list_files("cluster"), suspects)
-
-
 def find_written_secrets(context: Context, cluster: Cluster) -> Iterator[str]:
     """Find a secret's value, rather than an expansion, in lines that go into the submission script."""
     own = context.config.cluster
@@ -258,7 +239,6 @@ def find_written_secrets(context: Context, cluster: Cluster) -> Iterator[str]:
 PLACED_RULES: tuple[Callable[[Context, Cluster], Iterator[str]], ...] = (
     find_spare_faults,
     find_place_faults,
-    find_unquoted_times,
     find_written_secrets,
 )
 """What is checked once it is known where a job runs."""

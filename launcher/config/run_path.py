@@ -74,9 +74,9 @@ def make_absolute(text: str) -> Path:
     return Path(os.path.realpath(path)) if ".." in path.parts else path
 
 
-def choose_id(above: Path, now: datetime, taken: Collection[Path] = ()) -> Path:
+def choose_id(above: Path, now: datetime, taken: Collection[Path] = (), prefix: str = "") -> Path:
     """Return `above/YYYYMMDD-HHMMSS`, with `-2`, `-3` … if there is one, or it is among those taken."""
-    stem = now.strftime("%Y%m%d-%H%M%S")
+    stem = f"{prefix}{now:%Y%m%d-%H%M%S}"
     paths = (above / (stem if number == 1 else f"{stem}-{number}") for number in count(1))
     return next(path for path in paths if path not in taken and not os.path.lexists(path))
 

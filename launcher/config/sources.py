@@ -1,8 +1,7 @@
 """Where configuration is read: conf/ in the working directory, then the shipped one."""
 
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,14 +49,6 @@ class Sources:
         return tuple(
             sorted({path.stem for folder in self.everywhere for path in (folder / group).glob("*.yaml")})
         )
-
-    def list_files(self, group: str) -> Iterator[Path]:
-        """Give the files that can hold a section: those of its group, and the primary one."""
-        for folder in self.everywhere:
-            yield from sorted((folder / group).glob("*.yaml"))
-        primary = self.find_file(self.primary)
-        if primary:
-            yield primary
 
     def find_file(self, name: str) -> Path | None:
         """Return the file that `name` (`launch`, `model/tiny`) is read from; None if there is none."""
@@ -151,11 +142,6 @@ def check_readable(folder: Path) -> None:
 
 MOST_BYTES = 1 << 19
 """Of a file: PyYAML and OmegaConf take some seconds for as much."""
-SEXAGESIMAL = re.compile(
-    r"""^\s*["']?(?P<key>[\w-]+)["']?\s*:\s+(?P<text>[0-9][0-9_]*(?::[0-5]?[0-9])+)\s*(?:\#.*)?$""",
-    re.MULTILINE,
-)
-"""A line whose value YAML 1.1 reads as a number to base 60 (yaml.org/type/int.html)."""
 
 
 def read_yaml(path: Path) -> object:
@@ -171,26 +157,3 @@ def read_text(path: Path) -> str:
         return read_file(path, MOST_BYTES, follow=True).decode("utf-8", "replace")
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}): correct it, or move it away") from None
-
-
-def find_unquoted(paths: Iterable[Path], numbers: Mapping[str, str]) -> Iterator[str]:
-    """Tell of each file with a key whose value, such as `10:00`, is one of these numbers to YAML.
-
-    `numbers` are decimal texts by the last part of the key.
-    """
-    for path in paths:
-        for match in SEXAGESIMAL.finditer(read_text(path)):
-            key, text = match["key"], match["text"]
-            if numbers.get(key) == str(parse_sexagesimal(text)):
-                yield (
-                    f"{path} has {key}: {text} without quotes, which YAML reads as the number"
-                    f' {numbers[key]}: write {key}: "{text}"'
-                )
-
-
-def parse_sexagesimal(text: str) -> int:
-    """Return the number that YAML 1.1 makes of `1:30:00`."""
-    total = 0
-    for piece in text.replace("_", "").split(":"):
-        total = total * 60 + int(piece)
-    return total

@@ -4,15 +4,14 @@ import contextlib
 import logging
 import math
 import os
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import count, islice, product
+from itertools import islice, product
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -38,12 +37,12 @@ from launcher.config.compose import (
 )
 from launcher.config.mistakes import shorten_message
 from launcher.config.overrides import mentions_hydra, quote_value
-from launcher.config.run_path import use_sweep_folder
+from launcher.config.run_path import choose_id, use_sweep_folder
 from launcher.config.sources import Sources
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_own
 from launcher.runs.secrets import mask_words
-from launcher.text import tame_text
+from launcher.text import StderrHandler
 
 MOST_JOBS = 100_000
 """Of a sweep; SLURM's largest array has 4 million tasks, and 1,000 as it is installed."""
@@ -71,7 +70,7 @@ def read_multirun(sources: Sources, overrides: Sequence[str]) -> Multirun:
         try:
             tree = compose_tree(loader, sources, words, RunMode.MULTIRUN)
             set_hydra_config(tree, None)
-            return Multirun(sources, tuple(words), read_hydra_settings(loader, tree), tree)
+            return Multirun(sources, tuple(words), read_hydra_settings(sources, tree, words), tree)
         except FAILURES as error:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
 
@@ -258,15 +257,12 @@ def find_fixed(multirun: Multirun) -> dict[str, str]:
 
 def make_folder(multirun: Multirun) -> Path:
     """Return the sweep's folder, made: `hydra.sweep.dir`, else one below `runs_dir`; raises MachineError."""
-    settings, stamp = multirun.settings, datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    given = multirun.settings.sweep_dir
     runs_dir = multirun.tree.runs_dir if multirun.tree is not None else "runs"
-    stem = Path(runs_dir, f"{settings.sweeper}-{stamp}").absolute()
-    numbered = (stem.with_name(f"{stem.name}-{number}") for number in count(2))
-    path = Path(settings.sweep_dir).absolute() if settings.sweep_dir else stem
+    prefix = f"{multirun.settings.sweeper}-"
     try:
-        while not settings.sweep_dir and path.exists():
-            path = next(numbered)
-        path.mkdir(mode=0o700, parents=True, exist_ok=bool(settings.sweep_dir))
+        path = Path(given or choose_id(Path(runs_dir), datetime.now().astimezone(), prefix=prefix)).absolute()
+        path.mkdir(mode=0o700, parents=True, exist_ok=bool(given))
         os.close(open_own(path))  # Hydra and sweepers write into it by name
     except OSError as error:
         raise MachineError(
@@ -275,19 +271,8 @@ def make_folder(multirun: Multirun) -> Path:
     return path
 
 
-class HarmlessHandler(logging.StreamHandler[TextIO]):
-    """Replaces characters that would control a terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the text of a record."""
-        text = super().format(record)
-        return tame_text(text) if self.stream.isatty() else text
-
-
 def show_sweeper_logs() -> None:
     """Write the log of plugins to stderr; it has their results."""
-    handler = HarmlessHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("launch: %(message)s"))
     logger = logging.getLogger("hydra_plugins")
-    logger.handlers = [handler]
+    logger.handlers = [StderrHandler()]
     logger.setLevel(logging.INFO)

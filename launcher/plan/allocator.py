@@ -85,8 +85,7 @@ KINDS = {
     "fraction": "a number above 0 and below 1",
     "share": "a number from 0 to 1",
     "backend": "native or cudaMallocAsync",
-    "divisions": "a power of two such as 4, or one for each size, [256:1,512:2,>:8] "
-    "(YAML: {{256: 1, '>': 8}})",
+    "divisions": "a power of two such as 4, or one for each size, [256:1,512:2,>:8]",
     "reserve": "a share of the GPU's memory such as 0.5, or a size such as 40G",
     "reserves": "reserves by class, [serving:0.25,capture:8G]",
 }
@@ -177,7 +176,7 @@ def read_host(section: Mapping[str, Any]) -> str:
 def _render_value(value: object) -> str:
     """Return a value in the allocator's notation: `True`, `512`, `[256:1,512:2]`.
 
-    A mapping, `{256: 1, 512: 2}`, is a list of pairs; in YAML, a plain `256:1` is a number of base 60.
+    A mapping, `{256: 1, 512: 2}`, is a list of pairs.
     """
     if isinstance(value, dict):
         return f"[{','.join(f'{_render_value(key)}:{_render_value(item)}' for key, item in value.items())}]"

@@ -1,18 +1,28 @@
 """Where configuration comes from, and what is refused, where a table of command lines does not say it all."""
 
 import json
+import os
+import sys
+from collections.abc import Mapping
 from dataclasses import fields
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from submitit import AutoExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
 from launcher.config.compose import compose, resolve
 from launcher.config.mistakes import read_tables
+from launcher.config.program import resolve_program
 from launcher.config.settings import Settings, list_choices, settle_words
 from launcher.config.sources import find_sources
+from launcher.config.start import choose_cluster
+from launcher.errors import UsageError
 from tests.seam import Launch, drop_powers, run_outside
 
 STARTED = "would start a job"
@@ -117,3 +127,89 @@ def test_a_job_on_cpus_is_warned_of_since_swap_may_hold_it(launch: Launch) -> No
     launch(*words, "fit.gpu=T4").assert_error(3, "does not fit")
     done = launch(*words, "program.device=cpu", "start.warm=off")
     assert "does not fit" in done.err and STARTED in done.err, done
+
+
+# Where a job runs, by SLURM's variables
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+JOB = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3"}
+BATCH_STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967291"}
+"""The batch script's own step, as slurm.h numbers it."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "environ", "found"),
+    [
+        ("auto", 1, {}, ("local", "nodes=1", 1, 1)),
+        ("local", "1:1", {}, ("local", "cluster=local", 1, 1)),
+        ("auto", "1:4", {}, ("local", "nodes=1:4", 1, 1)),
+        ("auto", "auto", {}, ("local", "one node", 1, 1)),
+        ("auto", 1, JOB, ("local", "nodes=1, on this node of SLURM job 7, and no srun on PATH", 1, 1)),
+        ("auto", "auto", STEP, ("local", "one node, a task of SLURM step 7.0", 1, 1)),
+        ("auto", 4, {"PATH": "slurm"}, ("slurm", "nodes=4", 4, 4)),
+        ("auto", "2:4", {"PATH": "slurm"}, ("slurm", "nodes=2:4", 2, 4)),
+        ("slurm", "auto", {"PATH": "slurm"}, ("slurm", "cluster=slurm", 1, 1)),
+        ("auto", 1, {"PATH": "slurm"}, ("local", "nodes=1", 1, 1)),
+        ("auto", "auto", {"PATH": "slurm", **JOB}, ("allocation", "SLURM job 7", 3, 3)),
+        ("auto", 2, {"PATH": "slurm", **JOB}, ("allocation", "SLURM job 7", 2, 2)),
+        ("auto", "2:9", {"PATH": "slurm", **JOB}, ("allocation", "SLURM job 7", 2, 3)),
+        ("auto", 1, {"PATH": "slurm", **BATCH_STEP}, ("allocation", "SLURM job 7", 1, 1)),
+        ("slurm", 2, {"PATH": "slurm", **JOB}, ("slurm", "cluster=slurm", 2, 2)),
+        ("allocation", "auto", {"PATH": "slurm", **BATCH_STEP}, ("allocation", "cluster=allocation", 1, 1)),
+    ],
+)
+def test_where_a_job_runs(
+    here: Path, kind: str, nodes: object, environ: Mapping[str, str], found: tuple[str, str, int, int]
+) -> None:
+    for name in ("srun", "sbatch"):
+        write(here / "slurm" / name, "").chmod(0o755)  # looked up, and not run
+    cluster = choose_cluster(kind, nodes, None, None, {"PATH": "/nowhere", **environ})
+    assert (cluster.kind, cluster.why, cluster.min_nodes, cluster.max_nodes) == found
+    is_local = cluster.kind == "local"
+    assert (cluster.endpoint, cluster.is_host) == ("localhost:0" if is_local else "", is_local)
+
+
+def test_several_tasks_of_a_step_are_told() -> None:
+    environ = {**STEP, "SLURM_STEP_NUM_TASKS": "2"}
+    assert "which has 2: each starts a job of its own" in choose_cluster("auto", 1, None, None, environ).why
+
+
+def test_spare_nodes_of_an_allocation(here: Path) -> None:
+    write(here / "slurm/srun", "").chmod(0o755)
+    environ = {**JOB, "PATH": "slurm"}
+    assert choose_cluster("auto", "auto", None, None, environ, spares=1).max_nodes == 2
+    assert choose_cluster("auto", 1, None, None, environ, spares=2).max_nodes == 1
+
+
+# From the words of the user to what a rank execs
+
+
+def test_modules_in_an_archive_and_of_an_editable_install(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `python -m` finds beside folders: a zip, and a finder that knows a module by its whole name."""
+    with ZipFile(here / "code.zip", "w") as archive:
+        archive.writestr("zipped/__init__.py", "")
+        archive.writestr("zipped/train.py", "")
+    environ = {"PATH": "/nowhere", "PYTHONPATH": "code.zip"}
+    assert resolve_program(["-m", "zipped.train"], environ)[1:] == ("-m", "zipped.train")
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            return ModuleSpec(name, None, origin="train.py") if name == "shared.train" else None
+
+    (here / "shared").mkdir()
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert resolve_program(["-m", "shared.train"], os.environ)[1:] == ("-m", "shared.train")
+    with pytest.raises(UsageError, match=r"no module 'shared\.trian'"):
+        resolve_program(["-m", "shared.trian"], os.environ)
+
+
+@given(st.lists(st.text(), max_size=5))
+def test_arguments_stay_as_they_are(arguments: list[str]) -> None:
+    assert resolve_program([sys.executable, *arguments], os.environ) == (sys.executable, *arguments)
+    assert resolve_program(["-m", "json.tool", *arguments], os.environ) == (
+        *(sys.executable, "-m", "json.tool"),
+        *arguments,
+    )
