@@ -432,7 +432,11 @@ def render_machine(plan: Plan, note: str, form: str) -> bytes:
     return output.getvalue()
 
 
-_FREE, _FORBIDDEN, _ISOLATED = ("#ffffff",), ("#e8e8e8",), ("#c8c8c8",)
+_Fills = tuple[str, ...]
+"""Colours side by side."""
+_FREE: _Fills = ("#ffffff",)
+_FORBIDDEN: _Fills = ("#e8e8e8",)
+_ISOLATED: _Fills = ("#c8c8c8",)
 """Fills of what is no rank's; outside the job's cpuset, hatched; set apart at boot, and left alone."""
 
 
@@ -446,12 +450,12 @@ def lighten(colour: str) -> str:
     return "#" + "".join(f"{255 - (255 - value) * 3 // 10:02x}" for value in bytes.fromhex(colour[1:]))
 
 
-def _colour(ranks: Collection[int], tint: Callable[[str], str] = str) -> tuple[str, ...]:
+def _colour(ranks: Collection[int], tint: Callable[[str], str] = str) -> _Fills:
     """Return the colours of some ranks, each once."""
     return tuple(dict.fromkeys(tint(find_colour(rank)) for rank in sorted(ranks)))
 
 
-def _find_ink(fills: Sequence[str]) -> str:
+def _find_ink(fills: _Fills) -> str:
     """Return black or white, whichever reads better (relative luminance of WCAG 2, simplified)."""
     lights = [
         0.2 * red + 0.7 * green + 0.1 * blue for red, green, blue in (bytes.fromhex(f[1:]) for f in fills)
@@ -493,7 +497,7 @@ class _Picture:
             for pu in rank.worker_cpus - rank.cpus:
                 self.workers.setdefault(pu, []).append(rank.local_rank)
 
-    def find_owner(self, pus: Collection[int]) -> tuple[tuple[str, ...], str]:
+    def find_owner(self, pus: Collection[int]) -> tuple[_Fills, str]:
         """Return the fills of PUs, and the label of a core that has them."""
         machine = self.plan.machine
         owners = {rank for pu in pus for rank in self.ranks.get(pu, ())}
@@ -588,7 +592,7 @@ class _Picture:
         self,
         place: _Place,
         lines: Sequence[str],
-        fills: Sequence[str],
+        fills: _Fills,
         draw_inside: Callable[[_Place], float] | None = None,
         *,
         name: str = "",

@@ -253,7 +253,7 @@ def make_ruler(plan: Plan, room: int, *, blocks: bool) -> Ruler:
         groups.setdefault((cpu.package, cpu.node), {}).setdefault(cpu.core, set()).add(cpu.id)
     node_border, package_border = ("│", "┃") if blocks else (":", "|")
     borders = [node_border if old[0] == new[0] else package_border for old, new in pairwise(groups)]
-    borders = ["", *borders] if 2 * len(groups) <= room else [""] * len(groups)
+    borders = ["", *borders] if 2 * len(groups) - 1 <= room else [""] * len(groups)
     cells = min(_MOST_CELLS, room - len("".join(borders)))
     sizes = [len(cores) for cores in groups.values()]
     core_of = {cpu.id: cpu.core for cpu in machine.cpus}

@@ -56,8 +56,8 @@ def test_the_tree_of_a_machine(name: str) -> None:
     assert show(make(name)).splitlines() == TREES[name]
 
 
-def change_machine(case: str) -> tuple[Machine, str]:
-    """A machine that is out of the ordinary, and a line of its tree."""
+def test_what_is_out_of_the_ordinary() -> None:
+    """Machines, and a line of their trees."""
     hybrid, dgx, odd = full_machines.hybrid(), full_machines.lab("dgx-a100"), full_machines.odd()
     gb200, azure = full_machines.lab("gb200-nvl4"), full_machines.lab("azure-ndv4")
     low = {cpu.node for cpu in azure.cpus if cpu.package == 0}
@@ -113,26 +113,8 @@ def change_machine(case: str) -> tuple[Machine, str]:
         ),
         "an AMD GPU": (replace(hybrid, gpus=(Gpu(0, "", "x", None, vendor="amd"),)), "GPU 0  x  AMD GPU"),
     }
-    return found[case]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(
-            "a cache above two nodes",
-            "alike nodes without CPUs",
-            "distances of groups",
-            "gaps in the numbers",
-        ),
-        *("packages of a virtual machine stand in its one node", "nothing allowed", "one switch", "MIG"),
-        *("a neighbour of which part is allowed stands apart", "a node that is not there", "an AMD GPU"),
-        *("a device next to a node without CPUs", "two ports of a card are no switch"),
-    ],
-)
-def test_what_is_out_of_the_ordinary(case: str) -> None:
-    machine, line = change_machine(case)
-    assert line in show(machine)
+    for case, (machine, line) in found.items():
+        assert line in show(machine), case
 
 
 def test_a_gpu_without_a_node_stands_by_the_cpus_next_to_it() -> None:
@@ -179,15 +161,13 @@ def test_distances(rows: list[tuple[int, ...]], lines: int) -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, *MAKERS])
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_it_fits_80_columns_and_plain_terminals(name: str, encoding: str) -> None:
+def test_it_fits_80_columns_and_plain_terminals(name: str) -> None:
     machine = replace(make(name), name=name)
-    text = show(machine, encoding=encoding, width=80)
-    assert max(map(len, text.splitlines())) <= 80
-    for gpu in machine.gpus:
-        assert f"GPU {gpu.index}  {gpu.pci}" in text
-    for nic in machine.nics:
-        assert f"NIC {nic.name}" in text
+    for encoding in ("ascii", "utf-8"):
+        text = show(machine, encoding=encoding, width=80)
+        assert max(map(len, text.splitlines())) <= 80
+        assert all(f"GPU {gpu.index}  {gpu.pci}" in text for gpu in machine.gpus)
+        assert all(f"NIC {nic.name}" in text for nic in machine.nics)
 
 
 def read_picture(placed: Plan) -> tuple[dict[str, list[str]], list[str]]:
@@ -267,23 +247,19 @@ def test_a_legend_of_many_ranks_ends_and_nothing_is_outside() -> None:
         assert all(-1 <= float(x) <= width + 1 and -1 <= float(y) <= height + 1 for x, y in places)
 
 
-@pytest.mark.parametrize(
-    ("kib", "text"),
-    [
-        *((0, "0 KiB"), (512, "512 KiB"), (32768, "32 MiB"), (1023 << 20, "0.999 TiB"), (3 << 29, "1.5 TiB")),
-        *((395_812_736, "377 GiB"), (1000 << 20, "0.977 TiB"), (1 << 61, "2.1e+06 PiB")),
-    ],
-)
-def test_sizes(kib: int, text: str) -> None:
-    assert format_size(kib) == text
+def test_texts() -> None:
+    sizes = {
+        0: "0 KiB",
+        32768: "32 MiB",
+        1023 << 20: "0.999 TiB",
+        395_812_736: "377 GiB",
+        1 << 61: "2.1e+06 PiB",
+    }
+    assert {kib: format_size(kib) for kib in sizes} == sizes
+    assert shorten_cpulist(range(0, 112, 2)) == "0-110:1/2"
+    assert clean_text(" a\n b\x1b[31m\x07 \udcff") == "a b?[31m? ?" and len(clean_text("x" * 300)) == 80
 
 
 @given(st.sets(st.integers(0, 300)))
 def test_a_short_list_means_the_same(numbers: set[int]) -> None:
     assert parse_cpulist(shorten_cpulist(numbers)) == numbers
-    assert shorten_cpulist(range(0, 112, 2)) == "0-110:1/2"
-
-
-def test_names_from_firmware_are_one_clean_line() -> None:
-    assert clean_text(" a\n b\x1b[31m\x07 \udcff") == "a b?[31m? ?"
-    assert len(clean_text("x" * 300)) == 80

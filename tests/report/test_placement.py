@@ -1,6 +1,7 @@
 """The placement table and the summary, as people read them."""
 
 import io
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from launcher.plan.model import Cpu, Gpu, Limits, Machine, Memory, Nic, NumaNode, Plan, RankPlan, warn
-from launcher.report.placement import make_ruler, print_placement
+from launcher.report.placement import print_placement
 from tests.seam import Launch, run_inside
 
 
@@ -76,13 +77,10 @@ def test_a_row_for_each_rank() -> None:
     ]
 
 
-def test_an_ascii_terminal_has_other_marks() -> None:
+def test_marks_heading_and_legend() -> None:
     barred = replace(SMALL, allowed_cpus=SMALL.allowed_cpus - {14, 15}, isolated=frozenset({13}))
     bars = [line.split()[4] for line in show(replace(PLAN, machine=barred), encoding="ascii")[1:]]
     assert bars == ["####++..|.....xxx", "........|#....xxx"]
-
-
-def test_a_heading_and_a_legend_come_when_asked_for() -> None:
     machine = replace(SMALL, allowed_cpus=SMALL.allowed_cpus - {15}, nics=(Nic("mlx5_0", "", 0),))
     lines = show(replace(PLAN, machine=machine), full=True)
     assert lines[0] == (
@@ -113,18 +111,16 @@ def test_the_heading_says_what_the_machine_has(more: dict[str, object], words: s
     assert words in show(replace(PLAN, machine=machine), full=True)[0]
 
 
-@pytest.mark.parametrize("width", [80, 120, 160, 200])
-@pytest.mark.parametrize("ranks", [1, 2, 8, 16])
 @pytest.mark.parametrize("cores", [32, 112, 512])
-def test_ranks_sit_side_by_side_at_every_width(width: int, ranks: int, cores: int) -> None:
+def test_ranks_sit_side_by_side_at_every_width(cores: int) -> None:
     machine = make_machine(cores, nodes=4, threads=2)
-    lines = show(Plan(machine, make_ranks(machine, ranks)), width=width)
-    assert len(lines) == 1 + ranks
-    bars = [[at for at, mark in enumerate(line) if mark == "█"] for line in lines[1:]]
-    assert all(bars)
-    assert sorted(at for bar in bars for at in bar) == [at for bar in bars for at in bar]
-    assert len({at for bar in bars for at in bar}) == sum(map(len, bars)), "no two ranks in one cell"
-    assert {len(bar) for bar in bars} <= {len(bars[0]), len(bars[0]) + 1, len(bars[0]) - 1}
+    for width, ranks in itertools.product((80, 120, 160, 200), (1, 2, 8, 16)):
+        lines = show(Plan(machine, make_ranks(machine, ranks)), width=width)
+        bars = [[at for at, mark in enumerate(line) if mark == "█"] for line in lines[1:]]
+        places = [at for bar in bars for at in bar]
+        assert len(bars) == ranks and all(bars)
+        assert places == sorted(set(places)), "no two ranks in one cell"
+        assert max(map(len, bars)) - min(map(len, bars)) <= 1
 
 
 def test_a_narrow_terminal_keeps_what_counts_most() -> None:
@@ -140,58 +136,34 @@ def test_a_narrow_terminal_keeps_what_counts_most() -> None:
     assert "memory on the rank's node" in " ".join(show(plan, width=80, full=True)[-2:])
 
 
-def test_memory_that_comes_from_elsewhere_is_shown_however_narrow_it_is() -> None:
-    assert "memory" in show(PLAN, width=60)[0]
-
-
-def test_a_rank_with_part_of_a_cell_is_seen_all_the_same() -> None:
+def test_what_is_out_of_the_ordinary() -> None:
+    assert "memory" in show(PLAN, width=60)[0], "memory from elsewhere is shown however narrow it is"
     machine = make_machine(512)
     lone = RankPlan(0, None, frozenset({300}), machine.allowed_cpus, Memory("default"), 2, 1)
-    assert show(Plan(machine, (lone,)), width=70)[1].count("█") == 1
-
-
-def test_nodes_are_drawn_by_package() -> None:
-    odd = tuple(Cpu(at, at, at % 2, at % 4, 0) for at in range(16))
-    rank = RankPlan(0, None, frozenset({2, 6}), frozenset({2, 6}), Memory("default"), 1, 1)
-    machine = replace(make_machine(16), cpus=odd)
-    ruler = make_ruler(Plan(machine, (rank,)), 40, blocks=True)
-    assert (ruler.title, ruler.draw_cores(rank).plain) == ("0   │2   ┃1   │3   ", "····│██··┃····│····")
-
-
-def test_borders_of_nodes_go_where_there_are_too_many() -> None:
-    machine = make_machine(64, nodes=32, packages=2)
-    plan = Plan(machine, make_ranks(machine, 2))
-    assert make_ruler(plan, 100, blocks=True).title.count("│") == 30
-    narrow = make_ruler(plan, 40, blocks=True)
-    assert narrow.width <= 40
-    assert "│" not in narrow.title
-
-
-def test_explanations_and_warnings_are_no_markup() -> None:
-    assert "why" not in "".join(show(PLAN))
-    assert show(Plan(SMALL, (FIRST,)), explain=True)[-1] == "rank 0: [bold]why[/bold]"
-    warned = replace(PLAN, warnings=(warn("machine", text="node [0] has [red]no memory"),))
-    assert show(warned)[-1] == "warning: node [0] has [red]no memory"
-
-
-def test_a_pipe_has_whole_lines_and_a_terminal_colours() -> None:
-    warned = replace(PLAN, warnings=(warn("machine", text="w" * 400),))
-    pipe, terminal = io.StringIO(), io.StringIO()
-    print_placement(Console(file=pipe, width=160), warned, full=True)
-    assert pipe.getvalue().splitlines()[-1] == f"warning: {'w' * 400}" and "\x1b" not in pipe.getvalue()
-    print_placement(Console(file=terminal, width=160, force_terminal=True, color_system="standard"), PLAN)
-    assert "\x1b[32m████" in terminal.getvalue()
-
-
-def test_mig_instances_are_told_apart() -> None:
-    gpu = replace(SMALL.gpus[0], uuid="MIG-12345678-9abc")
-    line = show(Plan(SMALL, (replace(FIRST, gpu=gpu), SECOND)))[1]
-    assert "MIG-12345678" in line
-
-
-def test_a_machine_that_nobody_described_has_a_table_without_a_bar() -> None:
+    assert show(Plan(machine, (lone,)), width=70)[1].count("█") == 1, "a rank with part of a cell is seen"
+    mig = replace(FIRST, gpu=replace(SMALL.gpus[0], uuid="MIG-12345678-9abc"))
+    assert "MIG-12345678" in show(Plan(SMALL, (mig, SECOND)))[1]
     bare = Machine((), (), (), frozenset(), frozenset())
     assert [line.split()[0] for line in show(Plan(bare, (FIRST, SECOND)))] == ["rank", "0", "1"]
+    odd = tuple(Cpu(at, at, at % 2, at % 4, 0) for at in range(16))
+    rank = RankPlan(0, None, frozenset({2, 6}), frozenset({2, 6}), Memory("default"), 1, 1)
+    titles, row = show(Plan(replace(make_machine(16), cpus=odd), (rank,)))
+    assert "0   │2   ┃1   │3   " in titles and "····│██··┃····│····" in row, "nodes are drawn by package"
+    many = make_machine(64, nodes=32, packages=2)
+    wide, narrow = (show(Plan(many, make_ranks(many, 2)), width=width)[0] for width in (300, 60))
+    assert wide.count("│") == 30 and "│" not in narrow, "borders go if there are too many"
+
+
+def test_warnings_and_explanations_are_no_markup_and_a_pipe_has_whole_lines() -> None:
+    assert "why" not in "".join(show(PLAN))
+    assert show(Plan(SMALL, (FIRST,)), explain=True)[-1] == "rank 0: [bold]why[/bold]"
+    warned = replace(PLAN, warnings=(warn("machine", text=f"node [0] has [red]no {'w' * 400}"),))
+    pipe, terminal = io.StringIO(), io.StringIO()
+    print_placement(Console(file=pipe, width=160), warned, full=True)
+    assert pipe.getvalue().splitlines()[-1] == f"warning: node [0] has [red]no {'w' * 400}"
+    assert "\x1b" not in pipe.getvalue()
+    print_placement(Console(file=terminal, width=160, force_terminal=True, color_system="standard"), PLAN)
+    assert "\x1b[32m████" in terminal.getvalue()
 
 
 def test_launch_plan_prints_heading_and_legend_and_a_dry_run_neither(

@@ -88,9 +88,3 @@ def test_a_rank_that_is_done_goes_on_until_all_are(tmp_path: Path) -> None:
     records = read_records(tmp_path / "measured")
     assert sum(records[0].times) < sum(records[1].times)
     assert measure_workers(records, 0, 2).rate < 1 / 0.3
-
-
-def test_a_failing_program_fails(tmp_path: Path) -> None:
-    code, out, err = finish(start(tmp_path, "{'nonsense': 1}"))
-    assert (code, out) == (1, "")
-    assert "unexpected keyword argument 'nonsense'" in err
