@@ -8,15 +8,16 @@ Without words, all but those on SLURM, which need the folder of a cluster: `slur
 
 import sys
 
-from tests.golden import outputs, plans, report, runs
+from tests.golden import outputs, plans, runs
 from tests.probe import odd_machines
+from tests.report import test_page
 
 words = sys.argv[1:] or ["machines", "plans", "outputs", "report", "runs"]
 for word in sorted(words, reverse=True):  # plans and outputs clear the environment: they come last
     if word == "runs":
         runs.record_local()
     elif word == "report":
-        report.write_tables()
+        test_page.write_tables()
     elif word == "machines":
         odd_machines.write()
     elif word not in ("plans", "outputs"):

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import pairwise
@@ -76,6 +77,15 @@ def read_tables(page: Parsed) -> dict[str, list[list[str]]]:
         ]
         for section in page.find("section")
     }
+
+
+def write_tables() -> None:
+    """Write what the tables of the recorded run's page have."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = read_tables(render(restore("full", Path(folder))))
+    rows = {name: ",\n  ".join(json.dumps(row) for row in rows) for name, rows in found.items()}
+    sections = ",\n ".join(f'"{name}": [\n  {text}\n ]' for name, text in rows.items())
+    TABLES.write_text(f"{{\n {sections}\n}}\n")
 
 
 def test_it_is_html_that_loads_nothing(page: Parsed) -> None:

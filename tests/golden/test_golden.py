@@ -1,0 +1,21 @@
+"""The verbs answer as they answered, and every rank of every described machine is where it was."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.golden import outputs, plans
+
+MEANT = "if this is meant: python -m tests.golden, and read the diff"
+
+
+@pytest.mark.parametrize("name", outputs.OUTPUTS)
+def test_values(name: str, here: Path) -> None:
+    assert here.is_dir()
+    assert outputs.render(name) == outputs.path_of(name).read_text(), MEANT
+
+
+@pytest.mark.parametrize("case", plans.CASES)
+def test_placement(case: str, here: Path) -> None:
+    assert here.is_dir()
+    assert plans.render(case) == plans.path_of(case).read_text(), MEANT
