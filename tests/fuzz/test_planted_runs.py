@@ -39,35 +39,15 @@ from tests.fuzzing import SEQUENCES, Terminal, assert_harmless, scalars, texts
 from tests.strangers import STRANGER
 
 ID = "20260801-120000"
-FILES = (
-    *("manifest.json", "config.yaml", "job.json", "submission.sh", "plan-box.json", "rank-0.applied.json"),
-    *(
-        "logs",
-        "logs/0",
-        "logs/0/rank-0.out",
-        "logs/0/rank-0.err",
-        "logs/0/rank-x.out",
-        "logs/0/node-box.json",
-    ),
-    *(
-        "watch/node-box.json",
-        "watch/metrics-box.jsonl",
-        "watch/job.json",
-        "hang-1/verdict.json",
-        "report.html",
-    ),
-    *("logs/agent-box.log", "logs/slurm-12.out", "logs/7", "logs/latest", "checkpoints", ""),
-)
-"""What `launch` reads or writes in a run directory, and the directory itself."""
-KINDS = (
-    "file",
-    "directory",
-    "pipe",
-    "link to a file",
-    "link to a directory",
-    "link to nothing",
-    "link to itself",
-)
+WRITTEN = """
+manifest.json config.yaml job.json submission.sh plan-box.json rank-0.applied.json report.html checkpoints
+logs logs/0 logs/0/rank-0.out logs/0/rank-0.err logs/0/rank-x.out logs/0/node-box.json logs/agent-box.log
+logs/slurm-12.out logs/7 logs/latest watch/node-box.json watch/metrics-box.jsonl watch/job.json
+hang-1/verdict.json
+"""
+"""What `launch` reads or writes in a run directory."""
+LINKS = ("link to a file", "link to a directory", "link to nothing", "link to itself")
+KINDS = ("file", "directory", "pipe", *LINKS)
 states = st.sampled_from(["running", "submitted", "requeued", "failed", "succeeded", "stopped", "x"])
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3)
@@ -124,7 +104,7 @@ runs = st.fixed_dictionaries(
 trees = st.builds(
     lambda run, tree: {**run, **tree},
     runs | st.just({}),
-    st.dictionaries(st.sampled_from(FILES), planted, max_size=6),
+    st.dictionaries(st.sampled_from([*WRITTEN.split(), ""]), planted, max_size=6),
 )
 
 

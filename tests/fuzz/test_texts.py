@@ -24,19 +24,8 @@ secrets = st.text(LETTERS, min_size=12, max_size=40).filter(lambda text: not tex
 bodies = st.text(LETTERS, min_size=60, max_size=60).filter(
     lambda text: any(map(str.isupper, text)) and any(map(str.isdecimal, text))
 )
-options = st.sampled_from(
-    [
-        "--token",
-        "--hf-token",
-        "--api_key",
-        "--password",
-        "--pass",
-        "-p",
-        "--secret",
-        "--wandb.api-key",
-        "--auth",
-    ]
-)
+OPTIONS = "--token --hf-token --api_key --password --pass -p --secret --wandb.api-key --auth"
+options = st.sampled_from(OPTIONS.split())
 names = st.sampled_from(
     ["HF_TOKEN", "WANDB_API_KEY", "env.AWS_SECRET_ACCESS_KEY", "--password", "++env.DB_PASSWORD"]
 )
@@ -57,20 +46,8 @@ forms = st.one_of(
     st.sampled_from(sorted(TOKENS.values())).map(lambda text: ([f"a={text}"], text[8:])),
 )
 """Words that hold a secret, and the secret."""
-ORDINARY = (
-    "train.py",
-    "--lr",
-    "3e-4",
-    "--port",
-    "8080",
-    "-p",
-    "8080",
-    "model=tiny",
-    "--tokenizer",
-    "gpt2",
-    "-v",
-)
-plain = st.lists(st.sampled_from(ORDINARY), max_size=4)
+ORDINARY = "train.py --lr 3e-4 --port 8080 -p 8080 model=tiny --tokenizer gpt2 -v"
+plain = st.lists(st.sampled_from(ORDINARY.split()), max_size=4)
 
 
 @given(before=plain, form=forms, after=plain)
@@ -95,7 +72,7 @@ def test_no_secret_is_written_and_all_arrive(
         assert secret not in text, text
 
 
-@given(words=st.lists(st.sampled_from(ORDINARY) | st.text(LETTERS, max_size=11), max_size=8))
+@given(words=st.lists(st.sampled_from(ORDINARY.split()) | st.text(LETTERS, max_size=11), max_size=8))
 def test_ordinary_words_stay(words: list[str]) -> None:
     assume("-p" not in words)
     assume(all(MASK not in word for word in words))
