@@ -29,14 +29,14 @@ def root() -> Iterator[Path]:
 def odd(here: Path) -> str:
     """A snapshot of an odd machine, as an override."""
     path = here.parent / "odd.json"
-    path.write_text(json.dumps(machine_to_json(full_machines.odd())))
+    path.write_text(json.dumps(machine_to_json(full_machines.read("odd"))))
     return f"machine.snapshot={path}"
 
 
 def test_json_is_the_snapshot_and_nothing_else(launch: Launch, odd: str) -> None:
     done = launch("topo", "format=json", odd)
     assert (done.code, done.err) == (0, "")
-    assert parse_machine(done.out) == full_machines.odd()
+    assert parse_machine(done.out) == full_machines.read("odd")
 
 
 def test_a_snapshot_is_planned_as_the_machine_is(launch: Launch, root: Path, here: Path) -> None:
@@ -78,7 +78,7 @@ def test_an_earlier_snapshot_is_replaced_and_keeps_its_mode(launch: Launch, odd:
     (here / "a.json").chmod(0o640)
     (here / "link.json").symlink_to("a.json")
     assert launch("topo", "save=link.json", odd).code == 0
-    assert parse_machine((here / "a.json").read_text()) == full_machines.odd()
+    assert parse_machine((here / "a.json").read_text()) == full_machines.read("odd")
     assert (here / "a.json").stat().st_mode & 0o777 == 0o640
     assert (here / "link.json").is_symlink()
     assert sorted(path.name for path in here.iterdir()) == ["a.json", "link.json"]
@@ -118,7 +118,7 @@ def test_a_disk_that_fills_leaves_the_earlier_snapshot(odd: str, here: Path) -> 
 def test_a_device_is_written_to_and_not_replaced(odd: str, here: Path) -> None:
     done = run_outside(["topo", "save=/dev/stdout", odd], here)
     assert done.code == 0
-    assert parse_machine(done.out) == full_machines.odd()
+    assert parse_machine(done.out) == full_machines.read("odd")
     assert done.err == "launch: the machine is saved in /dev/stdout\n"
 
 

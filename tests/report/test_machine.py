@@ -25,12 +25,12 @@ from tests.seam import Result
 
 TREES = json.loads((Path(__file__).parents[1] / "data" / "machine_trees.json").read_text())
 """Trees of machines as lines; python -m tests.golden outputs has those of the machines that are shipped."""
-MAKERS = {"hybrid": full_machines.hybrid, "huge": full_machines.huge, "odd": full_machines.odd}
+SNAPSHOTS = ("hybrid", "huge", "odd")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def make(name: str) -> Machine:
-    return MAKERS[name]() if name in MAKERS else full_machines.lab(name)
+    return full_machines.read(name) if name in SNAPSHOTS else full_machines.lab(name)
 
 
 def show(machine: Machine, *, explain: bool = False, encoding: str = "utf-8", width: int = 160) -> str:
@@ -58,7 +58,7 @@ def test_the_tree_of_a_machine(name: str) -> None:
 
 def test_what_is_out_of_the_ordinary() -> None:
     """Machines, and a line of their trees."""
-    hybrid, dgx, odd = full_machines.hybrid(), full_machines.lab("dgx-a100"), full_machines.odd()
+    hybrid, dgx, odd = full_machines.read("hybrid"), full_machines.lab("dgx-a100"), full_machines.read("odd")
     gb200, azure = full_machines.lab("gb200-nvl4"), full_machines.lab("azure-ndv4")
     low = {cpu.node for cpu in azure.cpus if cpu.package == 0}
     near = NumaNode(0, 1 << 20, normal=True, distances=((0, 10),))
@@ -122,7 +122,7 @@ def test_a_gpu_without_a_node_stands_by_the_cpus_next_to_it() -> None:
     far = frozenset(cpu.id for cpu in machine.cpus if cpu.node == 1)
     gpus = tuple(replace(gpu, node=None, local_cpus=far) if gpu.node else gpu for gpu in machine.gpus)
     assert show(replace(machine, gpus=gpus)) == show(machine)
-    hybrid = full_machines.hybrid()
+    hybrid = full_machines.read("hybrid")
     cpus = tuple(replace(cpu, capacity=1024 - cpu.id % 3) for cpu in hybrid.cpus)
     assert "capacity" not in show(replace(hybrid, cpus=cpus)), "favoured cores are no class"
 
@@ -153,14 +153,14 @@ def test_explain_shows_each_cache_and_core() -> None:
 def test_distances(rows: list[tuple[int, ...]], lines: int) -> None:
     """A matrix, merged where nodes are alike in both directions; one sentence where it has no order."""
     nodes = tuple(NumaNode(at, 1, True, tuple(enumerate(row))) for at, row in enumerate(rows))
-    shown = show(replace(full_machines.hybrid(), nodes=nodes)).splitlines()
+    shown = show(replace(full_machines.read("hybrid"), nodes=nodes)).splitlines()
     at = next((number for number, line in enumerate(shown) if line.startswith("distances")), len(shown))
     assert len(shown[at:]) == lines
     if lines == 5:
         assert shown[at + 1].split() == ["0", "10", "16", "22", "17"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, *MAKERS])
+@pytest.mark.parametrize("name", [*NAMES, *SNAPSHOTS])
 def test_it_fits_80_columns_and_plain_terminals(name: str) -> None:
     machine = replace(make(name), name=name)
     for encoding in ("ascii", "utf-8"):
@@ -222,7 +222,7 @@ def test_every_pu_is_drawn_once_in_the_colours_of_its_ranks(
 
 @pytest.mark.parametrize("name", ["<&>\"'$x$ 表 🚀", "\x00\x1b[0m\ufffe\udc80" + "x" * 500])
 def test_any_name_can_be_drawn(name: str) -> None:
-    machine = full_machines.odd()
+    machine = full_machines.read("odd")
     path = ("pci0000:00", f"{name[:40]}.")
     gpus = tuple(replace(gpu, name=name, pci=f"{name[:40]}{gpu.index}", path=path) for gpu in machine.gpus)
     nics = tuple(replace(nic, name=name) for nic in machine.nics)
@@ -235,7 +235,7 @@ def test_any_name_can_be_drawn(name: str) -> None:
 
 
 def test_a_legend_of_many_ranks_ends_and_nothing_is_outside() -> None:
-    document = render_machine(plan(full_machines.hybrid(), ask(nproc_per_node=1000)), "", "svg")
+    document = render_machine(plan(full_machines.read("hybrid"), ask(nproc_per_node=1000)), "", "svg")
     picture = ElementTree.fromstring(document)
     texts = [text.text or "" for text in picture.iter(f"{SVG}text")]
     ranks = [text.split()[1] for text in texts if re.match(r"rank \d+ +(no )?GPU", text)]
