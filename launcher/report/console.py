@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
-from launcher.report.viewer import Stream, open_stream
+from launcher.report.viewer import Stream, ViewOptions, open_stream
 from launcher.runs.progress import Progress as Step
 from launcher.runs.progress import ProgressReader
 from launcher.runs.rank_logs import Chunk
@@ -222,24 +222,31 @@ def render_row(console: Console, content: RenderableType) -> str:
     return captured.get().partition("\n")[0].rstrip(" ")
 
 
+class PipeAwareConsole(Console):
+    """A console that raises BrokenPipeError when its reader has left, while rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich in place of the error."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def make_console(*, stderr: bool = True) -> Console:
+    """Return a console; if it is no terminal, one so wide that tables do not wrap."""
+    console = PipeAwareConsole(stderr=stderr, highlight=False)
+    return console if console.is_terminal else PipeAwareConsole(stderr=stderr, highlight=False, width=160)
+
+
 @dataclass(slots=True)
 class JobConsole:
     """Shows the ranks' bytes as they are, and progress; goes on in silence when the terminal is gone."""
 
-    mode: str
-    """`rank0`, `all` or `none`."""
-    console: Console
-    """Renders what is not plain text, for stderr."""
+    options: ViewOptions
     logs: str = ""
     """Where all that the ranks print is kept."""
-    origin: Callable[[int], str] | None = None
-    """Tells what stands before each line of a rank's; None if there is one rank, whose output is alone."""
-    shared: bool = False
-    """Other nodes write to where the output goes: only whole lines are written."""
-    followed: bool = False
-    """Others write to where the output went, after this: its last line is given an end."""
     is_raw: Callable[[], bool] = lambda: False
     """Tells whether the terminal of stdout is in raw mode."""
+    console: Console = field(default_factory=make_console)
+    """Renders what is not plain text, for stderr."""
     out: Stream = field(default_factory=lambda: open_stream("stdout"))
     err: Stream = field(default_factory=lambda: open_stream("stderr"))
     out_sink: Sink = field(init=False)
@@ -253,6 +260,8 @@ class JobConsole:
     """When the bar was drawn, in monotonic seconds."""
     program_draws: bool = False
     """The program draws on the terminal by itself."""
+    status: str = ""
+    """What is shown at the bottom in place of a bar."""
 
     def __post_init__(self) -> None:
         """See where the streams lead."""
@@ -269,10 +278,11 @@ class JobConsole:
         """Show some of a rank's output if the mode says so, and read progress from rank 0's."""
         if chunk.rank == 0:
             self.note_progress(chunk.stream, chunk.data)
-        if self.mode == "all" or (self.mode == "rank0" and chunk.rank == 0):
+        mode, origin = self.options.mode, self.options.origin
+        if mode == "all" or (mode == "rank0" and chunk.rank == 0):
             key = (chunk.rank, chunk.stream)
             if key not in self.sources:
-                prefix = os.fsencode(f"[{self.origin(chunk.rank)}:{chunk.rank}] ") if self.origin else b""
+                prefix = os.fsencode(f"[{origin(chunk.rank)}:{chunk.rank}] ") if origin else b""
                 self.sources[key] = Source(*key, prefix)
             self.write_output(self.sources[key], chunk.data)
 
@@ -291,7 +301,7 @@ class JobConsole:
     def tick(self, *, final: bool = False) -> None:
         """Write what has waited long enough, and keep the bar up to date; to be called again and again."""
         for stream, sink in ((self.out, self.out_sink), (self.err, self.err_sink)):
-            sink.write_waiting(stream, final=final, ends_lines=self.shared)
+            sink.write_waiting(stream, final=final, ends_lines=self.options.shared)
         for stream in (self.out, self.err):
             if stream.fault:
                 fault, stream.fault = stream.fault, None
@@ -314,6 +324,12 @@ class JobConsole:
         """Show a line at the bottom of the terminal, below all others; an empty one takes it away."""
         if self.err_sink.erases:
             self.err_sink.show_footer(self.err, self.encode(text))
+
+    def show_status(self, text: str) -> None:
+        """Show a text at the bottom in place of the former one; an empty one takes that away."""
+        if text != self.status:
+            self.status = text
+            self.show_footer(render_row(self.console, Text(text)) if text else "")
 
     def print_own_line(self, text: str) -> None:
         """Print one of our own lines."""
@@ -350,7 +366,7 @@ class JobConsole:
         """Show what has waited, and take the bar down."""
         self.moved = self.progress.finish() or self.moved
         self.tick(final=True)
-        if self.shared or self.followed:
+        if self.options.shared or self.options.followed:
             self.end_lines()
         self.drop_bar()
 
@@ -359,35 +375,3 @@ class JobConsole:
         if self.bar:
             self.bar = None
             self.show_footer("")
-
-
-@dataclass(slots=True)
-class StatusLine:
-    """A line at the bottom of the terminal; nothing if there is none."""
-
-    console: JobConsole
-    text: str = ""
-
-    def show(self, text: str) -> None:
-        """Show a text in place of the former one; an empty one takes the line away."""
-        if text != self.text:
-            self.text = text
-            self.console.show_footer(render_row(self.console.console, Text(text)) if text else "")
-
-    def close(self) -> None:
-        """Take the line away."""
-        self.show("")
-
-
-class PipeAwareConsole(Console):
-    """A console that raises BrokenPipeError when its reader has left, while rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        """Called by rich in place of the error."""
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-
-def make_console(*, stderr: bool = True) -> Console:
-    """Return a console; if it is no terminal, one so wide that tables do not wrap."""
-    console = PipeAwareConsole(stderr=stderr, highlight=False)
-    return console if console.is_terminal else PipeAwareConsole(stderr=stderr, highlight=False, width=160)

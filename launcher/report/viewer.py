@@ -261,18 +261,10 @@ class OutputViewer:
 
     def open_console(self) -> "JobConsole":
         """Return the console, with the heading and the placement on it."""
-        from launcher.report.console import JobConsole, make_console
+        from launcher.report.console import JobConsole
 
         options = self.options
-        console = JobConsole(
-            options.mode,
-            make_console(),
-            self.logs,
-            origin=options.origin,
-            shared=options.shared,
-            followed=options.followed,
-            is_raw=self.is_raw,
-        )
+        console = JobConsole(options, self.logs, self.is_raw)
         for line in options.heading:
             console.print_own_line(line)
         if plan := options.plan:

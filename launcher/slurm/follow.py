@@ -21,7 +21,8 @@ from pathlib import Path
 from launcher.errors import SchedulerError
 from launcher.files import open_file
 from launcher.launch.signals import FORWARDED, SignalQueue, catch_signals
-from launcher.report.console import JobConsole, Source, StatusLine, make_console
+from launcher.report.console import JobConsole, Source
+from launcher.report.viewer import ViewOptions
 from launcher.runs.manifest import CLOSED, read_job, read_manifest, take_dict
 from launcher.runs.rank_logs import Follower
 from launcher.runs.run_directory import RunDir, explain_missing_end
@@ -488,9 +489,8 @@ class Following:
 
     inbox: SignalQueue
     jobs: list[FollowedJob]
-    console: JobConsole = field(default_factory=lambda: JobConsole("all", make_console()))
+    console: JobConsole = field(default_factory=lambda: JobConsole(ViewOptions("all")))
     poller: Poller = field(init=False)
-    line: StatusLine = field(init=False)
     log: JobLog | None = None
     """Output of the job; None if there are several."""
     failures: int = 0
@@ -501,7 +501,6 @@ class Following:
 
     def __post_init__(self) -> None:
         """Begin to ask."""
-        self.line = StatusLine(self.console)
         self.poller = Poller(tuple(job.job_id for job in self.jobs))
         if len(self.jobs) == 1:
             self.log = JobLog(RunDir(self.jobs[0].run_path), self.jobs[0].job_id, self.console)
@@ -535,7 +534,7 @@ class Following:
                 self.poller.ask_now()
         data = self.log.read_new() if self.log else b""
         if self.log and data:
-            self.line.close()
+            self.console.show_status("")
             self.log.show(data)
         self.console.tick()
         return bool(data)
@@ -562,7 +561,7 @@ class Following:
                 continue
             self.poller.job_ids = tuple(left.job_id for left in self.open_jobs)
             if text or self.log is None:
-                self.line.close()
+                self.console.show_status("")
                 self.console.print_own_line(text or job.describe_end())
         if self.open_jobs:
             return False
@@ -580,14 +579,14 @@ class Following:
                 job.state.state.lower() if job.state else "unknown" for job in self.open_jobs
             )
             counts = ", ".join(f"{count} {word}" for word, count in sorted(counts_by_state.items()))
-            self.line.show(f"{len(self.jobs)} jobs: {counts}" if counts else "")
+            self.console.show_status(f"{len(self.jobs)} jobs: {counts}" if counts else "")
             return
         job = self.jobs[0]
         if job.state and job.state.state == "PENDING":
             self.console.drop_bar()
-            self.line.show(f"job {job.job_id} {job.describe_state(job.state)}")
+            self.console.show_status(f"job {job.job_id} {job.describe_state(job.state)}")
         else:
-            self.line.close()
+            self.console.show_status("")
 
     def handle_signal(self, number: int) -> int | None:
         """Ask, or leave the jobs alone; returns the exit code, None if they are followed on."""
@@ -623,7 +622,7 @@ class Following:
 
     def close_lines(self) -> None:
         """Take down what is drawn on the terminal."""
-        self.line.close()
+        self.console.show_status("")
         self.console.close()
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from launcher.report import console as console_module
 from launcher.report import viewer
-from launcher.report.console import ERASE, MOST_HELD, JobConsole, Sink, Source, StepBar, make_console
+from launcher.report.console import ERASE, MOST_HELD, JobConsole, Sink, Source, StepBar
 from launcher.report.viewer import OutputViewer, Stream, ViewOptions
 from launcher.runs.progress import Progress
 from launcher.runs.rank_logs import Chunk, Follower
@@ -34,9 +34,8 @@ CHUNKS = [Chunk(0, "out", b"zero\n"), Chunk(0, "err", b"zero's stderr\n"), Chunk
 
 
 def make(mode: str, *, ranks: int = 2, shared: bool = False) -> JobConsole:
-    return JobConsole(
-        mode, make_console(), "/run/logs", (lambda _: "h") if ranks > 1 else None, shared=shared
-    )
+    origin = (lambda _: "h") if ranks > 1 else None
+    return JobConsole(ViewOptions(mode, origin, shared=shared), "/run/logs")
 
 
 @contextlib.contextmanager
@@ -219,10 +218,11 @@ def keep_erasing(found: re.Match[str]) -> str:
 SHOW = """
 import sys, time
 from launcher.report import console as module
-from launcher.report.console import JobConsole, make_console
+from launcher.report.console import JobConsole
+from launcher.report.viewer import ViewOptions
 from launcher.runs.rank_logs import Chunk
 module.REDRAW = 0
-console = JobConsole("rank0", make_console(), "", lambda _: "h")
+console = JobConsole(ViewOptions("rank0", lambda _: "h"))
 for number in (10, 20, 30):
     line = f"step {number}/40 loss {5 - number / 10} tokens/s 1234{number} tflops 0.0123 mfu 12.3% lr 0.1"
     console.show_chunk(Chunk(0, "out", line.encode() + b"\\n"))

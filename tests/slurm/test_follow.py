@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.report.console import JobConsole, make_console
+from launcher.report.console import JobConsole
+from launcher.report.viewer import ViewOptions
 from launcher.runs.run_directory import RunDir
 from launcher.slurm import follow as followed
 from launcher.slurm.commands import JobState
@@ -91,7 +92,7 @@ def test_why_a_job_waits() -> None:
 
 def test_the_log_is_shown_as_it_grows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").mkdir()
-    log = JobLog(RunDir(tmp_path), "12", JobConsole("all", make_console()))
+    log = JobLog(RunDir(tmp_path), "12", JobConsole(ViewOptions("all")))
     assert log.read_new() == b""
     with log.path.open("a", buffering=1) as file:
         file.write("launch: 2 ranks\n[n0:0] step 3/9 loss 1.5\n[n1:1] step 4/9 loss 1\nlaun")
@@ -111,7 +112,7 @@ def test_what_has_no_end_is_shown_at_once_and_all_bytes_as_they_are(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     (tmp_path / "logs").mkdir()
-    log = JobLog(RunDir(tmp_path), "12", JobConsole("all", make_console()))
+    log = JobLog(RunDir(tmp_path), "12", JobConsole(ViewOptions("all")))
     data = bytes(range(256)) * 10_000 + b"\nstep 5/9 loss 2\nname? "
     log.path.write_bytes(data)
     while new := log.read_new():
