@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from launcher.config.compose import Composed
 
+_STREAMS = ("err", "out")
 LOG_LINES = 20_000
 """Last lines of each rank's logs that are searched for an allocation that has failed."""
 KNOWN = (
@@ -125,7 +126,11 @@ class BatchStrategy(Strategy):
         A program that catches the error of an allocation, and goes on or ends in peace, does not fit either.
         """
         finished.check_signal()
-        reason = find_memory_error(_read_rank_logs(finished))
+        run = finished.monitor.run
+        logs = [
+            run.rank_log(rank, run.first_attempt, end) for rank in range(finished.ranks) for end in _STREAMS
+        ]
+        reason = find_memory_error(line for log in logs for line in read_tail(log, LOG_LINES))
         if not reason and finished.starved:
             reason = "the machine's memory ran out, so it was ended"
         elif not reason and finished.oom_kills > 0:
@@ -160,33 +165,28 @@ class BatchStrategy(Strategy):
             }
             for trial in sorted(self.trials, key=lambda trial: trial.value)
         ]
-        facts: dict[str, object] = {
+        facts = {
             "option": self.option.name,
-            "batch": choice.batch if choice else None,
-            "largest": choice.largest if choice else None,
-            "largest_with_margin": choice.largest_safe if choice else None,
-            "fastest": choice.fastest if choice else None,
-            "largest_is_limit": choice.is_bounded if choice else False,
-            "limit": choice.why if choice else None,
-            "argument": self.argument(choice.batch) if choice else None,
+            **asdict(choice),
+            "argument": self.argument(choice.batch) if choice.batch else None,
             "trials": rows,
         }
-        if choice is None:
+        if choice.batch is None:
             last = self.trials[-1] if self.trials else Trial(self.bounds.start)
             why = (
                 f"{self.argument(last.value)} does not fit ({last.reason}), nor does any larger one: use"
                 " a smaller model or shorter sequences, activation checkpointing, or more sharding"
             )
             return Conclusion(None, facts, [why], {})
-        safe = "none is known to have 5% to spare" if choice.largest_safe is None else choice.largest_safe
-        fast = "not measured" if choice.fastest is None else choice.fastest
+        safe = choice.largest_with_margin or "none is known to have 5% to spare"
+        fast = choice.fastest or "not measured"
         sizes = f"with 5% of the memory to spare: {safe}; fastest: {fast}; use {choice.batch}"
         base = self.spec.choices.get("program", "train")
         return Conclusion(
             choice.batch,
             facts,
             lines=[
-                f"largest micro-batch that fits: {choice.largest} ({choice.why})",
+                f"largest micro-batch that fits: {choice.largest} ({choice.limit})",
                 f"{sizes}: `{self._render_command(choice.batch)}`",
             ],
             settings={
@@ -210,14 +210,6 @@ class BatchStrategy(Strategy):
             return f"launch {join_words([*mask_words(settings), self.argument(batch)])}"
         program = mask_words(set_argument(self.spec.program, self.option.name, batch))
         return f"launch {join_words([*mask_words(settings), '--', *program])}"
-
-
-def _read_rank_logs(finished: FinishedTrial) -> Iterator[str]:
-    """Give the last lines of what the ranks of a trial have printed."""
-    run = finished.monitor.run
-    for rank in range(finished.ranks):
-        for stream in ("err", "out"):
-            yield from read_tail(run.rank_log(rank, run.first_attempt, stream), LOG_LINES)
 
 
 def expect_batch(

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,21 +61,16 @@ class SilentViewer:
         self.showing.enter_context(self.progress)
         self.showing.callback(redirect_log(lambda _: None))
 
-    def use_terminal(self, read: Callable[[], bytes], is_raw: Callable[[], bool]) -> None:
-        """Nothing to do: a trial has no terminal."""
+    def do_nothing(self, *_: object, **__: object) -> None:
+        """A trial has no terminal, and what it prints is not shown."""
 
-    def notify(self) -> None:
-        """Nothing to do."""
-
-    def watch_rank(self, rank: int, attempt: int, *, has_terminal: bool = False) -> None:
-        """Nothing to do."""
+    use_terminal = notify = watch_rank = do_nothing
 
     def release_log(self) -> None:
         """Let what is logged be seen."""
         self.showing.close()
 
     def finish(self, *, patient: bool = True) -> Sequence[Progress]:
-        """Nothing to do."""
         return ()
 
     def close(self) -> bool:
@@ -162,8 +157,12 @@ def run_trial(
 
     Raises UsageError and MachineError as any job does.
     """
-    monitor = open_trial(trial, argv, SilentViewer(progress))
-    job, run = monitor.job, monitor.run
+    trial, job = plan_trial(trial)
+    check_open_files()
+    run, manifest = prepare_run(trial, argv, [job.host])
+    write_plan(trial, run, job.host, plan_to_json(job.plan))
+    (run.path / RECORDS).mkdir(mode=0o700)
+    monitor = RankMonitor(job, run, SilentViewer(progress), count_oom_kills, manifest)
     environ = build_agent_environ(job.config, job.cluster, job.environ, run, job.host)
     agent = make_agent(AgentRequest(job, run, environ), monitor, make_agent_on_machine)
     deadline = time.monotonic() + trial.config.tune.timeout
@@ -178,16 +177,6 @@ def run_trial(
     complete_manifest(monitor, ending)
     timed_out, starved = supervisor.timed_out, supervisor.starved
     return FinishedTrial(monitor, ending, trial.config, timed_out, starved, monitor.count_new_oom_kills())
-
-
-def open_trial(trial: JobSpec, argv: Sequence[str], viewer: SilentViewer) -> RankMonitor:
-    """Plan a trial, make its run directory, and return its monitor; raises as any job does."""
-    trial, job = plan_trial(trial)
-    check_open_files()
-    run, manifest = prepare_run(trial, argv, [job.host])
-    write_plan(trial, run, job.host, plan_to_json(job.plan))
-    (run.path / RECORDS).mkdir(mode=0o700)
-    return RankMonitor(job, run, viewer, count_oom_kills, manifest)
 
 
 def plan_trial(trial: JobSpec) -> tuple[JobSpec, Job]:

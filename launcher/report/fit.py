@@ -345,12 +345,10 @@ def tabulate_batches(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
     return rows if any(trial.gpu_total_kib for trial in trials) else [row[:-1] for row in rows]
 
 
-def print_batches(console: Console, trials: Sequence[Trial], choice: BatchChoice | None) -> None:
+def print_batches(console: Console, trials: Sequence[Trial], choice: BatchChoice) -> None:
     """Print the table of the trials, each with what it is."""
-    sizes: dict[str, int | None] = {}
-    if choice:
-        sizes = {"largest": choice.largest, "largest with 5% to spare": choice.largest_safe}
-        sizes["fastest"] = choice.fastest
+    sizes = {"largest": choice.largest, "largest with 5% to spare": choice.largest_with_margin}
+    sizes["fastest"] = choice.fastest
     remarks = {}
     for trial in trials:
         named = ", ".join(name for name, size in sizes.items() if size == trial.value)

@@ -40,19 +40,19 @@ class BatchBounds:
 
 @dataclass(frozen=True, slots=True)
 class BatchChoice:
-    """What a search has found."""
+    """What a search has found; all is unknown if no size fits."""
 
-    largest: int
-    """The largest that fits, of those that were tried."""
-    largest_safe: int | None
-    """The largest that fits with MARGIN to spare; None if none is known to."""
-    fastest: int | None
-    """The smallest whose throughput is the best's within noise; None if none was measured."""
-    batch: int
+    batch: int | None = None
     """What to use: the fastest of those with a margin."""
-    is_bounded: bool
+    largest: int | None = None
+    """The largest that fits, of those that were tried."""
+    largest_with_margin: int | None = None
+    """The largest that fits with MARGIN to spare; None if none is known to."""
+    fastest: int | None = None
+    """The smallest whose throughput is the best's within noise; None if none was measured."""
+    largest_is_limit: bool = False
     """A larger one was tried and does not fit."""
-    why: str
+    limit: str | None = None
     """Why none is larger."""
 
 
@@ -75,19 +75,19 @@ class BatchSearch:
             return min(self.tried) // 2 or None
         return self._larger() or self._faster() or self._spare()
 
-    def conclude(self) -> BatchChoice | None:
-        """Return what the trials say; None if no size fits."""
+    def conclude(self) -> BatchChoice:
+        """Return what the trials say."""
         if not self.fitting:
-            return None
+            return BatchChoice()
         safe = [trial for trial in self.fitting if self._has_margin(trial)]
         usable = [trial for trial in safe or self.fitting if trial.rate] or safe or self.fitting
         return BatchChoice(
-            largest=self.fitting[-1].value,
-            largest_safe=safe[-1].value if safe else None,
-            fastest=_find_fastest(self.timed).value if self.timed else None,
             batch=_find_fastest(usable).value if self.timed else usable[-1].value,
-            is_bounded=any(trial.verdict == TOO_LARGE for trial in self.trials),
-            why=self._explain_largest(),
+            largest=self.fitting[-1].value,
+            largest_with_margin=safe[-1].value if safe else None,
+            fastest=_find_fastest(self.timed).value if self.timed else None,
+            largest_is_limit=any(trial.verdict == TOO_LARGE for trial in self.trials),
+            limit=self._explain_largest(),
         )
 
     def refuse(self, batch: int) -> str:

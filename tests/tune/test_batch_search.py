@@ -54,7 +54,6 @@ def conclude(measure: Measure, bounds: BatchBounds = BOUNDS) -> tuple[list[int],
     """The sizes that are tried, and the choice."""
     trials = search(measure, bounds)
     choice = BatchSearch(trials, bounds).conclude()
-    assert choice is not None
     return [trial.value for trial in trials], choice
 
 
@@ -102,11 +101,11 @@ def test_the_choice(
     """The largest size, the largest with a margin, the fastest, and what is to be used."""
     sizes, choice = conclude(measure, bounds)
     assert sizes[: len(tried)] == tried
-    assert (choice.largest, choice.largest_safe, choice.fastest, choice.batch) == found
+    assert (choice.largest, choice.largest_with_margin, choice.fastest, choice.batch) == found
 
 
 @pytest.mark.parametrize(
-    ("measure", "bounds", "is_bounded", "why"),
+    ("measure", "bounds", "is_limit", "why"),
     [
         (Curve(gpu_kib=8 * GIB).measure, BOUNDS, True, "64 does not fit: out of memory"),
         (fail_above_24, BOUNDS, False, "16 fails, not for memory: 24 must divide"),
@@ -122,9 +121,10 @@ def test_the_choice(
         ),
     ],
 )
-def test_what_ends_a_search(measure: Measure, bounds: BatchBounds, is_bounded: bool, why: str) -> None:
+def test_what_ends_a_search(measure: Measure, bounds: BatchBounds, is_limit: bool, why: str) -> None:
     sizes, choice = conclude(measure, bounds)
-    assert choice.is_bounded is is_bounded and why in choice.why
+    assert choice.largest_is_limit is is_limit
+    assert choice.largest and choice.limit and why in choice.limit
     most = max(map(measure, sizes), key=lambda trial: trial.memory_kib)
     assert most.memory_kib <= (bounds.memory_kib or most.memory_kib)
     assert max(measure(size).step_seconds for size in sizes) < bounds.timeout / 11
@@ -136,7 +136,7 @@ def test_what_ends_a_search(measure: Measure, bounds: BatchBounds, is_bounded: b
 def test_nothing_fits_and_a_size_between_two_is_tried_alone() -> None:
     nothing = search(Curve(gpu_kib=GIB).measure)
     assert [trial.value for trial in nothing] == [8, 4, 2, 1]
-    assert BatchSearch(nothing, BOUNDS).conclude() is None
+    assert BatchSearch(nothing, BOUNDS).conclude() == BatchChoice()
     # 12 are faster than 8 and 16; 18 are more than the largest that fits.
     trials = [Trial(16, rate=90), Trial(8, rate=80), Trial(12, rate=100)]
     assert BatchSearch([*trials, Trial(24, verdict=TOO_LARGE)], UNLIMITED).next() is None
@@ -158,7 +158,7 @@ def test_any_program_is_searched_in_few_runs() -> None:
         bounds = replace(BOUNDS, start=rng.choice([1, 4, 8, 8, 8, 24]), timeout=1e9, seconds=1e9)
         trials = search(curve.measure, bounds)
         choice = BatchSearch(trials, bounds).conclude()
-        if choice is None:
+        if choice.largest is None:
             assert curve.base_kib + curve.each_kib > (curve.gpu_kib or 64 * GIB)
             continue
         possible = ((curve.gpu_kib or bounds.memory_kib) - curve.base_kib) / curve.each_kib

@@ -82,33 +82,28 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(tmp_path: Path) -> No
     assert json.loads((run / "manifest.json").read_text())["outcome"]["state"] == "stopped"
 
 
-@pytest.mark.usefixtures("quick_agent")
-def test_a_fixed_number_is_told_with_its_value(tmp_path: Path) -> None:
-    (tmp_path / "alone.py").write_text(ALONE)
-    done = run_outside(
-        ["tune", "dataloader", "nproc_per_node=1", "--", "alone.py", "{'num_workers': 2}"], tmp_path
-    )
-    assert (done.code, done.out) == (2, "")
-    assert "error: the program sets num_workers=2 itself" in done.err
-    assert not (tmp_path / "conf").exists()
-
-
-def test_a_failing_program_is_shown_with_its_last_lines(tmp_path: Path) -> None:
-    (tmp_path / "fail.py").write_text("import sys\nprint('no such data', file=sys.stderr)\nsys.exit(7)\n")
-    done = run_outside(["tune", "dataloader", "nproc_per_node=1", "--", "fail.py"], tmp_path)
-    assert (done.code, done.out) == (7, "")
-    assert "no such data" in done.err and "exited with code 7" in done.err
-    assert "Traceback" not in done.err
+FAILING = "import sys\nprint('no such data', file=sys.stderr)\nsys.exit(7)\n"
+WAITING = "import signal\nsignal.pause()\n"
 
 
 @pytest.mark.usefixtures("quick_agent")
-def test_a_program_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    (tmp_path / "wait.py").write_text("import signal\nsignal.pause()\n")
-    words = ["tune", "dataloader", "nproc_per_node=1", "tune.timeout=3", "--", "wait.py"]
-    done = run_outside(words, tmp_path)
-    assert (done.code, done.out) == (2, "")
-    assert "not measured within tune.timeout=3 s" in done.err
-    assert list_living(tmp_path) == []
+@pytest.mark.parametrize(
+    ("program", "words", "code", "parts"),
+    [
+        (ALONE, ["--", "a.py", "{'num_workers': 2}"], 2, ["error: the program sets num_workers=2 itself"]),
+        (FAILING, ["--", "a.py"], 7, ["no such data", "exited with code 7"]),
+        (WAITING, ["tune.timeout=3", "--", "a.py"], 2, ["not measured within tune.timeout=3 s"]),
+    ],
+    ids=["a fixed number", "a failure", "a program that takes too long"],
+)
+def test_what_cannot_be_tuned_is_told(
+    tmp_path: Path, program: str, words: list[str], code: int, parts: list[str]
+) -> None:
+    (tmp_path / "a.py").write_text(program)
+    done = run_outside(["tune", "dataloader", "nproc_per_node=1", *words], tmp_path)
+    assert (done.code, done.out) == (code, "")
+    assert all(part in done.err for part in parts) and "Traceback" not in done.err, done.err
+    assert not (tmp_path / "conf").exists() and list_living(tmp_path) == []
 
 
 def test_a_dry_run_starts_nothing(launch: Launch, here: Path) -> None:
@@ -139,15 +134,11 @@ def test_the_file_is_an_option_and_is_replaced(launch: Launch, here: Path) -> No
     assert "train.py" in (here / target).read_text()
     plan = launch("plan", "dataloader=tuned", "format=json", "nproc_per_node=1")
     assert json.loads(plan.out)["ranks"][0]["num_workers"] == 5
-
-
-def test_how_the_file_is_used(here: Path) -> None:
-    uses = {
+    for name, use in {
         "conf/dataloader/x.yaml": "`launch dataloader=x -- a.py`",
         "team/dataloader/x.yaml": "--config-dir team dataloader=x -- a.py`",
         "x.txt": "put it into conf/dataloader/",
-    }
-    for name, use in uses.items():
+    }.items():
         assert use in describe_use(name, "dataloader", " -- a.py")
 
 
@@ -217,7 +208,7 @@ def test_a_trial_is_ended_before_the_machine_swaps(
     """As if all of the machine's memory had to stay free."""
     monkeypatch.setattr(limits, "LEAST_FREE", 2.0)
     monkeypatch.setattr(limits, "LEAST_FREE_KIB", 1 << 60)
-    (here / "wait.py").write_text("import signal\nsignal.pause()\n")
+    (here / "wait.py").write_text(WAITING)
     done = launch(*WORDS, "nproc_per_node=1", "--", "wait.py", "--batch-size", "1")
     assert done.code == 3
     assert "error: --batch-size 1 does not fit (the machine's memory ran out, so it was ended)" in done.err
