@@ -367,10 +367,9 @@ def describe_distances(nodes: Sequence[NumaNode]) -> list[str]:
         return []
 
     def alike(a: int, b: int) -> bool:
-        """Tell whether two nodes are as far from every third one, both ways, and from each other."""
-        others = [node for node in ids if node not in (a, b)]
-        mutual = far[a, a] == far[b, b] and far[a, b] == far[b, a]
-        return mutual and all(far[a, n] == far[b, n] and far[n, a] == far[n, b] for n in others)
+        """Tell whether the matrix stays the same if two nodes change places."""
+        swap = {a: b, b: a}
+        return all(far[swap.get(x, x), swap.get(y, y)] == distance for (x, y), distance in far.items())
 
     groups: list[list[int]] = []
     for node in ids:

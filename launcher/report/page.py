@@ -34,6 +34,7 @@ from launcher.report.timeline import (
     order_slowest,
     share_time,
 )
+from launcher.report.watch import describe_process
 from launcher.runs.manifest import read_time, take_dict, take_list
 from launcher.runs.run_records import compare_rank
 from launcher.runs.secrets import mask_words
@@ -314,11 +315,7 @@ def _format_stack(stack: Stack) -> str:
 
 def _describe_process(rank: RankEvidence) -> str:
     """Say what the kernel says of a rank's process."""
-    process = rank.process
-    words = [f"state {process.state}"]
-    words += [f"waits in {process.wait_channel}"] if process.wait_channel else []
-    words += [f"system call {process.system_call}"] if process.system_call else []
-    return clean_text(", ".join((*words, f"{process.cpu:.2f} cores in use")), 400)
+    return clean_text(f"{describe_process(rank.process)}, {rank.process.cpu:.2f} cores in use", 400)
 
 
 def _list_stacks(rank: RankEvidence) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,6 @@ _WHOLE_PHASES = {
 }
 """Phases that take all of a rank's time, with the activity that they are."""
 _GONE = ("ended", "exited", "unwatched")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +139,14 @@ def read_account(path: Path) -> RunAccount:
     )
 
 
-def _read_all(kind: type[_T], paths: Iterator[Path]) -> Iterator[_T]:
-    """Give the values of files; those that cannot be read are left out."""
-    for path in sorted(paths):
-        try:
-            yield codec.load(kind, read_file(path, LARGEST))
-        except (OSError, ValueError):
-            continue
-
-
 def _list_hangs(path: Path, job: JobState | None) -> list[Hang]:
     """Return the hangs of all attempts by number: those with a folder, and those that the job's state has."""
     found = {hang.number: hang for hang in (job.hangs if job else ())}
-    for hang in _read_all(Hang, path.glob("hang-*/verdict.json")):
+    for file in sorted(path.glob("hang-*/verdict.json")):
+        try:
+            hang = codec.load(Hang, read_file(file, LARGEST))
+        except (OSError, ValueError):
+            continue
         known = found.setdefault(hang.number, hang)
         if known.recovered is None and known.time == hang.time:
             found[hang.number] = hang

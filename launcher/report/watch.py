@@ -553,7 +553,7 @@ def list_stack_lines(details: RankDetails, width: int) -> list[Text]:
         return [Text("stack: none was taken yet (t asks the node for one)", "dim")]
     process = snapshot.process
     when = f"stack {shorten_age(snapshot.age)} ago ({snapshot.origin})"
-    lines = [Text(f"{when}: {_describe_process(process)}")]
+    lines = [Text(f"{when}: {describe_process(process)}")]
     for stack in sorted(process.stacks, key=lambda one: not one.is_current):
         if len(process.stacks) > 1:
             name = "main thread" if stack.is_current else f"thread {clean_text(stack.thread)}"
@@ -562,7 +562,7 @@ def list_stack_lines(details: RankDetails, width: int) -> list[Text]:
     return lines
 
 
-def _describe_process(process: ProcessState) -> str:
+def describe_process(process: ProcessState) -> str:
     """Say what the kernel tells of a process."""
     words = [f"it {_STATES.get(process.state, 'is in state ' + clean_text(process.state))}"]
     words += [f"in {clean_text(process.wait_channel)}"] if process.wait_channel not in ("", "0") else []
