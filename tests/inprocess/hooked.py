@@ -117,7 +117,7 @@ def run_scenarios(
         env=environ,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), done

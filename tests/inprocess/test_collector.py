@@ -47,6 +47,7 @@ def make_cycle():
 """
 
 
+@pytest.mark.timeout(600)
 def test_what_policies_do(tmp_path: Path) -> None:
     check_table("collector.toml", tmp_path, BEGIN, "hooked = scenario['hooked']\n")
 

@@ -47,6 +47,7 @@ def in_child(action, **named):
 """
 
 
+@pytest.mark.timeout(600)
 def test_what_heartbeats_tell(tmp_path: Path) -> None:
     check_table("heartbeat.toml", tmp_path, BEGIN)
 

@@ -181,28 +181,18 @@ class Heartbeat:
 
     def begin_loading(self) -> None:
         """Begin a wait for data, which ends saving."""
-        if self.phase != TRAINING:
-            if self.base in (SAVING, STARTING):
-                self.base = self._choose_base()
-            self.set_phase(LOADING)
-            return
-        self.phase = LOADING
-        self.phase_since = self.floats[AT_PHASE_SINCE] = monotonic()
-        self.integers[AT_PHASE] = LOADING
+        if self.base in (SAVING, STARTING):
+            self.base = self._choose_base()
+        self.set_phase(LOADING)
 
     def end_loading(self, batches: int) -> None:
         """End a wait for data, and count the batches that came."""
-        since, integers, floats = self.phase_since, self.integers, self.floats
-        if self.base == TRAINING:  # as `set_phase` does
-            self.phase = TRAINING
-            self.phase_since = floats[AT_PHASE_SINCE] = monotonic()
-            integers[AT_PHASE] = TRAINING
-        else:
-            self.set_phase(self.base)
+        since = self.phase_since
+        self.set_phase(self.base)
         self.data_wait += self.phase_since - since
         self.batches += batches
-        floats[AT_DATA_WAIT] = self.data_wait
-        integers[AT_BATCHES] = self.batches
+        self.floats[AT_DATA_WAIT] = self.data_wait
+        self.integers[AT_BATCHES] = self.batches
 
     def count_batches(self, number: int) -> None:
         """Count batches of another thread."""
