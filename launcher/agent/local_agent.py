@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from launcher.agent.coordinator import Coordinator, Order
 from launcher.agent.direct_agent import DirectAgent
 from launcher.agent.endpoint import make_endpoint_finder
-from launcher.agent.rank_starter import ExecStarter, RankStarter
+from launcher.agent.rank_starter import RankStarter
 from launcher.agent.warm_process import WarmProcess, WarmStarter, choose_starter
 from launcher.launch.agent import AgentRequest
 from launcher.launch.job import choose_restarts, shares_terminal
@@ -49,13 +49,12 @@ def make_local_agent(request: AgentRequest, take_warm: TakeWarm | None = None) -
     restarts = choose_restarts(job.config, job.environ) or 0
     host, _, port = job.cluster.endpoint.rpartition(":")
     endpoint = (host.strip("[]"), int(port)) if job.config.rdzv_endpoint else None
-    by_exec = ExecStarter(request.run.agent_log(job.host), reads_stdin=not shares_terminal(job))
+    by_exec = RankStarter(request.run.agent_log(job.host), reads_stdin=not shares_terminal(job))
     # What the plan gives to all ranks alike is there for what an import reads.
     pairs = [set(rank.env) for rank in job.plan.ranks]
     environ = {**request.environ, **(dict(sorted(set.intersection(*pairs))) if pairs else {})}
-    starter: RankStarter
     if early := take_warm(job.program, environ) if take_warm else None:
-        starter = WarmStarter(by_exec, early)
+        starter: RankStarter = WarmStarter(by_exec.log, by_exec.reads_stdin, warm=early)
     else:
         starter = choose_starter(by_exec, job.program, job.config.start, environ)
     if not restarts:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from launcher.launch.agent import open_log
 from launcher.launch.job import render_shim
@@ -26,49 +25,39 @@ class RankStart:
     """All variables: the agent's, and those that torchrun would set."""
 
 
-class RankStarter(Protocol):
-    """Starts ranks, each in a session of its own, as children of this process or adopted by it."""
-
-    @property
-    def pids(self) -> Collection[int]:
-        """PIDs of processes of its own, which are no ranks."""
-        ...
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a rank can be started without waiting."""
-        ...
-
-    @property
-    def descriptors(self) -> Collection[int]:
-        """Descriptors that become readable once that may have changed."""
-        ...
-
-    def start_rank(self, start: RankStart) -> int:
-        """Start a rank and return its PID, which is its process group's too; raises OSError."""
-        ...
-
-    def expect_ranks(self, count: int) -> None:
-        """Take that no more than so many ranks are to come: what only later ones need can end."""
-        ...
-
-    def close(self) -> None:
-        """End processes of its own."""
-        ...
-
-
 @dataclass(slots=True)
-class ExecStarter:
-    """Starts the shim as this process's child. The shim ends with this process, and execs the program."""
+class RankStarter:
+    """Starts ranks, each in a session of its own, as children of this process or adopted by it.
+
+    Here it execs the shim, which ends with this process, and execs the program.
+    """
 
     log: Path
     """The agent's log, which takes what a rank prints before the shim has opened the rank's own logs."""
     reads_stdin: bool = True
     """Ranks have this process's stdin, as torchrun's have; else they have an empty one, as several ranks
     have in place of a terminal."""
-    pids: Collection[int] = ()
-    is_ready: bool = True
-    descriptors: Collection[int] = ()
+
+    @property
+    def pids(self) -> Collection[int]:
+        """PIDs of processes of its own, which are no ranks."""
+        return ()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a rank can be started without waiting."""
+        return True
+
+    @property
+    def descriptors(self) -> Collection[int]:
+        """Descriptors that become readable once that may have changed."""
+        return ()
+
+    def expect_ranks(self, count: int) -> None:
+        """Take that no more than so many ranks are to come: what only later ones need can end."""
+
+    def close(self) -> None:
+        """End processes of its own."""
 
     def start_rank(self, start: RankStart) -> int:
         """Start a rank and return its PID; raises OSError.
@@ -97,12 +86,6 @@ class ExecStarter:
                 return
             with closing_descriptor(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)) as stdin:
                 yield stdin, log, log
-
-    def expect_ranks(self, count: int) -> None:
-        """Nothing is kept for later ranks."""
-
-    def close(self) -> None:
-        """There are no processes of its own."""
 
 
 def close_on_exec() -> None:

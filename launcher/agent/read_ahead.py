@@ -5,7 +5,6 @@ launcher holds.
 """
 
 import contextlib
-import ctypes
 import glob
 import os
 import shutil
@@ -22,8 +21,6 @@ SAMPLE = 16 << 20
 """Bytes by which the largest library is judged to be cached."""
 CHUNK = 1 << 20
 """Bytes of one read."""
-CACHESTAT = 451
-"""Number of the system call on all architectures."""
 THREADS = 16
 """Reads at the same time: a network filesystem answers many as fast as one."""
 Reader = subprocess.Popen[bytes]
@@ -66,15 +63,11 @@ def start_read_ahead(mode: str, argv: Sequence[str], environ: Mapping[str, str])
 
 
 def _is_cached(path: str) -> bool:
-    """Tell whether most of a library's beginning is in the page cache; false if the kernel does not tell.
+    """Tell whether a library's beginning is in the page cache, by reads that do not wait.
 
-    cachestat(2) tells it of every filesystem, since Linux 6.5, and preadv2 with RWF_NOWAIT of local disks.
+    Network filesystems have none: what is read again then is read from memory.
     """
-    part, found = (ctypes.c_uint64 * 2)(0, SAMPLE), (ctypes.c_uint64 * 5)()
     with contextlib.suppress(OSError), open(path, "rb") as file:
-        if ctypes.CDLL(None).syscall(CACHESTAT, file.fileno(), part, found, 0) == 0:
-            wanted = min(SAMPLE, os.fstat(file.fileno()).st_size)
-            return found[0] * os.sysconf("SC_PAGE_SIZE") >= 0.9 * wanted
         for offset in range(0, SAMPLE, SAMPLE // 8):
             os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
         return True

@@ -9,13 +9,13 @@ import signal
 import socket
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from launcher.agent.program_text import read_program
 from launcher.agent.python_program import ExecNeededError, find_python_program
-from launcher.agent.rank_starter import ExecStarter, RankStart, RankStarter
+from launcher.agent.rank_starter import RankStart, RankStarter
 from launcher.config.settings import StartConfig
 from launcher.launch.processes import adopt_orphans
 from launcher.protocol import LAUNCH_WARM
@@ -177,11 +177,10 @@ class WarmProcess:
 
 
 @dataclass(slots=True)
-class WarmStarter:
+class WarmStarter(RankStarter):
     """Has the warm process fork each rank; the first reason against that is told, and ranks are executed."""
 
-    by_exec: ExecStarter
-    warm: WarmProcess
+    warm: WarmProcess = field(kw_only=True)
     ranks_left: int = -1
     """Ranks after which the process is ended, so that it takes no memory; -1 if they may start anew."""
     is_told: bool = False
@@ -206,13 +205,13 @@ class WarmStarter:
         try:
             if start.local_rank == 0 and start.environ.get(RESTART_COUNT, "0") != "0":
                 self.check_text(start)  # the program may have been edited since its last start
-            with self.by_exec.open_streams() as streams:
+            with self.open_streams() as streams:
                 pid = self.warm.fork_rank(start, streams)
         except ExecNeededError as error:
             if not self.is_told:
                 logger.info(NOT_FORKED.format(error))
             self.is_told = True
-            pid = self.by_exec.start_rank(start)
+            pid = RankStarter.start_rank(self, start)
         self.ranks_left -= self.ranks_left > 0
         if not self.ranks_left:
             self.close()
@@ -234,7 +233,7 @@ class WarmStarter:
 
 
 def choose_starter(
-    by_exec: ExecStarter, argv: Sequence[str], config: StartConfig, environ: Mapping[str, str]
+    by_exec: RankStarter, argv: Sequence[str], config: StartConfig, environ: Mapping[str, str]
 ) -> RankStarter:
     """Return what starts a program's ranks: forks of a process with torch unless `start.warm` forbids it.
 
@@ -246,7 +245,8 @@ def choose_starter(
     try:
         if text and text.obstacle:
             raise ExecNeededError(text.obstacle)
-        return WarmStarter(by_exec, WarmProcess.start(argv, environ, (TORCH, *config.preload)))
+        warm = WarmProcess.start(argv, environ, (TORCH, *config.preload))
+        return WarmStarter(by_exec.log, by_exec.reads_stdin, warm=warm)
     except ExecNeededError as error:
         logger.info(NOT_FORKED.format(error))
         return by_exec

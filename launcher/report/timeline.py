@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from launcher import codec
 from launcher.files import LARGEST, read_file
 from launcher.runs.manifest import read_manifest, read_time
-from launcher.runs.progress import list_attempts, read_mtime
+from launcher.runs.progress import read_mtime
+from launcher.runs.rank_logs import list_attempts
 from launcher.runs.run_records import RunRecords, read_run
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.text import count_things, describe_time

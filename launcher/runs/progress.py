@@ -8,8 +8,15 @@ from glob import iglob
 from pathlib import Path
 
 from launcher.files import read_file
-from launcher.runs.rank_logs import decode_line, find_agent_logs, find_job_logs, read_from, read_tail
-from launcher.runs.run_directory import RunDir, list_logs
+from launcher.runs.rank_logs import (
+    decode_line,
+    find_agent_logs,
+    find_job_logs,
+    list_attempts,
+    read_from,
+    read_tail,
+)
+from launcher.runs.run_directory import RunDir
 from launcher.text import name_some, strip_sequences
 
 STEP = re.compile(r"\bstep[ :=]+(\d{1,15})\b(?:\s*/\s*(\d{1,15})\b)?", re.IGNORECASE)
@@ -171,8 +178,9 @@ def measure_attempt(run: RunDir, patterns: Sequence[str] = ()) -> AttemptProgres
     Absolute `patterns`, as glob has them, find checkpoints that are not in the run directory.
     """
     numbers = sorted(number for number in list_attempts(run.path) if number >= run.first_attempt)
-    logs = [path for number in numbers for path in find_logs(run, number)]
-    first = next((step for path in logs for step in read_first(path)), None)
+    logs = [path for number in numbers for path in list_own_logs(run, number)]
+    lines = (raw for path in logs for raw in read_from(path, 0)[0].split(b"\n"))
+    first = next((step for raw in lines if (step := parse_progress(decode_line(raw)))), None)
     last = next((step for path in reversed(logs) if (step := read_newest(path))), None)
     steps = (first or last, last) if last else ()
     newest = [find_newest(run.path / "checkpoints"), find_newest_elsewhere(run, patterns)]
@@ -180,27 +188,20 @@ def measure_attempt(run: RunDir, patterns: Sequence[str] = ()) -> AttemptProgres
     return AttemptProgress(tuple(step for step in steps if step), max(times, default=None))
 
 
-def find_logs(run: RunDir, attempt: int) -> Iterable[Path]:
-    """Give rank 0's logs; some programs report on stderr."""
-    return (run.rank_log(0, attempt, ending) for ending in ("err", "out"))
+def list_own_logs(run: RunDir, attempt: int, rank: int = 0) -> list[Path]:
+    """Return a rank's logs; some programs report on stderr."""
+    return [run.rank_log(rank, attempt, ending) for ending in ("err", "out")]
 
 
-def find_last_step(run: RunDir, rank: int, attempt: int) -> Progress | None:
-    """Return the last step that a rank printed in an attempt; None if it printed none."""
-    logs = (run.rank_log(rank, attempt, ending) for ending in ("out", "err"))
-    return next((step for path in logs for step in read_last(path)), None)
+def read_last(path: Path, count: int = LINES) -> Iterator[Progress]:
+    """Give the steps in the last lines of a log, the last one first."""
+    return (step for line in reversed(read_tail(path, count)) if (step := parse_progress(line)))
 
 
-def read_first(path: Path) -> Iterable[Progress]:
-    """Give the steps in the first part of a log."""
-    lines = read_from(path, 0)[0].split(b"\n")
-    return (step for raw in lines if (step := parse_progress(decode_line(raw))))
-
-
-def read_last(path: Path) -> Iterable[Progress]:
-    """Give the steps in the last part of a log, the last one first."""
-    lines = reversed(read_tail(path, LINES))
-    return (step for line in lines if (step := parse_progress(line)))
+def find_last_step(run: RunDir, rank: int, attempt: int, count: int = LINES) -> Progress | None:
+    """Return the newest step that a rank printed in an attempt; None if there is none in its last lines."""
+    found = (next(read_last(path, count), None) for path in list_own_logs(run, attempt, rank))
+    return max((step for step in found if step), key=lambda step: step.step, default=None)
 
 
 def read_newest(path: Path) -> Progress | None:
@@ -255,38 +256,17 @@ def find_newest(folder: Path) -> float | None:
 
 def find_latest(path: Path) -> tuple[Progress | None, str]:
     """Return a run's newest step and its last line; None and empty if there are none."""
-    attempt = max(list_attempts(path), default=None)
-    last = "" if attempt is None else find_last_line(path, attempt)
-    return find_printed_step(path), last or find_own_line(path)
+    run, attempt = RunDir(path), max(list_attempts(path), default=None)
+    logs = [] if attempt is None else [log for log in list_own_logs(run, attempt) if log.exists()]
+    # If no rank has printed any: the job's log, or else the agents'.
+    tried = (logs, find_job_logs(path), find_agent_logs(path))
+    return find_printed_step(path), next(filter(None, map(find_last_text, tried)), "")
 
 
 def find_printed_step(path: Path) -> Progress | None:
     """Return a run's newest step; until the newest attempt has come to one, that of the one before it."""
-    attempts = sorted(list_attempts(path), reverse=True)
-    return next((found for attempt in attempts if (found := find_step(path, attempt))), None)
-
-
-def list_attempts(path: Path) -> list[int]:
-    """Return the numbers of a run's attempts that have a folder for logs."""
-    return [int(name) for name in list_logs(path) if name.isdecimal()]
-
-
-def find_step(path: Path, attempt: int) -> Progress | None:
-    """Return the newest step among the last lines of rank 0."""
-    logs = (path / "logs" / str(attempt) / f"rank-0.{ending}" for ending in ("out", "err"))
-    steps = [step for log in logs for line in read_tail(log, TAIL) if (step := parse_progress(line))]
-    return max(steps, key=lambda step: step.step, default=None)
-
-
-def find_last_line(path: Path, attempt: int) -> str:
-    """Return the last line that rank 0's program printed, on the stream that it wrote to last."""
-    logs = [path / "logs" / str(attempt) / f"rank-0.{ending}" for ending in ("out", "err")]
-    return find_last_text([log for log in logs if log.exists()])
-
-
-def find_own_line(path: Path) -> str:
-    """Return the last line of the job's log, or else of the agents', if no rank has printed any."""
-    return find_last_text(find_job_logs(path)) or find_last_text(find_agent_logs(path))
+    run, attempts = RunDir(path), sorted(list_attempts(path), reverse=True)
+    return next((found for number in attempts if (found := find_last_step(run, 0, number, TAIL))), None)
 
 
 def find_last_text(logs: Sequence[Path]) -> str:
@@ -331,13 +311,11 @@ def read_loss(path: Path) -> float:
     """Return the loss of the last step that rank 0 has printed one for; raises ObjectiveError."""
     run = RunDir(path)
     for attempt in sorted(list_attempts(path), reverse=True):
-        logs = find_logs(run, attempt)
-        found = [
-            next((step for step in read_last(log) if "loss" in dict(step.metrics)), None) for log in logs
-        ]
-        steps = [step for step in found if step]
-        if steps:
-            last = max(steps, key=lambda step: step.step)
+        found = (
+            next((step for step in read_last(log) if "loss" in dict(step.metrics)), None)
+            for log in list_own_logs(run, attempt)
+        )
+        if last := max((step for step in found if step), key=lambda step: step.step, default=None):
             return float(dict(last.metrics)["loss"].replace(",", "").removesuffix("%"))
     if (path / FILE).exists():
         raise ObjectiveError(

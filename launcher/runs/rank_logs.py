@@ -4,7 +4,7 @@ import io
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.files import open_file
@@ -30,14 +30,23 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a rank's output, or a piece of one that is very long."""
+class Output:
+    """A line, or a piece of a very long one, and whose it is."""
 
-    rank: int
-    stream: str
-    """`out` or `err`."""
     raw: bytes
-    """As it is, with its end; a piece has none."""
+    """As it was printed, with its end; a piece, and a log's last line, may have none."""
+    rank: int | None = None
+    """None for the job's own log, and for a remark of ours."""
+    stream: str = ""
+    """Of a rank's: `out` or `err`."""
+    host: str = ""
+    remark: bool = False
+    """Not from a log: something that happened."""
+
+    @property
+    def text(self) -> str:
+        """The line for people."""
+        return decode_line(self.raw)
 
 
 @dataclass(slots=True)
@@ -59,7 +68,7 @@ class Follower:
         So a long line that is there already is not torn apart by other ranks' output.
         """
         for path in list(self.offsets):
-            rank, stream = int(path.stem.partition("-")[2]), path.suffix[1:]
+            rank, stream = read_rank(path), path.suffix[1:]
             while data := self.read_chunk(path):
                 yield Chunk(rank, stream, data)
                 if len(data) < CHUNK or data.endswith(b"\n"):
@@ -79,33 +88,32 @@ class Follower:
 
 
 @dataclass(slots=True)
-class LineFollower:
+class LineFollower(Follower):
     """Puts lines together from what is added to files."""
 
-    follower: Follower
     partial: dict[Path, bytearray] = field(default_factory=dict)
     """Beginnings of lines that have no end yet."""
 
-    def read_lines(self, *, final: bool = False) -> Iterator[Line]:
+    def read_lines(self, *, final: bool = False) -> Iterator[Output]:
         """Give the new whole lines; `final` gives all that is left, an unfinished last line too."""
-        for path in list(self.follower.offsets):
-            rank, stream = int(path.stem.partition("-")[2]), path.suffix[1:]
+        for path in list(self.offsets):
+            rank, stream = read_rank(path), path.suffix[1:]
             while lines := self.read_new(path):
-                yield from (Line(rank, stream, raw) for raw in lines)
+                yield from (Output(raw, rank, stream) for raw in lines)
                 if not final:
                     break
             if final and (rest := self.partial.pop(path, b"")):
-                yield Line(rank, stream, bytes(rest))
+                yield Output(bytes(rest), rank, stream)
 
     def read_new(self, path: Path) -> list[bytes]:
         """Return some new lines of one file, with their ends."""
         lines: list[bytes] = []
         while not lines:
-            begin = self.follower.offsets[path]
-            data = self.follower.read_chunk(path)
+            begin = self.offsets[path]
+            data = self.read_chunk(path)
             if not data:
                 break
-            if self.follower.offsets[path] < begin + len(data):  # the file has been cut
+            if self.offsets[path] < begin + len(data):  # the file has been cut
                 self.partial.pop(path, None)
             lines = self.join_lines(path, data)
         return lines
@@ -200,26 +208,6 @@ def read_tail(path: Path, count: int, begin: int = 0) -> list[str]:
 RANK_LOG = re.compile(r"rank-[0-9]{1,9}\.(?:out|err)")
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A line, or a piece of a very long one, and whose it is."""
-
-    raw: bytes
-    """As it was printed, with its end; a piece, and a log's last line, may have none."""
-    rank: int | None = None
-    """None for the job's own log, and for a remark of ours."""
-    stream: str = ""
-    """Of a rank's: `out` or `err`."""
-    host: str = ""
-    remark: bool = False
-    """Not from a log: something that happened."""
-
-    @property
-    def text(self) -> str:
-        """The line for people."""
-        return decode_line(self.raw)
-
-
 @dataclass(slots=True)
 class RunOutputReader:
     """Reads what a run's ranks print, from the last attempt on that has any output."""
@@ -231,14 +219,13 @@ class RunOutputReader:
     """Of what is there at first, so many last lines of each file; None is all."""
     attempt: int | None = None
     """The attempt that is read; None before there is one."""
-    follower: LineFollower = field(init=False)
+    follower: LineFollower = field(default_factory=LineFollower)
     reader: AppliedReader = field(init=False)
     hosts: dict[int, str] = field(default_factory=dict)
     """Where each rank of the attempt runs."""
 
     def __post_init__(self) -> None:
         """Look at nothing yet."""
-        self.follower = LineFollower(Follower())
         self.reader = AppliedReader(self.path, own=False)
 
     def read_lines(self, *, final: bool = False) -> Iterator[Output]:
@@ -246,78 +233,56 @@ class RunOutputReader:
         attempts = self.find_attempts()
         first = self.attempt is None
         for attempt, logs in attempts.items():
-            if attempt != self.attempt:
-                yield from self.begin_attempt(attempt)
+            if attempt != self.attempt:  # the one before it has been read to its end
+                self.follower = LineFollower()
+                self.hosts.clear()
+                if self.attempt is not None:
+                    yield Output(f"attempt {attempt}".encode(), remark=True)
+                self.attempt = attempt
             for log in logs:
                 begin = find_tail(log, self.lines) if first and self.lines is not None else 0
-                self.follower.follower.watch(log, begin)
-            yield from self.read_ranks(final=final or attempt != max(attempts))
-        if final and self.is_without_ranks():
-            yield from self.read_own()
+                self.follower.watch(log, begin)
+            self.hosts |= {record.rank: record.host for record in self.reader.read_new()}
+            for line in self.follower.read_lines(final=final or attempt != max(attempts)):
+                yield replace(line, host=self.hosts.get(line.rank or 0, "?"))
+        newest = max(list_attempts(self.path), default=None)
+        if final and (newest is None or not self.list_rank_logs(newest)):
+            # What there is to know is in the job's own log; else in what torchrun's agents said.
+            found = [log for log in find_job_logs(self.path) if measure_file(log)]
+            found = found or [log for log in find_agent_logs(self.path) if measure_file(log)]
+            for log in found:
+                if len(found) > 1:
+                    yield Output(os.fsencode(f"{log.name}:"), remark=True)
+                follower = LineFollower(offsets={log: find_tail(log, self.lines) if self.lines else 0})
+                while lines := follower.read_new(log):
+                    yield from map(Output, lines)
+                if rest := follower.partial.get(log):
+                    yield Output(bytes(rest))
 
     def find_attempts(self) -> dict[int, list[Path]]:
         """Return the ranks' logs by attempt, from the one that is read; at first, of the last alone."""
         found: dict[int, list[Path]] = {}
-        for folder in self.list_folders():
-            if self.attempt is None or int(folder.name) >= self.attempt:
-                logs = [log for log in list_rank_logs(folder) if self.rank in (None, read_rank(log))]
-                found[int(folder.name)] = sorted(logs, key=lambda log: (read_rank(log), log.suffix != ".out"))
-        with_logs = [attempt for attempt in sorted(found) if found[attempt]]
-        return {attempt: found[attempt] for attempt in with_logs[-1 if self.attempt is None else 0 :]}
+        for attempt in sorted(list_attempts(self.path)):
+            if self.attempt is None or attempt >= self.attempt:
+                logs = [log for log in self.list_rank_logs(attempt) if self.rank in (None, read_rank(log))]
+                if logs:
+                    found[attempt] = sorted(logs, key=lambda log: (read_rank(log), log.suffix != ".out"))
+        return {attempt: found[attempt] for attempt in [*found][-1 if self.attempt is None else 0 :]}
 
-    def list_folders(self) -> list[Path]:
-        """Return the attempts' folders."""
-        return [self.path / "logs" / name for name in list_logs(self.path) if name.isdecimal()]
-
-    def begin_attempt(self, attempt: int) -> Iterator[Output]:
-        """Turn to another attempt; the one before it has been read to its end."""
-        self.follower.follower.offsets.clear()
-        self.follower.partial.clear()
-        self.hosts.clear()
-        if self.attempt is not None:
-            yield Output(f"attempt {attempt}".encode(), remark=True)
-        self.attempt = attempt
-
-    def read_ranks(self, *, final: bool) -> Iterator[Output]:
-        """Give the new lines of the attempt's ranks."""
-        self.hosts |= {record.rank: record.host for record in self.reader.read_new()}
-        for line in self.follower.read_lines(final=final):
-            yield Output(line.raw, line.rank, line.stream, self.hosts.get(line.rank, "?"))
-
-    def is_without_ranks(self) -> bool:
-        """Tell whether the newest attempt has no rank's log: what there is to know is in the job's own."""
-        newest = max(self.list_folders(), key=lambda folder: int(folder.name), default=None)
-        return newest is None or not list_rank_logs(newest)
-
-    def read_own(self) -> Iterator[Output]:
-        """Give the job's own log; else what torchrun's agents said."""
-        logs = find_own_logs(self.path)
-        for log in logs:
-            if len(logs) > 1:
-                yield Output(os.fsencode(f"{log.name}:"), remark=True)
-            start = find_tail(log, self.lines) if self.lines else 0
-            follower = LineFollower(Follower(offsets={log: start}))
-            while lines := follower.read_new(log):
-                yield from map(Output, lines)
-            if rest := follower.partial.get(log):
-                yield Output(bytes(rest))
+    def list_rank_logs(self, attempt: int) -> list[Path]:
+        """Return the logs of the ranks of an attempt."""
+        names = list_logs(self.path, str(attempt))
+        return [self.path / "logs" / str(attempt) / name for name in names if RANK_LOG.fullmatch(name)]
 
 
-def list_rank_logs(folder: Path) -> list[Path]:
-    """Return the logs of the ranks of an attempt."""
-    logs = [folder / name for name in list_logs(folder.parents[1], folder.name)]
-    return [log for log in logs if RANK_LOG.fullmatch(log.name)]
+def list_attempts(path: Path) -> list[int]:
+    """Return the numbers of a run's attempts that have a folder for logs."""
+    return [int(name) for name in list_logs(path) if name.isdecimal()]
 
 
 def read_rank(log: Path) -> int:
     """Return the rank whose log this is."""
     return int(log.stem.partition("-")[2])
-
-
-def find_own_logs(path: Path) -> list[Path]:
-    """Return the logs of a run's jobs, each with something in it; else those of its agents."""
-    jobs = [log for log in find_job_logs(path) if measure_file(log)]
-    return jobs or [log for log in find_agent_logs(path) if measure_file(log)]
 
 
 def find_job_logs(path: Path) -> list[Path]:

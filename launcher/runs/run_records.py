@@ -1,15 +1,19 @@
 """A run directory read back: the plan of each host, and what its ranks have recorded of themselves."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher.codec import DecodeError, load
 from launcher.cpulist import format_cpulist
 from launcher.files import LARGEST, read_file
 from launcher.plan.model import Memory, RankPlan
 from launcher.protocol import name_applied_file, name_plan_file, parse_plan_file
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,40 +157,35 @@ class RunRecords:
 
 def find_last_run(runs_dir: Path) -> Path | None:
     """The run directory below RUNS_DIR/NAME whose plan was written last; None if there is none."""
-    newest: dict[Path, float] = {}
+    found = []
     for plan in runs_dir.glob("*/*/plan-*.json"):
-        try:
-            newest[plan.parent] = max(newest.get(plan.parent, 0), plan.stat().st_mtime)
-        except OSError:  # taken away meanwhile
-            continue
-    return max(newest, key=lambda path: (newest[path], str(path)), default=None)
+        with contextlib.suppress(OSError):  # taken away meanwhile
+            found.append((plan.stat().st_mtime, str(plan.parent)))
+    return Path(max(found)[1]) if found else None
 
 
 def read_run(path: Path) -> RunRecords:
     """Read a run directory; files that are damaged are told in the result, and nothing raises."""
     damaged: list[str] = []
-    plans: dict[str, tuple[RankPlan, ...] | None] = {}
-    records: list[Applied] = []
-    for file in sorted(path.glob(name_plan_file("*"))):
-        host = parse_plan_file(file.name)
-        plans[host] = None
+
+    def read(decode: Callable[[bytes], T], file: Path) -> T | None:
         try:
-            plans[host] = read_ranks(read_file(file, LARGEST))
+            return decode(read_file(file, LARGEST))
         except (OSError, ValueError) as error:
-            damaged.append(describe_damage(file, error))
-    for file in sorted(path.glob(name_applied_file("*"))):
-        try:
-            records.append(load(Applied, read_file(file, LARGEST)))
-        except (OSError, ValueError) as error:
-            damaged.append(describe_damage(file, error))
-    state = ""
-    last_hosts: tuple[str, ...] = ()
-    manifest = min(path.glob("manifest*.json"), default=path / "manifest.json")
-    try:
-        found = load(PlainManifest, read_file(manifest, LARGEST))
-        state, last_hosts = found.outcome.state, found.hosts if found.slurm else ()
-    except (OSError, ValueError) as error:
-        damaged.append(describe_damage(manifest, error))
+            missing = "not there" if isinstance(error, FileNotFoundError) else None
+            reason = missing or getattr(error, "strerror", None) or str(error)
+            damaged.append(f"{file.name} cannot be read ({reason[:200]})")
+            return None
+
+    plans = {
+        parse_plan_file(file.name): read(read_ranks, file) for file in sorted(path.glob(name_plan_file("*")))
+    }
+    found = [read(partial(load, Applied), file) for file in sorted(path.glob(name_applied_file("*")))]
+    records = [record for record in found if record]
+    manifest = read(
+        partial(load, PlainManifest), min(path.glob("manifest*.json"), default=path / "manifest.json")
+    )
+    last_hosts = manifest.hosts if manifest and manifest.slurm else ()
     recorded = {record.host for record in records}
     # A node that was left out, or that a spare one has replaced, has a plan, and others have its ranks.
     gone = {host for host in plans if plans[host] is None or (last_hosts and host not in last_hosts)}
@@ -194,7 +193,7 @@ def read_run(path: Path) -> RunRecords:
     return RunRecords(
         str(path),
         tuple(gather(name, plans.get(name) or (), records) for name in hosts),
-        state,
+        manifest.outcome.state if manifest else "",
         tuple(damaged),
     )
 
@@ -211,12 +210,6 @@ def gather(name: str, planned: tuple[RankPlan, ...], records: list[Applied]) -> 
     last = own[-1].attempt if own else 0
     newest = {record.local_rank: record for record in own if record.attempt == last}
     return HostRecords(name, planned, tuple(newest[rank] for rank in sorted(newest)), last)
-
-
-def describe_damage(path: Path, error: Exception) -> str:
-    """Say which file cannot be read, and why."""
-    reason = "not there" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None)
-    return f"{path.name} cannot be read ({(reason or str(error))[:200]})"
 
 
 def read_ranks(data: bytes) -> tuple[RankPlan, ...]:

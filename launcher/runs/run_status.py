@@ -15,7 +15,8 @@ from launcher.runs.manifest import (
     take_earlier,
     take_list,
 )
-from launcher.runs.progress import find_latest, find_newest, list_attempts
+from launcher.runs.progress import find_latest, find_newest
+from launcher.runs.rank_logs import list_attempts
 from launcher.runs.run_directory import FULL, RunDir, is_full
 from launcher.runs.run_lookup import name_run
 from launcher.runs.run_process import check_process

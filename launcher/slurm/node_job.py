@@ -46,10 +46,9 @@ def prepare_agent_maker(
     """
     run_id, log = f"{run.id}-{task.step}-{task.attempt}", run.agent_log(task.host)
     if request.agent == "direct":
-        from launcher.agent.rank_starter import ExecStarter
         from launcher.agent.warm_process import choose_starter
 
-        by_exec = ExecStarter(log, reads_stdin=False)
+        by_exec = RankStarter(log, reads_stdin=False)
         starter = choose_starter(by_exec, program, request.config.start, variables)
 
         def make_own_agent(job: Job, _monitor: RankMonitor, channel: SignalChannel) -> Agent:

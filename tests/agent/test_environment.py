@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from launcher.agent.coordinator import GroupNode, GroupStart
 from launcher.agent.direct_agent import make_rank_variables
 from launcher.agent.endpoint import find_free_port
@@ -83,18 +81,11 @@ def test_numbers_of_several_nodes() -> None:
     assert found["TORCHELASTIC_RESTART_COUNT"] == "4"
 
 
-@pytest.mark.parametrize(
-    ("size", "environ", "threads"),
-    [(1, {}, None), (2, {}, "1"), (2, {"OMP_NUM_THREADS": "4"}, None)],
-)
-def test_threads_are_set_as_torchrun_does(size: int, environ: dict[str, str], threads: str | None) -> None:
-    group = GroupStart(0, (GroupNode("n0", size),), "127.0.0.1", 12345)
-    found = make_rank_variables(group, 0, 0, environ)
-    assert found.get("OMP_NUM_THREADS") == threads
-
-
-def test_a_users_choice_for_nccl_stays() -> None:
-    group = GroupStart(0, (GroupNode("n0", 1),), "127.0.0.1", 12345)
-    environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    found = make_rank_variables(group, 0, 0, environ)
-    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+def test_what_a_user_has_set_stays() -> None:
+    chosen: dict[str, str]
+    for size, chosen, threads in ((1, {}, None), (2, {}, "1"), (2, {"OMP_NUM_THREADS": "4"}, None)):
+        group = GroupStart(0, (GroupNode("n0", size),), "127.0.0.1", 12345)
+        environ = {**chosen, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+        found = make_rank_variables(group, 0, 0, environ)
+        assert found.get("OMP_NUM_THREADS") == threads
+        assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"

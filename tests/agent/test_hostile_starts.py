@@ -63,25 +63,11 @@ def read_name(pid: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("module", "reason"),
-    [
-        (None, "No module named"),
-        (
-            "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
-            "thread",
-        ),
-    ],
-)
-def test_a_preload_that_cannot_be_leaves_ranks_that_are_executed(
-    module: str | None, reason: str, tmp_path: Path
-) -> None:
-    if module is not None:
-        (tmp_path / "odd.py").write_text(module)
+def test_a_preload_that_cannot_be_leaves_ranks_that_are_executed(tmp_path: Path) -> None:
     with start_job(tmp_path, "tell('ran')", "start.preload=[odd]", PYTHONPATH=str(tmp_path)) as started:
         assert started.wait() == 0, started.read()
         assert started.read().count("not forked from a process with torch") == 1, started.read()
-        assert reason in started.read()
+        assert "No module named" in started.read()
     assert read_words(tmp_path, "ran") == ["0 False"] * 2
 
 
@@ -94,14 +80,6 @@ def test_a_program_that_cannot_be_forked_though_it_is_to_be_is_told_of(tmp_path:
         line = "not forked from a process with torch: ./program.sh is no Python program"
         assert started.read().count(line) == 1, started.read()
     assert {path.name for path in tmp_path.glob("ran-*")} == {"ran-0", "ran-1"}
-
-
-@pytest.mark.slow
-def test_a_program_with_a_very_long_chain_of_names_runs(tmp_path: Path) -> None:
-    code = f"def chain(a):\n    return a{'.path' * 1500}\ntell('ran')\n"
-    with start_job(tmp_path, code) as started:
-        assert started.wait() == 0, started.read()
-    assert len(read_words(tmp_path, "ran")) == 2
 
 
 def test_a_sitecustomize_of_the_users_runs_in_each_rank_and_may_start_threads(tmp_path: Path) -> None:

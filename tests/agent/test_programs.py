@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.frames import Case, Ran, make_environ, make_launch, mask, run_alone, to_status
+from tests.agent.frames import (
+    Case,
+    Ran,
+    copy_programs,
+    describe_difference,
+    make_environ,
+    make_launch,
+    mask,
+    run_alone,
+    to_status,
+)
 
 GROUP = 6
 """Programs of a test, all of which one torchrun starts."""
@@ -167,3 +177,18 @@ def test_programs_run_as_by_python_and_torchrun(first: int, tmp_path: Path) -> N
     for program, alone, peer in zip(programs, (alone for alone, _ in compared), peers, strict=True):
         differences += find_differences(f"{program.case.name}, torchrun", alone, peer)
     assert differences == []
+
+
+@pytest.mark.parametrize("setting", ["start.warm=off", "start.warm=auto"])
+@pytest.mark.parametrize("words", [("interpreter.py", "a", "--b=c", ""), ("own_launcher.py",)], ids=str)
+@pytest.mark.slow
+def test_a_program_finds_its_interpreter_as_by_itself(
+    words: tuple[str, ...], setting: str, tmp_path: Path
+) -> None:
+    """Its argv, `__main__`, streams, signals, threads, filters of warnings, the collector, its end, …"""
+    work = copy_programs(tmp_path)
+    case = Case("the interpreter", words)
+    alone, ran = run_alone(case, work), make_launch("agent=direct", setting)(case, work)
+    assert not describe_difference(alone, ran)
+    assert "launch-rank: " in ran.said
+    assert "by itself" not in ran.said and "not forked" not in ran.said, ran.said

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.rank_starter import ExecStarter, close_on_exec
+from launcher.agent.rank_starter import close_on_exec
 from launcher.agent.warm_process import WarmStarter
 from tests.agent.warm_ranks import PROGRAM, Ranks, open_ranks
 
@@ -226,7 +226,7 @@ def test_ways_to_start_a_program(tmp_path: Path, argv: tuple[str, ...]) -> None:
 def test_the_warm_process_ends_with_the_last_rank_that_is_to_start(tmp_path: Path, refused: bool) -> None:
     with open_ranks(tmp_path, modules=["json"]) as ranks:
         close_on_exec()
-        starter = WarmStarter(ExecStarter(tmp_path / "logs" / "agent.log", reads_stdin=False), ranks.warm)
+        starter = WarmStarter(tmp_path / "logs" / "agent.log", reads_stdin=False, warm=ranks.warm)
         starter.expect_ranks(2)
         ranks.write("print('on')")
         alive = []

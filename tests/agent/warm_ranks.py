@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.agent.python_program import ExecNeededError
-from launcher.agent.rank_starter import ExecStarter, RankStart, close_on_exec
+from launcher.agent.rank_starter import RankStart, RankStarter, close_on_exec
 from launcher.agent.warm_process import WarmProcess
 from tests.seam import clean_environ
 
@@ -64,7 +64,7 @@ class Ranks:
         if code is not None:
             self.write(code)
         close_on_exec()  # as the agent does
-        starter = ExecStarter(self.folder / "logs" / "agent.log", reads_stdin=False)
+        starter = RankStarter(self.folder / "logs" / "agent.log", reads_stdin=False)
         with contextlib.chdir(self.folder):
             return self.collect(starter.start_rank(self.make_start(variables)))
 

@@ -130,7 +130,7 @@ import sys
 from launcher.agent import local_agent, rank_starter
 def refuse(*_):
     raise AssertionError("another warm process, or a rank by exec")
-local_agent.choose_starter = rank_starter.ExecStarter.start_rank = refuse
+local_agent.choose_starter = rank_starter.RankStarter.start_rank = refuse
 exec({LAUNCH[2]!r})
 """
     words = ["agent=direct", "nproc_per_node=2", "restarts=1", "logs.console=all", "x.py"]

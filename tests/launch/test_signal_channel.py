@@ -1,4 +1,4 @@
-"""The channel from a job's first node to its tasks, and the ranks that a signal is for."""
+"""The channel from a job's first node to its tasks, what goes through it, and whom a signal is for."""
 
 import os
 import signal
@@ -6,7 +6,18 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from launcher.agent.coordinator import GroupNode, GroupStart, JobEnd
+from launcher.agent.group_messages import (
+    NUMBERS,
+    NodeReport,
+    find_report,
+    parse_group_order,
+    render_order,
+    render_task_report,
+)
 from launcher.launch.processes import RankSet, list_children, list_ranks, read_signals
 from launcher.launch.signal_channel import (
     KILL_WAIT,
@@ -17,8 +28,9 @@ from launcher.launch.signal_channel import (
 )
 from launcher.launch.signals import StopStages, limit_grace
 
-SLEEPER = "import os, signal, time\n{}\nos.write(1, b'UP\\n')\ntime.sleep(60)"
-CATCHER = "signal.signal(signal.SIGUSR2, lambda *_: os.write(1, b'CAUGHT\\n'))"
+START = GroupStart(3, (GroupNode("n1", 8), GroupNode("gpu-12.cluster", 4)), "n1", 29500)
+ORDER = render_order(START)
+"""A line for the tasks."""
 
 
 def test_signals_come_through_in_their_order() -> None:
@@ -39,13 +51,16 @@ def test_signals_come_through_in_their_order() -> None:
     os.close(reading)
 
 
-def test_a_word_in_two_pieces_and_words_of_a_later_version() -> None:
+def test_words_in_pieces_orders_between_them_and_words_of_a_later_version() -> None:
     reading, writing = os.pipe()
     control = open_signal_channel(reading)
-    os.write(writing, b"HELLO\nDANCE now\nSIGU")
-    assert control.read_signals() == []
-    os.write(writing, b"SR1\n\xff\n")
-    assert control.read_signals() == [signal.SIGUSR1]
+    data = f"HELLO\nDANCE now\n{ORDER}\nSIGUSR1\n".encode() + b"\xff\n"
+    signals: list[int] = []
+    for at in range(0, len(data), 7):
+        os.write(writing, data[at : at + 7])
+        signals += control.read_signals()
+    assert signals == [signal.SIGUSR1] and control.greeted
+    assert [parse_group_order(line) for line in control.take_lines()] == [None, START]
     os.close(writing)
     os.close(reading)
 
@@ -55,6 +70,45 @@ def test_without_a_greeting_the_end_says_nothing() -> None:
     os.close(writing)
     control = open_signal_channel(reading)
     assert control.read_signals() == [] and control.descriptors == () and not control.is_cut
+
+
+def test_orders_come_back_as_they_were_and_other_lines_are_none() -> None:
+    for order in (START, JobEnd(failed=True), JobEnd(failed=False)):
+        assert "\n" not in render_order(order) and parse_group_order(render_order(order)) == order
+    odd = ("", "HELLO", "SIGTERM", "START", "START {}", "START [1]", "END", "END 2", "END 0 0")
+    for line in (*odd, ORDER[:-9], f"{ORDER} more", "START " + "[" * 100_000):
+        assert parse_group_order(line) is None, line
+
+
+@given(
+    st.sampled_from(sorted(NUMBERS)),
+    st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}", fullmatch=True),
+    st.lists(st.integers(-255, 1 << 20), min_size=3, max_size=3),
+    st.text(st.characters(exclude_categories=("C", "Z")), max_size=20),
+)
+def test_reports_come_back_whatever_stands_before_them(
+    kind: str, host: str, numbers: list[int], before: str
+) -> None:
+    report = NodeReport(kind, host, tuple(numbers[: NUMBERS[kind]]))
+    assert find_report(before + render_task_report(report)) == (before, report)
+
+
+NO_REPORTS = """
+launch-task: signalled n2 SIGTERM
+launch-task: ready n2
+launch-task: ready n2 2 2
+launch-task: ready  2
+launch-task: failed n2 0 1
+launch-task: failed n2 0 1 x
+launch-task: alive n2 now
+launch-task: ended n2 0 says the program
+launch: n2: rank 1 failed
+"""
+
+
+def test_other_lines_are_no_reports() -> None:
+    for line in (*NO_REPORTS.splitlines(), f"launch-task: ready n2 {'9' * 4000}"):
+        assert find_report(line) is None, line
 
 
 @pytest.mark.parametrize(
@@ -73,44 +127,6 @@ def test_what_slurm_and_the_first_node_both_send_is_one_stage(first: int, then: 
     assert stop.has_reached(then) is reached
 
 
-def test_a_signal_is_for_those_that_catch_it() -> None:
-    agent = f"""
-import os, subprocess, sys
-for rank, text in enumerate({[SLEEPER.format(CATCHER), SLEEPER.format("")]!r}):
-    env = dict(os.environ, RANK=str(rank + 4), LOCAL_RANK=str(rank), TORCHELASTIC_RESTART_COUNT="2")
-    subprocess.Popen([sys.executable, "-c", text], env=env)
-subprocess.Popen(["sleep", "60"])
-sys.stdin.read()
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", agent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout
-    watch = RankSet()
-    try:
-        assert [process.stdout.readline() for _ in range(2)] == ["UP\n"] * 2
-        ranks = list_ranks(process.pid, first_attempt=10)
-        found = sorted((rank.rank, rank.local_rank, rank.attempt) for rank in ranks)
-        assert found == [(4, 0, 12), (5, 1, 12)], "its other child is none"
-        watch.add(ranks)
-        assert watch.signal_ranks(signal.SIGUSR2, catchers=True) == 1
-        assert process.stdout.readline() == "CAUGHT\n"
-        watch.poll((), 0.1)
-        assert len(watch.alive) == 2, "the one that does not catch it lives on"
-    finally:
-        for child in list_children(process.pid):
-            os.kill(child, signal.SIGKILL)
-        watch.close()
-        process.communicate("")
-
-
-def test_a_process_that_is_gone_catches_nothing() -> None:
-    done = subprocess.Popen(["true"])
-    done.wait()
-    assert not read_signals(done.pid, "SigCgt")
-    assert list_ranks(done.pid, 0) == []
-
-
 @pytest.mark.parametrize(
     ("grace", "word", "limit"),
     [(30, "", 20), (30, "30", 20), (5, "30", 5), (30, "10", 3), (30, "2", 1), (30, "300", 20), (30, "x", 20)],
@@ -123,3 +139,52 @@ def test_ranks_are_ended_before_slurm_is_out_of_patience(grace: float, word: str
     assert limit_grace(grace, control.kill_wait) == limit
     os.close(writing)
     os.close(reading)
+
+
+SLEEPER = "import os, signal, time\n{}\nos.write(1, b'UP\\n')\ntime.sleep(60)"
+CATCHER = "signal.signal(signal.SIGUSR2, lambda *_: os.write(1, b'CAUGHT\\n'))"
+AGENT = f"""
+import os, subprocess, sys
+for rank, text in enumerate({[SLEEPER.format(CATCHER), SLEEPER.format("")]!r}):
+    env = dict(os.environ, RANK=str(rank + 4), LOCAL_RANK=str(rank), TORCHELASTIC_RESTART_COUNT="2")
+    subprocess.Popen([sys.executable, "-c", text], env=env)
+subprocess.Popen(["sleep", "60"])
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("has_pidfds", [True, False])
+def test_a_signal_is_for_those_that_catch_it(has_pidfds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gives pidfds since Linux 5.3."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    ranks = RankSet()
+    try:
+        assert [process.stdout.readline() for _ in range(2)] == ["UP\n"] * 2
+        found = list_ranks(process.pid, first_attempt=10)
+        numbers = sorted((rank.rank, rank.local_rank, rank.attempt) for rank in found)
+        assert numbers == [(4, 0, 12), (5, 1, 12)], "its other child is none"
+        if not has_pidfds:
+
+            def refuse(pid: int) -> int:
+                raise OSError(38, "Function not implemented")
+
+            monkeypatch.setattr(os, "pidfd_open", refuse)
+        ranks.add(found)
+        assert ranks.signal_ranks(signal.SIGUSR2, catchers=True) == 1
+        assert process.stdout.readline() == "CAUGHT\n"
+        ranks.poll((), 0.1)
+        assert len(ranks.alive) == 2, "the one that does not catch it lives on"
+        for rank in found:
+            os.kill(rank.pid, signal.SIGKILL)
+        while len(ranks.deaths) < 2:
+            ranks.poll((), 0.1)
+        assert not ranks.alive and {death.exitcode for death in ranks.deaths} == {-signal.SIGKILL}
+    finally:
+        for child in list_children(process.pid):
+            os.kill(child, signal.SIGKILL)
+        ranks.close()
+        process.communicate("")
+    assert not read_signals(process.pid, "SigCgt") and list_ranks(process.pid, 0) == [], "it is gone"
