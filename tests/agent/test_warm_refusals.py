@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from launcher.agent import warm_process
 from launcher.agent.python_program import ExecNeededError, find_python_program, split_command
 from launcher.agent.warm_process import WarmProcess
 from launcher.agent.warm_server.serving import find_device
-from tests.agent.warm_ranks import find_refusal, open_ranks
+from tests.agent.warm_ranks import Ranks, find_refusal, open_ranks
 from tests.seam import clean_environ
 
 REFUSED_IMPORTS = {
@@ -36,44 +37,41 @@ REFUSED_IMPORTS = {
 }
 
 
+def open_with(folder: Path, code: str, **variables: str) -> AbstractContextManager[Ranks]:
+    """Start a warm process that imports a module `faulty` with this code; without code there is none."""
+    (folder / "modules").mkdir()
+    if code:
+        (folder / "modules" / "faulty.py").write_text(code)
+    return open_ranks(folder, modules=["faulty"], PYTHONPATH=str(folder / "modules"), **variables)
+
+
 @pytest.mark.parametrize(("code", "reason"), REFUSED_IMPORTS.values(), ids=REFUSED_IMPORTS)
 def test_an_import_that_does_not_go_over_a_fork(tmp_path: Path, code: str, reason: str) -> None:
-    modules = tmp_path / "modules"
-    modules.mkdir()
-    if code:
-        (modules / "faulty.py").write_text(code)
-    with open_ranks(tmp_path, modules=["faulty"], PYTHONPATH=str(modules)) as ranks:
+    with open_with(tmp_path, code) as ranks:
         assert reason in find_refusal(ranks)
         assert reason in find_refusal(ranks)
 
 
 def test_an_import_that_has_started_a_gpus_runtime(tmp_path: Path) -> None:
-    (tmp_path / "modules").mkdir()
     text = "import sys, types\nnative = types.SimpleNamespace(_cuda_isInBadFork=lambda: True)\n"
     text += "sys.modules['torch'] = types.SimpleNamespace(_C=native)\n"
-    (tmp_path / "modules" / "counting.py").write_text(text)
-    with open_ranks(tmp_path, modules=["counting"], PYTHONPATH=str(tmp_path / "modules")) as ranks:
-        ended = ranks.fork("import sys\nprint('counting' in sys.modules)")
+    with open_with(tmp_path, text) as ranks:
+        ended = ranks.fork("import sys\nprint('faulty' in sys.modules)")
     assert (ended.code, ended.out) == (0, "False\n")
     assert "the imports have started a GPU's runtime, which no fork can use" in ended.err
 
 
 def test_a_sitecustomize_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('mine')")
+    told = f"{tmp_path}/sitecustomize.py runs before the program, and may change what is imported"
     with open_ranks(tmp_path, modules=["json"], PYTHONPATH=str(tmp_path)) as ranks:
-        assert (
-            find_refusal(ranks)
-            == f"{tmp_path}/sitecustomize.py runs before the program, and may change what is imported"
-        )
+        assert find_refusal(ranks) == told
 
 
 def test_a_module_that_was_updated_since_its_import(tmp_path: Path) -> None:
-    (tmp_path / "modules").mkdir()
-    module = tmp_path / "modules" / "useful.py"
-    module.write_text("value = 1")
-    with open_ranks(tmp_path, modules=["useful"], PYTHONPATH=str(module.parent)) as ranks:
-        code = "import useful\nprint(useful.value)"
-        assert ranks.print_json(code) == 1
+    module = tmp_path / "modules" / "faulty.py"
+    with open_with(tmp_path, "value = 1") as ranks:
+        assert ranks.print_json("import faulty\nprint(faulty.value)") == 1
         module.write_text("value = 200")
         logs = tmp_path / "logs" / "1"
         logs.mkdir(mode=0o700)
@@ -82,24 +80,14 @@ def test_a_module_that_was_updated_since_its_import(tmp_path: Path) -> None:
         assert f"{module} has changed since it was imported" in (logs / "rank-0.err").read_text()
 
 
-def test_what_an_import_sets_is_in_each_rank(tmp_path: Path) -> None:
-    (tmp_path / "modules").mkdir()
-    text = "import os\nos.environ['SET'] = '1'\nos.environ.pop('GONE')"
-    (tmp_path / "modules" / "setting.py").write_text(text)
-    with open_ranks(tmp_path, modules=["setting"], PYTHONPATH=str(tmp_path / "modules"), GONE="1") as ranks:
+def test_variables_that_an_import_has_set_or_asked_for(tmp_path: Path) -> None:
+    text = "import os\nos.environ['SET'] = '1'\nos.environ.pop('GONE')\n"
+    text += "level = os.environ.get('NCCL_DEBUG')\nall = dict(os.environ)"
+    with open_with(tmp_path, text, GONE="1") as ranks:
         code = "import os\nprint(os.environ.get('SET'), os.environ.get('GONE'))"
         for _ in range(2):
-            ended = ranks.fork(code)
+            ended = ranks.fork(code, NCCL_ALGO="1")
             assert (ended.out, ended.err) == ("1 None\n", "")
-
-
-def test_a_variable_that_an_import_has_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "asking.py").write_text(
-        "import os\nlevel = os.environ.get('NCCL_DEBUG')\nall = dict(os.environ)"
-    )
-    with open_ranks(tmp_path, modules=["asking"], PYTHONPATH=str(tmp_path / "modules")) as ranks:
-        assert (ranks.fork("", NCCL_ALGO="1").err, ranks.fork("", NCCL_DEBUG="2").code) == ("", 0)
         assert "asked for NCCL_DEBUG, which the rank has" in ranks.fork("", NCCL_DEBUG="2").err
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.terminals import launch_on_terminal
 from tests.seam import LAUNCH, Started, start, wait_for, write_program
 
 SLEEPER = """
@@ -123,30 +123,13 @@ def test_signal_before_ranks_have_started(tmp_path: Path) -> None:
 
 
 def test_closed_terminal_leaves_nothing(tmp_path: Path) -> None:
-    program = write_program(tmp_path, SLEEPER)
-    mark = f"LAUNCH_TEST_MARK=terminal-{os.getpid()}"
-    controller, terminal = pty.openpty()
-    environ = {**os.environ, **dict([mark.split("=")])}
-    process = subprocess.Popen(
-        ["setsid", "--ctty", "--wait", *LAUNCH, "nproc_per_node=2", "--", program],
-        cwd=tmp_path,
-        env=environ,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-    )
-    os.close(terminal)
-    started = Started(process, tmp_path, mark)
-    try:
-        wait_ready(started)
-        assert started.survivors()
-        os.close(controller)
-        wait_for(lambda: started.survivors() == [], "the end of all processes")
-        assert process.wait(20) == 129
-    finally:
-        for pid in started.survivors():
-            os.kill(pid, signal.SIGKILL)
-        process.wait(10)
+    with launch_on_terminal(tmp_path, SLEEPER, "nproc_per_node=2") as terminal:
+        wait_ready(terminal.started())
+        assert terminal.started().survivors()
+        os.close(terminal.master)
+        os.close(terminal.slave)
+        wait_for(lambda: terminal.started().survivors() == [], "the end of all processes")
+        assert terminal.process.wait(20) == 129
 
 
 def test_ignored_hangup_stays_ignored(tmp_path: Path) -> None:

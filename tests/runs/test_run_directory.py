@@ -22,7 +22,6 @@ from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.run_directory import (
     SIZE,
-    RunDir,
     RunIdTakenError,
     create_run_dir,
     explain_missing_end,
@@ -194,6 +193,8 @@ def test_links_of_ones_own_are_followed_and_a_later_start_goes_on_counting(tmp_p
     run.chmod(0o755)
     assert run_outside(["run_dir=best", *words], tmp_path, {"PYTHONPATH": QUICK_AGENT}).code == 0
     assert (run / "logs/11/rank-0.out").is_file() and mode(run) == 0o700
+    earlier = json.loads((run / "manifest.json").read_text())["earlier"]
+    assert [entry["outcome"]["state"] for entry in earlier] == ["succeeded"]
 
 
 def test_anothers_log_is_not_written_to(tmp_path: Path) -> None:
@@ -211,8 +212,11 @@ def make_runs(folder: Path, uid: int) -> list[str]:
 
 
 def test_an_ordinary_user_has_runs_where_others_have_theirs() -> None:
-    """In a directory like /tmp, whose owner is root."""
+    """In a directory like /tmp, whose owner is root, or one that nobody may list, as a drop box."""
     with open_folder() as folder:
+        (folder / "box").mkdir()
+        (folder / "box").chmod(0o1733)
+        assert run_as(STRANGER, partial(make_runs, folder / "box", STRANGER)) == ["20310203-040506", "{}"]
         (folder / "runs").mkdir()
         (folder / "runs").chmod(0o1777)
         for uid in (STRANGER, STRANGER - 1):
@@ -236,24 +240,6 @@ def test_a_filesystem_that_shows_all_as_anothers_is_known_by_what_is_made_there(
     assert open_run_dir(run.path, None).path == run.path
 
 
-def test_runs_are_made_where_a_user_may_not_list() -> None:
-    """As in a /home or a drop box of mode 0711 or 1733."""
-    with open_folder() as folder:
-        (folder / "runs").mkdir()
-        (folder / "runs").chmod(0o1733)
-        found = run_as(STRANGER, partial(make_runs, folder / "runs", STRANGER))
-    assert found == ["20310203-040506", "{}"]
-
-
-def test_a_file_that_cannot_be_written_is_named_itself(tmp_path: Path) -> None:
-    run = open_run_dir(tmp_path / "run", None)
-    (run.path / "x").mkdir()
-    with pytest.raises(OSError, match="directory") as caught:
-        write_private(run.path / "x", "new")
-    assert caught.value.filename == str(run.path / "x")
-    assert list_below(run.path) == {"x", "logs"}
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 1 MiB."""
@@ -268,66 +254,46 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
-def fill(place: Path) -> None:
-    """Leave no room on a disk."""
-    with (place / "filler").open("wb", buffering=0) as file:
-        try:
-            while file.write(bytes(4096)):
-                pass
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
-
-
 def test_a_disk_that_gets_full_leaves_room_for_the_account(disk: Path) -> None:
     run = open_run_dir(disk / "run", None)
     used = shutil.disk_usage(disk).free
+    told = f"the run directory's disk is full ({run.path})"
     reserve_space(run)
     assert used - shutil.disk_usage(disk).free >= SIZE
     assert [path.name for path in run.path.iterdir()] == ["logs"]  # nothing that a SIGKILL could leave
     assert find_write_error(run) == explain_missing_end(run) == "" and not is_full(run)
-    fill(disk)
+    with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
     assert is_full(run)
-    assert explain_missing_end(run) == f"the run directory's disk is full ({run.path})"
-    assert release_space(run) == f"the run directory's disk is full ({run.path})"
+    assert explain_missing_end(run) == release_space(run) == told
     (run.path / "manifest.json").write_bytes(bytes(SIZE))
+    assert sorted(path.name for path in run.path.iterdir()) == ["logs", "manifest.json"]
+    reserve_space(run)  # a disk that is full from the start
+    assert release_space(run) == told
     assert sorted(path.name for path in run.path.iterdir()) == ["logs", "manifest.json"]
 
 
-def test_a_disk_that_is_full_from_the_start(disk: Path) -> None:
-    run = open_run_dir(disk / "run", None)
-    fill(disk)
-    reserve_space(run)
-    assert release_space(run).startswith("the run directory's disk is full")
-    assert [path.name for path in run.path.iterdir()] == ["logs"]
-
-
-def test_nothing_is_left_where_all_is_well(tmp_path: Path) -> None:
+def test_what_is_said_if_nothing_can_be_written(tmp_path: Path) -> None:
     run = open_run_dir(tmp_path / "run", None)
     reserve_space(run)
     reserve_space(run)
-    assert release_space(run) == "" and release_space(run) == ""
+    assert release_space(run) == release_space(run) == ""
     assert [path.name for path in run.path.iterdir()] == ["logs"]
-
-
-def test_a_run_directory_that_is_gone(tmp_path: Path) -> None:
-    run = open_run_dir(tmp_path / "run", None)
+    (run.path / "x").mkdir()
+    with pytest.raises(OSError, match="directory") as caught:
+        write_private(run.path / "x", "new")
+    assert caught.value.filename == str(run.path / "x")
+    assert list_below(run.path) == {"x", "logs"}
+    for number, words in (
+        (errno.EDQUOT, "your quota on the run directory's disk is used up ({})"),
+        (errno.EROFS, "the run directory cannot be written ({}: Read-only file system)"),
+    ):
+        error = OSError(number, os.strerror(number))
+        assert explain_write_error(run, error) == words.format(run.path)
     reserve_space(run)
     shutil.rmtree(run.path)
     reserve_space(run)
     told = f"the run directory was removed during the run ({run.path})"
-    assert (
-        release_space(run) == told
-        and find_write_error(run) == explain_missing_end(run) == told
-        and not is_full(run)
-    )
-
-
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (errno.EDQUOT, "your quota on the run directory's disk is used up (/r)"),
-        (errno.EROFS, "the run directory cannot be written (/r: Read-only file system)"),
-    ],
-)
-def test_other_reasons(number: int, words: str) -> None:
-    assert explain_write_error(RunDir(Path("/r")), OSError(number, os.strerror(number))) == words
+    assert release_space(run) == find_write_error(run) == explain_missing_end(run) == told
+    assert not is_full(run)

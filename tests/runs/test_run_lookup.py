@@ -70,27 +70,26 @@ def test_a_job_array_is_all_of_its_members_and_the_newest_of_a_number_that_came_
     assert len(names("7", "7_1", "9")) == 4
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("lama", ["'lama'", "did you mean llama"]),
-        ("20260801-12000", ["did you mean", "20260801-120000"]),
-        ("99", ["no job '99'", "the newest is llama/20260801-120001"]),
-        ("99_4", ["no job '99_4'"]),
-        ("zzz", ["the newest is llama/20260801-120001"]),
-        ("..", ["no run '..'"]),
-        ("x" * 300, ["no run"]),
-        ("nowhere/at/all", ["no run"]),
-        ("20260801-120000", ["the ID of 2 runs", "gpt/20260801-120000, llama/20260801-120000"]),
-    ],
-)
-def test_what_is_unknown_or_ambiguous_is_said_with_the_near_names(
-    launch: Launch, here: Path, text: str, parts: list[str]
-) -> None:
+UNKNOWN = {
+    "lama": ["'lama'", "did you mean llama"],
+    "20260801-12000": ["did you mean", "20260801-120000"],
+    "99": ["no job '99'", "the newest is llama/20260801-120001"],
+    "99_4": ["no job '99_4'"],
+    "zzz": ["the newest is llama/20260801-120001"],
+    "..": ["no run '..'"],
+    "x" * 300: ["no run"],
+    "nowhere/at/all": ["no run"],
+    "20260801-120000": ["the ID of 2 runs", "gpt/20260801-120000, llama/20260801-120000"],
+}
+
+
+def test_what_is_unknown_or_ambiguous_is_said_with_the_near_names(launch: Launch, here: Path) -> None:
+    launch("status", "tiny").assert_error(2, "none is below runs_dir=")
     for name in ("llama", "gpt"):
         make_run(here / "runs", name, "20260801-120000")
     make_run(here / "runs", "llama", "20260801-120001")
-    launch("status", text).assert_error(2, *parts)
+    for text, parts in UNKNOWN.items():
+        launch("status", text).assert_error(2, *parts)
 
 
 def test_a_number_that_is_a_job_and_a_name(launch: Launch, here: Path) -> None:
@@ -98,10 +97,6 @@ def test_a_number_that_is_a_job_and_a_name(launch: Launch, here: Path) -> None:
     assert names("12") == ["12/20260801-120000"]
     make_run(here / "runs", "tiny", "20260801-120000", slurm={"job_id": "12"})
     launch("status", "12").assert_error(2, "write NAME/ID")
-
-
-def test_nothing_is_there_yet(launch: Launch) -> None:
-    launch("status", "tiny").assert_error(2, "none is below runs_dir=")
 
 
 def test_damaged_manifests_are_passed_over_in_the_search_for_a_job(here: Path) -> None:
@@ -163,20 +158,16 @@ def test_what_befell_each_node_is_counted_once_for_an_attempt(launch: Launch, he
         earlier=[first],
     )
     make(here, "b", preflight={"findings": [{**SICK, "level": "warning"}], "sick": []})
+    make(here, "silent", preflight={"sick": ["n7"]}, hosts=[])
     keys = ("host", "runs", "sick", "lost", "hang", "slow", "warning", "trouble")
     assert [[node[key] for key in keys] for node in ask(launch)] == [
         ["n2", 2, 1, 1, 0, 0, 1, 2],
         ["n1", 2, 0, 0, 1, 1, 0, 2],
+        ["n7", 1, 1, 0, 0, 0, 0, 1],
         ["n0", 2, 0, 0, 0, 0, 0, 0],
     ]
     events = {node["host"]: {(one["kind"], one["run"]) for one in node["events"]} for node in ask(launch)}
     assert events["n2"] == {("sick", "a/1"), ("lost", "a/1"), ("warning", "b/1")} and not events["n0"]
-
-
-def test_a_silent_node_without_a_finding_is_sick(launch: Launch, here: Path) -> None:
-    make(here, "a", preflight={"sick": ["n7"]})
-    (node,) = ask(launch, "n7")
-    assert (node["sick"], [event["kind"] for event in node["events"]]) == (1, ["sick"])
 
 
 def test_the_newest_events_are_kept(launch: Launch, here: Path) -> None:
