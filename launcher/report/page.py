@@ -50,20 +50,6 @@ from launcher.text import (
 from launcher.watch.metrics import METRICS
 from launcher.watch.model import RankEvidence, Stack
 
-_MISSING = {
-    "warnings": "Warnings: there were none.",
-    "hangs": "Hangs: none was found.",
-    "steps": "Step time: no rank reported a step (watch.enabled, watch.metrics_interval).",
-    "time": "Where the time went: no node reported over time (watch.enabled, watch.metrics_interval).",
-    "gpu": "GPU: no rank reported one.",
-    "cpu": "CPU and memory: no node reported over time (watch.enabled, watch.metrics_interval).",
-    "placement": "Where the ranks ran: there is no plan-HOST.json and no record of a rank.",
-    "attempts": "Attempts: the run has not begun, or its manifest.json cannot be read.",
-}
-"""Why a section is left out."""
-_UNDRAWN = (
-    "Charts: matplotlib is not installed (pip install 'launch-ranks[report]'); their figures are in tables."
-)
 _GIB = 1 << 30
 _CHART_FACTORS = {"share": 100, "bytes": 1 / _GIB}
 """What a value is multiplied by in a chart, by its unit."""
@@ -140,23 +126,25 @@ def render_report(account: RunAccount, plans: Mapping[str, Plan]) -> bytes:
         "placement": _tabulate_placement(account),
         "attempts": _tabulate_attempts(account),
     }
-    missing = [
-        text
-        for name, text in _MISSING.items()
-        if not page[name] and not (name == "placement" and page["machines"])
-    ]
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, finalize=_tame, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= _FILTERS
     folder = files("launcher.report").joinpath("html_page")
+    status, manifest = account.status, account.manifest
+    planned = sum(len(host.planned) for host in account.records.hosts)
     text = environment.from_string(folder.joinpath("page.html.jinja").read_text("utf-8")).render(
         account=account,
-        status=account.status,
-        page=page,
-        facts=[(name, fact, is_code) for name, fact, is_code in _list_facts(account) if fact],
+        status=status,
+        manifest=manifest,
+        git=take_dict(manifest, "git"),
+        packages=take_dict(manifest, "packages"),
+        last_lines=take_list(status.first_failure or {}, "last_lines")[-30:],
+        ranks=max(planned, len({state.rank for one in account.reports for state in one.ranks})),
+        step=_format_step(account),
         lead=_describe_end(account),
-        missing=(*missing, *([] if DRAWS else [_UNDRAWN]), *account.notes),
+        page=page,
+        draws=DRAWS,
         now=datetime.now().astimezone(),
         style=Markup(folder.joinpath("page.css").read_text("utf-8")),  # noqa: S704 - our own file
     )
@@ -198,34 +186,6 @@ def _show_time(text: str) -> str:
     """Return a time of the manifest's with its zone, to the second."""
     zone = text[-6:] if text[-6:-5] in ("+", "-") else ""
     return f"{shorten_time(text)} {clean_text(zone)}".strip() if text else ""
-
-
-def _list_facts(account: RunAccount) -> Iterator[tuple[str, str, bool]]:
-    """Give the facts of a run, and whether each is code; those that are not known are empty."""
-    status, manifest = account.status, account.manifest
-    planned = sum(len(host.planned) for host in account.records.hosts)
-    ranks = max(planned, len({state.rank for one in account.reports for state in one.ranks}))
-    git, packages = take_dict(manifest, "git"), take_dict(manifest, "packages")
-    commit = clean_text(str(git.get("commit") or ""))
-    dirty = " with changes that are not committed" if commit and git.get("dirty") else ""
-    yield "Command", clean_text(join_words(mask_words(status.command)), _LONGEST), True
-    yield "Directory", clean_text(str(manifest.get("directory") or ""), _LONGEST), True
-    yield "Run directory", clean_text(status.path, _LONGEST), True
-    yield "Started", _show_time(status.attempts[0].started if status.attempts else status.started), False
-    yield "Ended", "" if status.is_live else _show_time(status.ended), False
-    yield "Duration", describe_time(account.end - account.begin), False
-    yield "Ranks", str(ranks or ""), False
-    yield "Nodes", clean_text(f"{status.nodes}: {status.nodelist}", 400) if status.nodes else "", False
-    yield "SLURM job", status.job_id or "", False
-    yield "Steps", _format_step(account), False
-    yield "Exit code", "" if status.exit_code is None else str(status.exit_code), False
-    yield "Git commit", f"{commit}{dirty}", True
-    yield "Versions", clean_text(", ".join(f"{name} {packages[name]}" for name in packages), 400), False
-    if failure := status.first_failure:
-        who = f"rank {failure.get('rank')} on {failure.get('host')} (local rank {failure.get('local_rank')})"
-        yield "First failure", clean_text(f"{who} {failure.get('reason')}", _LONGEST), False
-        lines = [clean_text(str(line), 400) for line in take_list(failure, "last_lines")[-30:]]
-        yield "Its last lines", "\n".join(lines), True
 
 
 def _tabulate_attempts(account: RunAccount) -> _Table | None:
@@ -344,6 +304,8 @@ def _gather_stacks(ranks: Sequence[RankEvidence]) -> Iterator[tuple[str, str]]:
 
 _FILTERS: dict[str, Callable[..., object]] = {
     "clean": clean_text,
+    "command": lambda words: join_words(mask_words(words)),
+    "time": _show_time,
     "seconds": lambda seconds: describe_time(max(0.0, seconds)),
     "picture": Markup,
     "ranks": lambda evidence: [rank for node in evidence for rank in node.ranks],
