@@ -5,9 +5,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipapp
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -283,97 +285,26 @@ QUIETED = {
     "LAUNCH_LOADER_DEFAULT": "1",
     "LAUNCH_NUM_WORKERS": "2",
 }
-DATA = """
-import gc, json, sys, torch
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 48
-    def __getitem__(self, index):
-        return {"x": torch.full((4,), float(index)), "labels": torch.zeros(4)}
-"""
-LIGHTNING = """
-import logging
-import lightning as L
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-    def training_step(self, batch, index):
-        return self.layer(batch["x"]).square().mean()
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-6)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 5)]
-
-trainer = L.Trainer(
-    max_epochs=1, overfit_batches=24, accelerator="cpu", logger=False, enable_checkpointing=False,
-    accumulate_grad_batches=2,
-    enable_progress_bar=False, enable_model_summary=False,
-)
-trainer.fit(Module(), torch.utils.data.DataLoader(Data(), batch_size=2, shuffle=True))
-assert type(trainer.train_dataloader.sampler).__name__ == "SequentialSampler"  # it has made another
-print(trainer.global_step, trainer.train_dataloader.num_workers)
-"""
-ACCELERATE = """
-from accelerate import Accelerator
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-loader = torch.utils.data.DataLoader(Data(), batch_size=2)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-steps = 0
-for batch in loader:
-    with accelerator.accumulate(model):
-        accelerator.backward(model(batch["x"]).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    steps += accelerator.sync_gradients
-print(steps, loader.num_workers)
-"""
-TRAINER = """
-import transformers
-transformers.logging.set_verbosity_error()
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-    def forward(self, x, labels=None):
-        found = self.layer(x)
-        return {"loss": (found - labels).square().mean(), "logits": found}
-
-words = transformers.TrainingArguments(
-    output_dir=sys.argv[0] + ".out", num_train_epochs=1, per_device_train_batch_size=2,
-    gradient_accumulation_steps=2, learning_rate=1e-6, report_to=[], save_strategy="no",
-    logging_strategy="no", disable_tqdm=True, use_cpu=True, dataloader_num_workers=0,
-)
-trainer = transformers.Trainer(model=Model(), args=words, train_dataset=Data())
-trainer.train()
-print(trainer.state.global_step, trainer.get_train_dataloader().num_workers)
-"""
+FRAMEWORKS = tomllib.loads((Path(__file__).parents[1] / "data" / "frameworks.toml").read_text())["program"]
 
 
 @pytest.mark.parametrize(
-    ("package", "code", "workers"),
+    "case",
     [
-        pytest.param("lightning", LIGHTNING, 2, marks=pytest.mark.slow),
-        ("accelerate", ACCELERATE, 2),
-        pytest.param("transformers", TRAINER, 0, marks=pytest.mark.slow),
+        pytest.param(row, marks=[pytest.mark.slow] if row["slow"] else [], id=row["package"])
+        for row in FRAMEWORKS
     ],
 )
 def test_a_frameworks_steps_are_counted_and_its_loaders_have_their_workers(
-    package: str, code: str, workers: int, tmp_path: Path
+    case: dict[str, Any], tmp_path: Path
 ) -> None:
-    """48 samples, two in a batch, two batches in a step."""
-    pytest.importorskip(package, reason=f"{package} is not installed")
-    (tmp_path / "program.py").write_text(DATA + code)
+    pytest.importorskip(case["package"], reason=f"{case['package']} is not installed")
+    (tmp_path / "program.py").write_text(case["code"])
     done = run_program(
         [sys.executable, "program.py"], tmp_path, "synchronized,warmup=3,every=5,log", **QUIETED
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1:] == [f"12 {workers}"], done.stdout
+    assert done.stdout.splitlines()[-1:] == [f"12 {case['workers']}"], done.stdout
     assert re.findall(r"^launch: rank 0: step (\d+): ", done.stderr, re.MULTILINE) == ["3", "5", "10"]
 
 
