@@ -11,7 +11,7 @@ import torch
 from launcher.config.allocator_options import parse_version
 from launcher.plan.allocator import ALLOCATOR_VARIABLES, KNOWN, find_fault, list_known_keys
 from tests.gpu.proof import PROGRAMS, Proof, together
-from tests.plan.allocator_values import CORE, LAX, RIGHT, WRONG
+from tests.plan.test_allocator_keys import CORE, LAX, RIGHT, WRONG
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 LITTER = {
