@@ -11,10 +11,8 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.benchmarks.commands import bench_commands
 from tests.benchmarks.false_alarms import bench_false_alarms
 from tests.benchmarks.fit_grid import bench_fit
-from tests.benchmarks.garbage import bench_gc
 from tests.benchmarks.hangs import bench_hangs
 from tests.benchmarks.recovery import bench_recovery
 from tests.benchmarks.shim import bench_shim
@@ -32,8 +30,6 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "start-memory": (bench_start_memory, 1),
     "slurm": (bench_slurm, 3),
     "shim": (bench_shim, 40),
-    "commands": (bench_commands, 10),
-    "gc": (bench_gc, 3),
     **{kind: (partial(bench_recovery, kind=kind), 2) for kind in RECOVERIES},
     "watch-scale": (bench_watch_scale, 5),
 }
