@@ -25,7 +25,7 @@ from launcher.runs.rank_logs import list_attempts
 from launcher.runs.run_records import RunRecords, read_run
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.text import count_things, describe_time
-from launcher.watch.metrics_log import MetricsEvent, read_metrics
+from launcher.watch.metrics import MetricsEvent, read_metrics
 from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport, Rank
 from launcher.watch.run_files import hang_path, read_evidence, read_job_state, read_reports, watch_path
 

@@ -6,7 +6,7 @@ to stdout. The end of stdin is its own end.
 
 import json
 import os
-import select
+import queue
 import shutil
 import signal
 import sys
@@ -33,24 +33,6 @@ _IGNORED = (
 _NICENESS = 5
 _LAST = 0.2
 """Seconds for the last report: the supervisor waits for this process."""
-_LONG = 3600.0
-
-
-class _Inbox:
-    """The supervisor's lines."""
-
-    def __init__(self) -> None:
-        self.partial = b""
-        self.has_ended = False
-
-    def wait(self, until: float) -> list[bytes]:
-        """Return the lines that came, at the latest at this monotonic time."""
-        if not select.select([0], [], [], max(0.0, until - time.monotonic()))[0]:
-            return []
-        data = os.read(0, 1 << 16)
-        self.has_ended = not data
-        *lines, self.partial = (self.partial + data).split(b"\n")
-        return lines
 
 
 def main() -> None:
@@ -59,13 +41,17 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICENESS)
-    parent, inbox, lock = os.getppid(), _Inbox(), threading.Lock()
-    lines: list[bytes] = []
-    while not lines and not inbox.has_ended:
-        lines = inbox.wait(time.monotonic() + _LONG)
-    if not lines:
+    parent, lock = os.getppid(), threading.Lock()
+    if not (first := sys.stdin.buffer.readline()):
         return
-    settings = load(WatcherSettings, lines.pop(0))
+    settings = load(WatcherSettings, first)
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    """The supervisor's lines; at their end an empty one."""
+
+    def read() -> None:
+        while line := sys.stdin.buffer.readline():
+            inbox.put(line)
+        inbox.put(b"")
 
     def send(message: dict[str, object]) -> None:
         """Write a message to the supervisor, whole; several threads do."""
@@ -93,15 +79,16 @@ def main() -> None:
     watcher = NodeWatcher(
         settings, send, is_suspended, open_gpus, lambda pid: list_cgroups(Tree(), ("cpu",), pid)
     )
-    due = time.monotonic()
-    while not inbox.has_ended:
-        for line in lines:
-            with suppress(ValueError):
-                watcher.take(load(RankMessage, line))
-        if time.monotonic() >= due:
+    threading.Thread(target=read, name="inbox", daemon=True).start()
+    due, line = time.monotonic(), first
+    while line:
+        with suppress(queue.Empty):
+            if line := inbox.get(timeout=max(0.0, due - time.monotonic())):
+                with suppress(ValueError):
+                    watcher.take(load(RankMessage, line))
+        if line and time.monotonic() >= due:
             _try_tick(watcher)
             due = max(due + TICK, time.monotonic())
-        lines = inbox.wait(due)
     watcher.end(_LAST)
     if os.getppid() != parent:  # the supervisor was killed, and cannot do it
         shutil.rmtree(settings.folder, ignore_errors=True)

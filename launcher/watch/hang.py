@@ -158,8 +158,8 @@ def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: 
 class HangJudge:
     """The judging node's memory of the job's hangs, in this attempt.
 
-    `fresh` are the reports of now of the nodes that are heard of, `limit` the seconds without progress after
-    which ranks are looked at, and `now` is monotonic.
+    `ranks` are those of now of the nodes that are heard of, `limit` the seconds without progress after which
+    they are looked at, and `now` is monotonic.
     """
 
     def __init__(
@@ -200,9 +200,9 @@ class HangJudge:
         """The hang that goes on."""
         return self.hangs[-1] if self.hangs and self.hangs[-1].recovered is None else None
 
-    def is_hanging(self, fresh: Sequence[NodeReport]) -> bool:
+    def is_hanging(self, ranks: Sequence[Rank]) -> bool:
         """Tell whether a hang goes on, in the ranks in which it began."""
-        return self.hang is not None and not self._has_restarted(self.hang, _list_ranks(fresh))
+        return self.hang is not None and not self._has_restarted(self.hang, ranks)
 
     def adopt(self, job: JobState) -> None:
         """Go on where another node stopped that judged; once for each of its words."""
@@ -216,11 +216,10 @@ class HangJudge:
         self.restarts = max(self.restarts, job.restarts)
         self.last_asks = max(self.last_asks, job.asks)
 
-    def should_ask(self, fresh: Sequence[NodeReport], limit: float, now: float) -> bool:
+    def should_ask(self, ranks: Sequence[Rank], limit: float, now: float) -> bool:
         """Tell whether all nodes are to gather evidence now."""
-        if self.asks or now < self._next_look or self.is_hanging(fresh):
-            return False
-        return bool(list_stalled(_list_ranks(fresh), limit))
+        is_early = self.asks or now < self._next_look or self.is_hanging(ranks)
+        return not is_early and bool(list_stalled(ranks, limit))
 
     def ask(self, now: float, least: int) -> int:
         """Raise a question, with a number of at least `least`; return it."""
@@ -234,8 +233,8 @@ class HangJudge:
 
     def conclude(
         self,
-        fresh: Sequence[NodeReport],
-        silent: Sequence[NodeReport],
+        ranks: Sequence[Rank],
+        reports: Sequence[NodeReport],
         evidence: Sequence[NodeEvidence],
         limit: float,
         *,
@@ -244,12 +243,12 @@ class HangJudge:
     ) -> Hang | str | None:
         """Judge what was gathered; return a hang, a notice, or None.
 
-        `silent` are the last reports of nodes that are heard of no more. A hang gets this number, or the one
-        after the last. A notice is of a pause that may end by itself; nothing follows from it.
+        `reports` are all nodes', also the last ones of those that are heard of no more. A hang gets this
+        number, or the one after the last. A notice is of a pause that may end by itself; nothing follows from
+        it.
         """
         self.asks = 0
         self._note_activity(evidence, now)
-        ranks = _list_ranks(fresh)
         stalled = list_stalled(ranks, limit)
         if not stalled:  # it went on meanwhile
             return None
@@ -257,7 +256,7 @@ class HangJudge:
         idle = [rank.idle or 0.0 for rank in stalled]
         longest = self.longest_pause if self._has_begun else 0.0
         pause = Pause(limit, max(idle), quiet, longest, self._hang_seconds)
-        decision = self._decide(evidence, (*fresh, *silent), pause)
+        decision = self._decide(evidence, reports, pause)
         if decision.word == "hang":
             return self._record(ranks, decision.verdict, stalled, number)
         self._next_look = now + max(_LEAST_AGAIN, min(self._patience, decision.seconds or self._patience))
@@ -278,13 +277,12 @@ class HangJudge:
             if frames or not is_elsewhere:  # without an answer, the next one is compared with the last one
                 self._stacks[rank.rank] = rank.pid, frames
 
-    def note_pauses(self, fresh: Sequence[NodeReport], limit: float) -> None:
+    def note_pauses(self, ranks: Sequence[Rank], limit: float) -> None:
         """Note how long the pauses were that have ended by themselves; `limit` is that of a notice.
 
         Before the first step, activity ends a pause, too: such pauses only put off the next notice, and not
         for long. With the first step they are forgotten.
         """
-        ranks = _list_ranks(fresh)
         has_begun = any(rank.step for rank in ranks)
         if has_begun and not self._has_begun:
             self.longest_pause, self._idle = 0.0, {}
@@ -318,9 +316,9 @@ class HangJudge:
         self.restarts += hang.action == "restart"
         return hang
 
-    def find_recovery(self, fresh: Sequence[NodeReport], limit: float) -> Hang | None:
+    def find_recovery(self, ranks: Sequence[Rank], limit: float) -> Hang | None:
         """Return the last hang once steps go on, in the same ranks or in those that have replaced them."""
-        hang, ranks = self.hang, _list_ranks(fresh)
+        hang = self.hang
         if hang is None or list_stalled(ranks, limit):
             return None
         if not any(self._has_gone_on(rank, hang) for rank in ranks):
@@ -346,10 +344,6 @@ class HangJudge:
         known = dict(hang.pids) | self._hang_pids
         pids = {rank.rank: rank.pid for rank in ranks}
         return bool(known.keys() & pids) and all(pids.get(rank) != pid for rank, pid in known.items())
-
-
-def _list_ranks(reports: Sequence[NodeReport]) -> list[Rank]:
-    return [rank for report in reports for rank in report.ranks]
 
 
 def list_orders(hangs: Iterable[Hang], after: int, pids: Mapping[int, int]) -> Iterator[dict[str, object]]:

@@ -391,7 +391,7 @@ class Straggler:
     excess: float
     """How much longer its own part of a step takes than the others', as a share of the step."""
     cause: str
-    """One of `data`, `run_delay`, `cpu_quota`, `memory_pressure`, `page_faults`, `gpu_clock`, `pcie`, `nic`,
+    """One of `data`, `run_delay`, `cpu_quota`, `memory_pressure`, `page_faults`, `gpu_clock`, `pcie`,
     `program` (its own code, for none of these reasons)."""
     detail: str
     """In words, with the figures: `python (PID 4711) runs on its core 3 for 48% of the time`."""

@@ -12,13 +12,11 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from launcher.text import count_things
-from launcher.watch.collectives import CollectiveReader
 from launcher.watch.evidence import gather_node
+from launcher.watch.flight_recorder import CollectiveReader
 from launcher.watch.hang import HangJudge, choose_limit, find_stall_begin, list_orders, list_stalled
-from launcher.watch.heartbeat import read_heartbeat
 from launcher.watch.job_view import Exchange, JobView, SharedFiles, is_judge, make_job_view
-from launcher.watch.metrics import start_prometheus
-from launcher.watch.metrics_log import MetricsEvent, MetricsLog
+from launcher.watch.metrics import MetricsEvent, MetricsLog, start_prometheus
 from launcher.watch.model import (
     Hang,
     JobState,
@@ -30,7 +28,7 @@ from launcher.watch.model import (
     WatcherSettings,
 )
 from launcher.watch.notify import Notifier
-from launcher.watch.ranks import GpuReader, RankBook, ReadGpus
+from launcher.watch.ranks import GpuReader, RankBook, ReadGpus, read_heartbeat
 from launcher.watch.run_files import (
     REQUEST_PATIENCE,
     hang_path,
@@ -42,7 +40,7 @@ from launcher.watch.run_files import (
     write_stack_answer,
 )
 from launcher.watch.samples import FindCgroups, Sample, Sampler
-from launcher.watch.stragglers import StragglerSearch, explain_straggler, list_slow_ranks
+from launcher.watch.stragglers import StragglerFinder, explain_straggler, list_slow_ranks
 
 TICK = 1.0
 """Seconds from one look at the heartbeats to the next."""
@@ -89,7 +87,7 @@ class NodeWatcher:
         self.prometheus = start_prometheus(settings, warn)
         self.collectives = CollectiveReader(self.folder, settings.ranks * settings.nodes)
         self.read_gpus = GpuReader(open_gpus, settings.watch.interval).latest
-        self.search = StragglerSearch(self._tell_straggler)
+        self.stragglers = StragglerFinder()
         self.sampler = Sampler(find_cgroups)
         self.sample = Sample()
         self.steps = StepCount()
@@ -153,7 +151,7 @@ class NodeWatcher:
             settings.watch.hang_seconds, self.book.find_slow_step(), self.judge.longest_pause
         )
         job = self.files.view.job if self.files.view else None
-        waits = self.search.finder.waits or dict(job.value.wait_shares if job else ())
+        waits = self.stragglers.waits or dict(job.value.wait_shares if job else ())
         ranks = self.book.list_ranks(self.sample, self.read_gpus(), waits)
         return NodeReport(
             host=settings.host,
@@ -204,32 +202,33 @@ class NodeWatcher:
             self.steps.adopt(job.step)
         self.was_judge = True
         view = make_job_view(own, shared, now)
-        judge.note_pauses(view.fresh, limit)
+        judge.note_pauses(view.ranks, limit)
         if judge.asks:
             self._collect_evidence(view, now)
             if judge.is_answered(view.fresh, self.evidence, now):
                 gathered = {node.host: node for node in (*view.list_ended_ranks(), *self.evidence.values())}
                 evidence = tuple(sorted(gathered.values(), key=lambda node: node.node_rank))
                 number = 1 + (shared.hangs if shared else 0)
-                found = judge.conclude(view.fresh, view.silent, evidence, limit, now=now, number=number)
+                reports = (*view.fresh, *view.silent)
+                found = judge.conclude(view.ranks, reports, evidence, limit, now=now, number=number)
                 if isinstance(found, Hang):
                     self._tell_hang(found, evidence)
                 elif found:
                     self._send("note", found)
-        elif judge.should_ask(view.fresh, limit, now):
+        elif judge.should_ask(view.ranks, limit, now):
             self._answer(judge.ask(now, int(time.time())))
-        if hang := judge.find_recovery(view.fresh, limit):
+        if hang := judge.find_recovery(view.ranks, limit):
             self._tell_recovery(hang)
         self._act(judge.hangs, now)
-        self.search.start(view.fresh, now)
+        self.stragglers.start(view.fresh, now, self._tell_straggler)
         return self._describe_job(own, view)
 
     def _describe_job(self, own: NodeReport, view: JobView) -> JobState:
         """Return what is to be written of the job."""
-        judge, finder = self.judge, self.search.finder
+        judge, finder = self.judge, self.stragglers
         return view.describe(
             own,
-            hanging=judge.is_hanging(view.fresh),
+            hanging=judge.is_hanging(view.ranks),
             notes=tuple(self.told.values()),
             step=self.steps.count(view),
             hangs=tuple(judge.hangs),
@@ -274,11 +273,11 @@ class NodeWatcher:
 
     def _tell_recovery(self, hang: Hang) -> None:
         """Tell that steps go on."""
-        time = hang.recovered or hang.time
-        seconds = f"{time - hang.stalled_since:.0f} s"
+        over = hang.recovered or hang.time
+        seconds = f"{over - hang.stalled_since:.0f} s"
         self._send("recovered", f"hang {hang.number} is over after {seconds}: steps go on", hang=asdict(hang))
         text = f"steps go on after {seconds}"
-        self._record(MetricsEvent("recovered", time, text, hang.step, number=hang.number), "running")
+        self._record(MetricsEvent("recovered", over, text, hang.step, number=hang.number), "running")
         self.files.add_task(lambda: write_hang(self.files.run_path, hang))
         self.next_exchange = 0.0
 
@@ -392,7 +391,7 @@ class NodeWatcher:
             self.judge.asks = 0
             state = self._describe_job(own, make_job_view(own, self.files.view, now))
             state = replace(state, state="ended")
-            if slow := list_slow_ranks(self.search.finder.told):
+            if slow := list_slow_ranks(self.stragglers.told):
                 self._send("note", f"stragglers: {slow}")
         self.files.submit(Exchange(own, state, reads_all=False))
         self.files.wait_idle(seconds)

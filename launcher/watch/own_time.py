@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import inf, sqrt
 from statistics import fmean, median, pstdev
 
-from launcher.watch.collectives import STEP_ENDS, Mark
+from launcher.watch.flight_recorder import STEP_ENDS, Mark
 
 _FEW = 16
 """Up to so many ranks, a rank is compared with the others alone; in larger groups with all."""

@@ -1,16 +1,107 @@
-"""The ranks of this node as its watcher knows them: who runs, heartbeats, samples, GPUs, what is reported."""
+"""The ranks of this node: heartbeats that their hooks write, samples, GPUs, and what is reported of them."""
 
+import math
+import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
+from launcher.files import LARGEST, read_file, read_stat
 from launcher.protocol import name_plan_file
+from launcher.runs.run_records import read_ranks
 from launcher.watch.hang import find_quantile, find_slow_step
-from launcher.watch.model import GpuSample, Heartbeat, Rank, RankEntry, RankSample
-from launcher.watch.run_files import read_value
+from launcher.watch.model import PHASES, GpuSample, Heartbeat, Rank, RankEntry, RankSample
+from launcher.watch.procfs import START
 from launcher.watch.samples import ACTIVE_CPU, Sample
+
+MAGIC = int.from_bytes(b"launchHB", "little")
+LAYOUT, SIZE = 1, 8192
+RING = 257
+ENDS_AT, DURATIONS_AT, NOTES_AT = 32, 32 + RING, 32 + 2 * RING
+MAX_NOTES = 1024
+HEAD = struct.Struct("=7q qd qdd qd q qq")
+"""The first 17 items."""
+_START_STACK = 28 - 3
+"""Index of this field of proc(5)'s stat in `read_stat`."""
+_MAX_READS = 3
+"""Readings until two agree; of a rank that writes more often than that, the last one is taken."""
+
+
+HEAD_FIELDS = (
+    *("magic", "layout", "pid", "start_time", "start_stack", "rank", "local_rank", "phase", "phase_since"),
+    *("step", "step_time", "activity_time", "batches", "data_wait", "dump_signal", "notes_size", "recorded"),
+)
+"""The items before the rings, as they are in the file; times are CLOCK_MONOTONIC's."""
+
+
+def read_heartbeat(path: str | os.PathLike[str]) -> Heartbeat | None:
+    """Return what a rank's hook has written last; None if there is nothing, or nobody who writes it.
+
+    That is so for a file that is not there or is none of ours, another user's, and one of a process that has
+    ended or become another program. Times are converted to seconds since the epoch by the clocks of now.
+    """
+    try:
+        data = read_file(path, SIZE, own=True)
+        for _ in range(_MAX_READS - 1):
+            before, data = data, read_file(path, SIZE, own=True)
+            if data == before:
+                break
+        head = _read_head(data)
+        if head is None:
+            return None
+        state, *_ = fields = read_stat(head.pid)[1]
+    except OSError:
+        return None
+    # The kernel shows where a process's stack is, which an exec changes, to those alone who may trace it.
+    stack = int(fields[_START_STACK])
+    if (
+        state in "ZX"
+        or int(fields[START]) != head.start_time
+        or (stack and head.start_stack not in (0, stack))
+    ):
+        return None
+    # The rings' oldest places may have what was written meanwhile.
+    ends, durations = (struct.unpack_from(f"={RING}d", data, 8 * at) for at in (ENDS_AT, DURATIONS_AT))
+    places = [number % RING for number in range(max(0, head.recorded - (RING - 1)), head.recorded)]
+    steps = sorted((ends[at], durations[at]) for at in places if math.isfinite(ends[at] + durations[at]))
+    notes = data[8 * NOTES_AT : 8 * NOTES_AT + min(head.notes_size, MAX_NOTES)].decode(errors="replace")
+    shift = time.time() - time.monotonic()
+    return Heartbeat(
+        rank=head.rank,
+        local_rank=head.local_rank,
+        pid=head.pid,
+        phase=PHASES[head.phase],
+        phase_since=head.phase_since + shift,
+        step=head.step,
+        step_time=head.step_time and head.step_time + shift,
+        activity_time=max(head.activity_time, head.phase_since, head.step_time) + shift,
+        batches=head.batches,
+        data_wait=head.data_wait,
+        durations=tuple(duration for _, duration in steps),
+        step_ends=tuple(end + shift for end, _ in steps),
+        can_dump=head.dump_signal > 0,
+        notes=tuple(notes.splitlines()),
+    )
+
+
+def _read_head(data: bytes) -> SimpleNamespace | None:
+    """Return the items before the rings; None for what no hook of this version has written."""
+    if len(data) != SIZE:
+        return None
+    head = SimpleNamespace(**dict(zip(HEAD_FIELDS, HEAD.unpack_from(data), strict=True)))
+    numbers = (head.phase_since, head.step_time, head.activity_time, head.data_wait)
+    counts = (head.rank, head.local_rank, head.step, head.batches, head.notes_size, head.recorded)
+    is_known = head.magic == MAGIC and head.layout == LAYOUT and 0 <= head.phase < len(PHASES)
+    is_sane = all(map(math.isfinite, numbers)) and min(counts) >= 0
+    return head if is_known and is_sane else None
+
+
+# The ranks of this node
+
 
 _NO_SAMPLE = RankSample()
 _MOST_START = 600.0
@@ -185,30 +276,13 @@ ReadGpus = Callable[[], Mapping[int, GpuSample]]
 """Reads GPUs, by local rank; nothing if there are none."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PlannedGpu:
-    index: int
-    uuid: str = ""
-    pci: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _PlannedRank:
-    local_rank: int
-    gpu: _PlannedGpu | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _PlannedRanks:
-    """What of plan-HOST.json counts here."""
-
-    ranks: tuple[_PlannedRank, ...] = ()
-
-
 def read_planned_gpus(run_path: Path, host: str) -> dict[int, tuple[int, str, str]]:
     """Return index, UUID and PCI address of each local rank's GPU; none if the plan cannot be read."""
-    plan = read_value(_PlannedRanks, run_path / name_plan_file(host), own=True) or _PlannedRanks()
-    return {one.local_rank: (one.gpu.index, one.gpu.uuid, one.gpu.pci) for one in plan.ranks if one.gpu}
+    try:
+        plans = read_ranks(read_file(run_path / name_plan_file(host), LARGEST, own=True))
+    except (OSError, ValueError):
+        return {}
+    return {one.local_rank: (one.gpu.index, one.gpu.uuid, one.gpu.pci) for one in plans if one.gpu}
 
 
 class GpuReader:

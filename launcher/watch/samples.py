@@ -9,7 +9,9 @@ import os
 import re
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -85,8 +87,9 @@ class Sampler:
         self._before: dict[int, _Tree] = {}
         self._parents: set[int] = set()
         """Threads (TIDs) that had children."""
+        self._delays: dict[int, int] = {}
         self._resting: dict[int, int] = {}
-        """Run delays of threads that did not run between the last two samples."""
+        """Run delays of threads, and of those that did not run between the last two samples."""
         self._time = 0.0
         self._number = 0
 
@@ -116,24 +119,19 @@ class Sampler:
                 continue
             # What a child used goes to its parent once that has waited for it: so the sum over the tree grows
             # on, and falls only if a child went unseen.
-            delays = [value / 1e9 / elapsed for value in list_growth(tree.delays, before.delays)]
+            waited = [value / 1e9 / elapsed for value in list_growth(tree.delays, before.delays)]
             ranks[pid] = replace(
                 ranks[pid],
                 cpu=max(0, tree.ticks - before.ticks) / TICKS / elapsed,
-                run_delay=sum(delays) if delays else None,
-                thread_delay=max(delays) if delays else None,
+                run_delay=sum(waited) if waited else None,
+                thread_delay=max(waited) if waited else None,
                 major_faults=max(0, tree.faults - before.faults) / elapsed,
             )
             if _is_resting(tree, before, ranks[pid], elapsed):
                 resting.add(pid)
-        old = {thread: delay for tree in self._before.values() for thread, delay in tree.delays.items()}
-        self._resting = {
-            thread: delay
-            for tree in trees.values()
-            for thread, delay in tree.delays.items()
-            if old.get(thread) == delay
-        }
-        self._before = trees
+        delays = {thread: delay for tree in trees.values() for thread, delay in tree.delays.items()}
+        self._resting = dict(delays.items() & self._delays.items())
+        self._before, self._delays = trees, delays
         return Sample(ranks, node, resting)
 
     def _read_tree(self, pid: int) -> _Tree | None:
@@ -217,8 +215,8 @@ def list_growth(now: Mapping[int, int], before: Mapping[int, int]) -> list[int]:
 
 # Neighbours: whose processes, other than a rank's own, run on the cores that it may use
 
-_TIMES, _THREADS, _PROCESSOR = slice(11, 13), 17, 36
-"""Of the fields that `read_stat` gives: utime and stime, num_threads, processor (proc(5))."""
+_TIMES, _PROCESSOR = slice(11, 13), 36
+"""Of the fields that `read_stat` gives: utime and stime, processor (proc(5))."""
 _LEAST_SHARE = 0.05
 """Cores: what uses less does not hold a rank up by much."""
 _MOST_NEIGHBOURS = 3
@@ -233,7 +231,7 @@ class _NeighbourFinder:
     """Searches all processes that are to be seen, as often as that is cheap."""
 
     def __init__(self) -> None:
-        self.before: dict[tuple[int, int], int] = {}
+        self.ticks: dict[tuple[int, int], int] = {}
         """CPU ticks by process, or thread (minus its TID), and its start, at the last search."""
         self.time = 0.0
         self.next_time = 0.0
@@ -242,70 +240,52 @@ class _NeighbourFinder:
     def find(self, trees: Mapping[int, Collection[int]]) -> Mapping[int, tuple[Neighbour, ...]]:
         """Return the neighbours of each rank, by its PID; `trees` has the PIDs of its own processes.
 
-        The cores are those that the rank may use (its affinity). Between searches it is the last result.
+        The cores are those that the rank may use (its affinity). Between searches it is the last result. The
+        cores that a process used are shared out over the CPUs on which its threads ran last, by what each
+        used since the last search, or in all if that is not known.
         """
         if (now := time.monotonic()) < self.next_time:
             return self.found
         start = time.thread_time()
         seconds, self.time = (now - self.time) * TICKS, now
-        counters: dict[tuple[int, int], int] = {}
-        grown: list[tuple[int, int, str, list[str]]] = []
+        before, self.ticks = self.ticks, {}
+
+        def count(key: int, fields: list[str]) -> int:
+            name = key, int(fields[START])
+            ticks = self.ticks[name] = sum(map(int, fields[_TIMES]))
+            return ticks - before.get(name, ticks if key > 0 else 0)
+
+        grown: list[tuple[int, int, str]] = []
         for pid in list_numbers("/proc"):
-            try:
+            with suppress(OSError, ValueError):
                 name, fields = read_stat(pid)
-                growth = self.count(counters, pid, fields)
-            except (OSError, ValueError):
-                continue
-            if growth is not None and growth >= _LEAST_SHARE * seconds:
-                grown.append((growth, pid, name, fields))
-        grown.sort(key=lambda item: -item[0])
-        busy = [
-            (pid, name, self.place(counters, pid, fields, growth / seconds))
-            for growth, pid, name, fields in grown[:_MOST_BUSY]
-        ]
-        self.before, self.found = counters, {}
+                grown.append((count(pid, fields), pid, name))
+        busy = []
+        for growth, pid, name in sorted(grown, reverse=True)[:_MOST_BUSY]:
+            if growth < _LEAST_SHARE * seconds:
+                break
+            parts: Counter[int] = Counter()
+            for thread in list_numbers(f"/proc/{pid}/task"):
+                with suppress(OSError, ValueError):
+                    fields = read_stat(f"{pid}/task/{thread}")[1]
+                    parts[int(fields[_PROCESSOR])] += count(-thread, fields)
+            whole = seconds * max(1, parts.total())
+            busy.append((pid, name, {cpu: growth * part / whole for cpu, part in parts.items()}))
+        self.found = {}
         for rank, own in trees.items():
-            try:
+            with suppress(OSError):
                 cpus = os.sched_getaffinity(rank)
-            except OSError:
-                continue
-            shares = (
-                Neighbour(name, pid, sum(cores for cpu, cores in places.items() if cpu in cpus))
-                for pid, name, places in busy
-                if pid not in own
-            )
-            known = sorted((one for one in shares if one.share >= _LEAST_SHARE), key=lambda one: -one.share)
-            self.found[rank] = tuple(known[:_MOST_NEIGHBOURS])
+                shares = (
+                    Neighbour(name, pid, sum(cores for cpu, cores in places.items() if cpu in cpus))
+                    for pid, name, places in busy
+                    if pid not in own
+                )
+                known = sorted(
+                    (one for one in shares if one.share >= _LEAST_SHARE), key=lambda one: -one.share
+                )
+                self.found[rank] = tuple(known[:_MOST_NEIGHBOURS])
         self.next_time = now + _COST * (time.thread_time() - start)
         return self.found
-
-    def count(self, counters: dict[tuple[int, int], int], key: int, fields: list[str]) -> int | None:
-        """Note a process's or thread's CPU ticks; return their growth, or None if it was not there before."""
-        name = key, int(fields[START])
-        counters[name] = sum(map(int, fields[_TIMES]))
-        before = self.before.get(name)
-        return None if before is None else counters[name] - before
-
-    def place(
-        self, counters: dict[tuple[int, int], int], pid: int, fields: list[str], cores: float
-    ) -> dict[int, float]:
-        """Share out the cores that a process used over the CPUs on which its threads ran last.
-
-        Threads have their part by what each used since the last search, or in all if that is not known.
-        """
-        if fields[_THREADS] == "1":
-            return {int(fields[_PROCESSOR]): cores}
-        parts: dict[int, float] = {}
-        for thread in list_numbers(f"/proc/{pid}/task"):
-            try:
-                fields = read_stat(f"{pid}/task/{thread}")[1]
-                growth = self.count(counters, -thread, fields)
-            except (OSError, ValueError):
-                continue
-            used = counters[-thread, int(fields[START])] if growth is None else growth
-            parts[int(fields[_PROCESSOR])] = parts.get(int(fields[_PROCESSOR]), 0) + used
-        total = sum(parts.values())
-        return {cpu: cores * part / total for cpu, part in parts.items()} if total else {}
 
 
 # The node: CPU quotas, network, pressure

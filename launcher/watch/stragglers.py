@@ -8,9 +8,9 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from launcher.text import name_some
-from launcher.watch.collectives import DURATION, unpack_marks
+from launcher.watch.flight_recorder import DURATION, unpack_marks
 from launcher.watch.model import CollectiveTimes, GpuSample, NodeReport, Rank, Straggler
-from launcher.watch.own_time import ExcessHistory, SlowRank, StepExcess, measure_steps, measure_waits
+from launcher.watch.own_time import ExcessHistory, SlowRank, measure_steps, measure_waits
 
 _MOST_REPORTS = 24
 """Reports of a rank that are kept, to find a cause in."""
@@ -20,6 +20,10 @@ _LEAST_REPORTS = 1
 """Reports from the slow steps that show a cause; with fewer, the last ones are taken."""
 _CLEAR_REPORTS = 2
 """Reports from the slow steps that rule other causes out, if the cause is the rank's own code."""
+_AFTER_DEFECT = 600.0
+"""Seconds until the next comparison after one that failed."""
+_COMPARISONS = 50
+"""The ranks are compared no sooner than so many times what that took the last time: 2% of a core at most."""
 _MOST_TOLD = 200
 """Stragglers of a job that are kept."""
 _OWN_CODE = "program"
@@ -32,7 +36,6 @@ _CAUSES: Mapping[str, str] = {
     "page_faults": "page faults",
     "gpu_clock": "GPU clock",
     "pcie": "PCIe link",
-    "nic": "network link",
     _OWN_CODE: "its own code",
 }
 """Causes as people read them."""
@@ -49,29 +52,50 @@ class StragglerFinder:
     """Finds the stragglers of one attempt; each is told once in an episode, which ends when it recovers."""
 
     def __init__(self) -> None:
-        self.history = ExcessHistory()
         self.told: tuple[Straggler, ...] = ()
         """All stragglers so far, oldest first."""
+        self.next_time = 0.0
+        """Monotonic time of the next comparison."""
+        self.thread: threading.Thread | None = None
+        self.numbers: dict[str, int] = {}
+        """The last report of each node that was used."""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with new ranks."""
+        self.history = ExcessHistory()
         self.waits: dict[int, float] = {}
         """Share of the time that each rank waits for others, over the steps that were measured last."""
         self.facts: dict[int, deque[Facts]] = {}
-        self.numbers: dict[str, int] = {}
-        """The last report of each node that was used."""
         self.seen: tuple[CollectiveTimes, ...] = ()
         self.pids: dict[int, tuple[str, int]] = {}
         """Node and PID of all ranks that have been heard of."""
         self.pending: list[SlowRank] = []
         """Slow ranks whose cause another report may show."""
 
+    def start(self, reports: Sequence[NodeReport], now: float, tell: Callable[[Straggler], None]) -> None:
+        """Compare the ranks of these reports, if it is time, in a thread: 1,000 of them take a second.
+
+        `tell` is called there for each new straggler; `now` is monotonic.
+        """
+        if now < self.next_time or (self.thread and self.thread.is_alive()):
+            return
+
+        def compare() -> None:
+            begin = time.thread_time()
+            self.next_time = time.monotonic() + _AFTER_DEFECT
+            for found in self.update(reports):
+                tell(found)
+            self.next_time = time.monotonic() + _COMPARISONS * (time.thread_time() - begin)
+
+        self.thread = threading.Thread(target=compare, name="stragglers", daemon=True)
+        self.thread.start()
+
     def update(self, reports: Sequence[NodeReport]) -> tuple[Straggler, ...]:
         """Take the last reports of all nodes, some of which may be known already; return new stragglers."""
-        hosts = {rank.rank: report.host for report in reports for rank in report.ranks}
         pids = {rank.rank: (report.host, rank.pid) for report in reports for rank in report.ranks}
-        if any(
-            self.pids.get(rank, process) != process for rank, process in pids.items()
-        ):  # they are new ones
-            self.history, self.pids, self.waits = ExcessHistory(), {}, {}
-            self.facts, self.seen, self.pending = {}, (), []
+        if any(self.pids.get(rank, process) != process for rank, process in pids.items()):
+            self._forget()
         self.pids |= pids
         for report in reports:
             if self.numbers.get(report.host) != report.number:
@@ -81,54 +105,43 @@ class StragglerFinder:
                     kept.append(Facts(rank, report.memory_pressure))
         now = max((report.time for report in reports), default=0.0)
         found, waiting = [], []
-        for slow in (*self.pending, *self._measure(reports, hosts)):
-            facts = self._list_facts(slow, slow.rank)
+        for slow in (*self.pending, *self._measure(reports)):
+            # From the slow steps without the first of these, and since then; else the last reports.
+            begin = slow.first_step + (slow.last_step - slow.first_step) * _LATER
+            late = {rank: [one for one in kept if one.rank.step > begin] for rank, kept in self.facts.items()}
+            chosen = {rank: late[rank] or list(kept)[-_LEAST_REPORTS:] for rank, kept in self.facts.items()}
             others = [
-                self._choose_facts(slow, rank)
-                for rank in self.facts
-                if rank != slow.rank and rank not in self.history.slow
+                facts for rank, facts in chosen.items() if rank != slow.rank and rank not in self.history.slow
             ]
-            cause = find_cause(self._choose_facts(slow, slow.rank), others, slow.excess / (1 + slow.excess))
-            if cause.name == _OWN_CODE and len(facts) < _CLEAR_REPORTS:
+            cause = find_cause(chosen.get(slow.rank, ()), others, slow.excess / (1 + slow.excess))
+            if cause.name == _OWN_CODE and len(late.get(slow.rank, ())) < _CLEAR_REPORTS:
                 waiting.append(slow)  # the report may have begun before the slow steps
                 continue
-            steps = (slow.first_step, slow.last_step)
-            host = hosts.get(slow.rank, "")
+            host, steps = self.pids[slow.rank][0], (slow.first_step, slow.last_step)
             found.append(Straggler(slow.rank, host, slow.excess, cause.name, cause.detail, *steps, now))
         self.pending = waiting
         self.told = (*self.told, *found)[-_MOST_TOLD:]
         return tuple(found)
 
-    def _measure(self, reports: Sequence[NodeReport], hosts: Mapping[int, str]) -> Sequence[SlowRank]:
-        """Measure the steps of new reports, and return the ranks that are found to be slow."""
+    def _measure(self, reports: Sequence[NodeReport]) -> Sequence[SlowRank]:
+        """Measure the steps of new reports, and return the ranks that are found to be slow.
+
+        None are measured if a rank's times are damaged, or those of many ranks are missing.
+        """
         times = tuple(one for report in reports for one in report.collectives if one.rank in self.pids)
         if 2 * len(times) < max(4, len(self.pids)) or times == self.seen:
             return ()
         self.seen = times
-        steps = _measure_times(times, hosts)
-        if steps:
+        try:
+            marks = {one.rank: unpack_marks(one) for one in times}
+        except ValueError:
+            return ()
+        if len(marks) < 2 or len({one.measure for one in times}) > 1:
+            return ()
+        hosts = {rank: self.pids[rank][0] for rank in marks}
+        if steps := measure_steps(marks, hosts, durations=times[0].measure == DURATION):
             self.waits = measure_waits(steps)
         return self.history.add(steps)
-
-    def _list_facts(self, slow: SlowRank, rank: int) -> Sequence[Facts]:
-        """Return what a rank's reports say of the slow steps, without the first of these, and since then."""
-        begin = slow.first_step + (slow.last_step - slow.first_step) * _LATER
-        return [one for one in self.facts.get(rank, ()) if one.rank.step > begin]
-
-    def _choose_facts(self, slow: SlowRank, rank: int) -> Sequence[Facts]:
-        """Return what a rank's reports say of the slow steps, or its last reports if none is from these."""
-        return self._list_facts(slow, rank) or list(self.facts.get(rank, ()))[-_LEAST_REPORTS:]
-
-
-def _measure_times(times: Sequence[CollectiveTimes], hosts: Mapping[int, str]) -> tuple[StepExcess, ...]:
-    """Measure the steps that are in the times of all ranks; none if one's are damaged or missing."""
-    try:
-        marks = {one.rank: unpack_marks(one) for one in times}
-    except ValueError:
-        return ()
-    if len(marks) < 2 or not marks.keys() <= hosts.keys() or len({one.measure for one in times}) > 1:
-        return ()
-    return measure_steps(marks, {rank: hosts[rank] for rank in marks}, durations=times[0].measure == DURATION)
 
 
 def explain_straggler(straggler: Straggler) -> str:
@@ -268,37 +281,3 @@ def _describe_neighbours(own: Sequence[Facts], delay: float) -> str:
 def _is_narrow(gpu: GpuSample | None) -> bool:
     """Tell whether the PCIe link of a GPU has fewer lanes than it can have."""
     return bool(gpu and gpu.pcie_width and gpu.max_pcie_width and gpu.pcie_width < gpu.max_pcie_width)
-
-
-# The search in a thread
-
-_AFTER_DEFECT = 600.0
-"""Seconds until the next comparison after one that failed."""
-_COMPARISONS = 50
-"""The ranks are compared no sooner than so many times what that took the last time: 2% of a core at most."""
-
-
-class StragglerSearch:
-    """The judging node's comparison of ranks, in a thread: it takes a second with 1,000 of them."""
-
-    def __init__(self, tell: Callable[[Straggler], None]) -> None:
-        """`tell` is called for each new one, in the thread."""
-        self.tell = tell
-        self.finder = StragglerFinder()
-        self.thread: threading.Thread | None = None
-        self.next_time = 0.0
-        """Monotonic."""
-
-    def start(self, reports: Sequence[NodeReport], now: float) -> None:
-        """Compare the ranks of these reports, if it is time; `now` is monotonic."""
-        if now < self.next_time or (self.thread and self.thread.is_alive()):
-            return
-        self.thread = threading.Thread(target=self._compare, args=(reports,), name="stragglers", daemon=True)
-        self.thread.start()
-
-    def _compare(self, reports: Sequence[NodeReport]) -> None:
-        begin = time.thread_time()
-        self.next_time = time.monotonic() + _AFTER_DEFECT
-        for found in self.finder.update(reports):
-            self.tell(found)
-        self.next_time = time.monotonic() + _COMPARISONS * (time.thread_time() - begin)

@@ -154,21 +154,11 @@ def _find_roots(waits: _Waits, ranks: _Ranks) -> frozenset[int]:
     return idle or circle or frozenset(number for number in named if not targets[number])
 
 
-@dataclass(frozen=True, slots=True)
-class _Mismatch:
-    """What the ranks of a group have called as one and the same collective."""
-
-    group: str
-    key: str
-    sequence: int
-    calls: tuple[tuple[Call, tuple[int, ...]], ...]
-    """Each different call with its ranks, the one of fewest ranks first."""
-
-
-def _find_mismatch(ranks: _Ranks, waits: _Waits) -> _Mismatch | None:
+def _find_mismatch(ranks: _Ranks, waits: _Waits) -> tuple[_Wait, list[tuple[Call, list[int]]]] | None:
     """Return the first incomplete collective that ranks have called differently; None if they agree.
 
-    Calls differ by their operation and, if that counts, their sizes.
+    Each different call comes with its ranks, the one of fewest ranks first; the wait is in that one. Calls
+    differ by their operation and, if that counts, their sizes.
     """
     pending = {
         (wait.key, wait.group, wait.sequence)
@@ -186,7 +176,7 @@ def _find_mismatch(ranks: _Ranks, waits: _Waits) -> _Mismatch | None:
                         by_form.setdefault((call.operation, sizes), (call, []))[1].append(number)
         if len(by_form) > 1:
             found = sorted(by_form.values(), key=lambda entry: (len(entry[1]), -entry[1][0]))
-            return _Mismatch(name, key, sequence, tuple((call, tuple(who)) for call, who in found))
+            return _Wait(found[0][0].operation, key, name, sequence), found
     return None
 
 
@@ -228,7 +218,7 @@ class _Job:
 
     def judge(self) -> Verdict:
         if mismatch := _find_mismatch(self.ranks, self.waits):
-            return self._blame_mismatch(mismatch)
+            return self._blame_mismatch(*mismatch)
         if roots := _find_roots(self.waits, self.ranks):
             return self._blame_roots(sorted(roots))
         if self.silent or self.unreported:
@@ -262,15 +252,14 @@ class _Job:
             is_final,
         )
 
-    def _blame_mismatch(self, found: _Mismatch) -> Verdict:
+    def _blame_mismatch(self, wait: _Wait, calls: Sequence[tuple[Call, list[int]]]) -> Verdict:
         """Blame the fewest ranks that have called another collective than the others as one."""
-        (odd, few), *others = found.calls
+        (odd, few), *others = calls
         doing, frame = self._describe(few)
         waiting = sum(len(ranks) for _, ranks in others)
-        wait = _Wait(odd.operation, found.key, found.group, found.sequence)
         text = f"{self._name(few)} {'have' if len(few) > 1 else 'has'}"
-        number = f"#{found.sequence} of {_name_group(found.group)}"
-        is_one_operation = len({call.operation for call, _ in found.calls}) == 1
+        number = f"#{wait.sequence} of {_name_group(wait.group)}"
+        is_one_operation = len({call.operation for call, _ in calls}) == 1
         rest = []
         for call, ranks in others:
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import launcher
-from launcher.watch.heartbeat import read_heartbeat
 from launcher.watch.model import Heartbeat
+from launcher.watch.ranks import read_heartbeat
 from tests.seam import clean_environ
 
 ROOT = Path(launcher.__file__).parents[1]

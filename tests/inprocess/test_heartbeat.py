@@ -16,7 +16,7 @@ import atexit, json, os, resource, signal, sys, time, warnings
 from pathlib import Path
 import launcher
 from launcher.watch.evidence import STACK_SIGNAL
-from launcher.watch.heartbeat import read_heartbeat
+from launcher.watch.ranks import read_heartbeat
 from launcher.watch.procfs import has_open
 
 def show(value):

@@ -66,7 +66,7 @@ BEGIN = f"""
 import gc, io
 from gc import collect as copied_collect
 from pathlib import Path
-from launcher.watch.heartbeat import read_heartbeat
+from launcher.watch.ranks import read_heartbeat
 {HEAD}{WITHOUT_COMPILER}
 import torch.distributed, torch.serialization
 model, seen = torch.nn.Linear(4, 4), []

@@ -266,12 +266,10 @@ def test_names_and_numbers_are_pynvmls() -> None:
 
 
 def test_the_reader_gives_what_is_fresh_and_waits_for_nothing(tmp_path: Path) -> None:
-    plan = {
-        "ranks": [
-            {"local_rank": 0, "gpu": {"index": 3, "uuid": "GPU-2", "pci": "0000:03:00.0"}},
-            {"local_rank": 1, "gpu": None},
-        ]
-    }
+    rest: dict[str, object] = {"cpus": "0", "worker_cpus": "0", "num_workers": 0, "omp_num_threads": 1}
+    rest["memory"] = {"policy": "preferred", "nodes": "0"}
+    gpu = {"index": 3, "uuid": "GPU-2", "pci": "0000:03:00.0"}
+    plan = {"ranks": [{"local_rank": 0, "gpu": gpu, **rest}, {"local_rank": 1, "gpu": None, **rest}]}
     (tmp_path / "plan-n1.json").write_text(json.dumps(plan))
     assert read_planned_gpus(tmp_path, "n1") == {0: GPUS[0]}
     assert read_planned_gpus(tmp_path, "n2") == {}

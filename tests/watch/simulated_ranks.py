@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from launcher.watch.collectives import STEP_ENDS, Mark
+from launcher.watch.flight_recorder import STEP_ENDS, Mark
 from launcher.watch.own_time import StepExcess, subtract_others
 
 LATENCY = 1e-3

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 from launcher.watch import activity, evidence
-from launcher.watch.collectives import ENQUEUED, CollectiveReader, unpack_marks
 from launcher.watch.evidence import gather_node
+from launcher.watch.flight_recorder import ENQUEUED, CollectiveReader, unpack_marks
 from launcher.watch.hang import Pause, decide
-from launcher.watch.heartbeat import read_heartbeat
 from launcher.watch.model import (
     Frame,
     GpuSample,
@@ -40,6 +39,7 @@ from launcher.watch.procfs import (
     read_connection,
     read_socket_bytes,
 )
+from launcher.watch.ranks import read_heartbeat
 from tests.inprocess.hooked import list_heartbeats, make_watched_environ
 from tests.seam import clean_environ
 

@@ -99,19 +99,19 @@ def test_what_the_judging_node_tells(case: dict[str, Any]) -> None:
 
 def look(judge: HangJudge, view: JobView, now: float, evidence: Sequence[NodeEvidence], number: int) -> str:
     """Do what the watcher does at each look, and say what comes of it."""
-    fresh = view.fresh
-    judge.note_pauses(fresh, 20)
+    fresh, ranks = view.fresh, view.ranks
+    judge.note_pauses(ranks, 20)
     if judge.asks and judge.is_answered(fresh, [node.host for node in evidence], now):
-        found = judge.conclude(fresh, (), evidence, 20, now=now, number=number)
+        found = judge.conclude(ranks, fresh, evidence, 20, now=now, number=number)
         if isinstance(found, Hang):
             seconds = round(found.time - found.stalled_since)
             pids = " ".join(f"{rank}={pid}" for rank, pid in found.pids)
             return f"hang {found.number} after step {found.step} for {seconds} s: {found.action} {pids}"
         if found:
             return found.partition(":")[0]
-    elif not judge.asks and judge.should_ask(fresh, 20, now):
+    elif not judge.asks and judge.should_ask(ranks, 20, now):
         return f"asks {judge.ask(now, 7)}"
-    over = judge.find_recovery(fresh, 20)
+    over = judge.find_recovery(ranks, 20)
     return f"hang {over.number} is over" if over and over.recovered else ""
 
 

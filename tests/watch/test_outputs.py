@@ -22,13 +22,13 @@ from launcher.files import open_below
 from launcher.launch import ending
 from launcher.launch.ending import describe_outcome, post_end
 from launcher.runs.run_directory import RunDir
-from launcher.watch import metrics_log, notify
-from launcher.watch.metrics import start_prometheus
-from launcher.watch.metrics_log import (
+from launcher.watch import metrics, notify
+from launcher.watch.metrics import (
     MetricsEvent,
     MetricsLog,
     choose_sample_interval,
     read_metrics,
+    start_prometheus,
     thin_out,
 )
 from launcher.watch.model import (
@@ -383,7 +383,7 @@ def make_log(run: Path, interval: float = 30.0) -> tuple[MetricsLog, list[str]]:
 
 
 def test_a_metrics_file_is_compact_and_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_log, "LARGEST", 1000)
+    monkeypatch.setattr(metrics, "LARGEST", 1000)
     log, _ = make_log(tmp_path)
     odd = replace(REPORT, ranks=(replace(RANK, p50=1 / 3, cpu=float("nan"), notes=("x",)),))
     for report in (odd, *[REPORT] * 9):
@@ -431,15 +431,15 @@ def test_a_full_disk_is_one_warning_and_the_rest_is_kept(
 
 def test_a_stuck_filesystem_stops_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = threading.Event()
-    monkeypatch.setattr(metrics_log, "open_below", lambda *where: stuck.wait(60) and open_below(*where))
+    monkeypatch.setattr(metrics, "open_below", lambda *where: stuck.wait(60) and open_below(*where))
     log, _ = make_log(tmp_path)
-    results = [log.add_event(EVENT) for _ in range(metrics_log.WAITING + 9)]
+    results = [log.add_event(EVENT) for _ in range(metrics.WAITING + 9)]
     log.close(0.01)
     assert results[0] and not results[-1] and log.worker and log.worker.thread.is_alive()
     monkeypatch.undo()
     stuck.set()
     log.close(30)
-    assert not log.worker.thread.is_alive() and len(read_metrics(tmp_path)[0].events) >= metrics_log.WAITING
+    assert not log.worker.thread.is_alive() and len(read_metrics(tmp_path)[0].events) >= metrics.WAITING
 
 
 def test_samples_become_rarer_and_are_left_out_evenly() -> None:

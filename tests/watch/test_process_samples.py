@@ -55,12 +55,6 @@ def sample_until(sampler: Sampler, pids: list[int], is_enough: Callable[[Sample]
     return sample
 
 
-def test_the_first_sample_knows_memory_alone() -> None:
-    found = Sampler().sample([os.getpid()]).ranks[os.getpid()]
-    assert found.rss and found.rss > 1 << 20
-    assert (found.cpu, found.run_delay, found.major_faults) == (None, None, None)
-
-
 def test_a_ranks_children_count_as_its_own() -> None:
     """The child was started by another thread than the main one, and runs on a core with somebody else."""
     cpu = min(os.sched_getaffinity(0))
@@ -96,24 +90,17 @@ def test_cpu_of_a_child_that_has_ended_counts_once() -> None:
         assert found.cpu is not None and 0.25 < found.cpu * elapsed < 2
 
 
-def test_processes_that_are_gone_or_never_were_give_empty_samples() -> None:
-    with running("import time; time.sleep(99)") as rank:
-        sampler = Sampler()
-        assert sampler.sample([rank.pid]).ranks[rank.pid].rss
-    gone = [rank.pid, 0, -1, 1 << 30]
-    assert sampler.sample(gone).ranks == dict.fromkeys(gone, RankSample())
-
-
-def test_a_pid_that_is_used_again_has_no_past() -> None:
+def test_first_samples_know_memory_alone_and_those_of_nobody_are_empty() -> None:
     with running(BUSY) as rank:
         sampler = Sampler()
-        sampler.sample([rank.pid])
-        sampler._before[rank.pid].start -= 1
-        assert sampler.sample([rank.pid]).ranks[rank.pid].cpu is None
-
-
-def test_counters_that_begin_anew_count_from_zero() -> None:
-    assert list_growth({1: 50, 2: 7, 3: 5}, {1: 20, 2: 9, 4: 100}) == [30, 7, 5]
+        for _ in range(2):
+            found = sampler.sample([rank.pid]).ranks[rank.pid]
+            assert found.rss and found.rss > 1 << 20
+            assert (found.cpu, found.run_delay, found.major_faults) == (None, None, None)
+            sampler._before[rank.pid].start -= 1  # the PID is another process's by now
+    gone = [rank.pid, 0, -1, 1 << 30]
+    assert sampler.sample(gone).ranks == dict.fromkeys(gone, RankSample())
+    assert list_growth({1: 50, 2: 7, 3: 5}, {1: 20, 2: 9, 4: 100}) == [30, 7, 5], "a counter was reset"
 
 
 def write(root: Path, files: dict[str, object]) -> None:
@@ -123,38 +110,32 @@ def write(root: Path, files: dict[str, object]) -> None:
         path.write_text(f"{text}\n")
 
 
-def test_networks_physical_ones_and_rdma(tmp_path: Path) -> None:
+def test_networks_are_rdma_devices_and_physical_interfaces_or_all(tmp_path: Path) -> None:
     ib, efa, net = (
         f"sys/class/{name}" for name in ("infiniband/mlx5_0/ports/1", "infiniband/efa_0/ports/1", "net")
     )
-    (tmp_path / net / "eth0/device").mkdir(parents=True)
     files: dict[str, object] = {
         f"{ib}/counters/port_rcv_data": 1000,
         f"{ib}/counters/port_xmit_data": 500,
         f"{efa}/hw_counters/rx_bytes": 10,
         f"{efa}/hw_counters/tx_bytes": 20,
-        f"{net}/eth0/statistics/rx_bytes": 100,
-        f"{net}/eth0/statistics/tx_bytes": 0,
-        f"{net}/docker0/statistics/rx_bytes": 7,
-        f"{net}/docker0/statistics/tx_bytes": 7,
     }
+    for name in ("eth0", "docker0", "lo"):
+        files |= {f"{net}/{name}/statistics/{word}_bytes": 100 for word in ("rx", "tx")}
     write(tmp_path, files)
-    reader = NodeReader(None, str(tmp_path))
-    assert reader.sample([], 0) == (NodeSample(), {})
+    container, node = NodeReader(None, str(tmp_path)), NodeReader(None, str(tmp_path))
+    container.sample([], 0)
+    (tmp_path / net / "eth0/device").mkdir()
+    assert node.sample([], 0) == (NodeSample(), {})
     grown = {name: int(str(value)) + 1000 for name, value in files.items()}
     write(tmp_path, {**grown, f"{net}/eth0/statistics/rx_bytes": 1})
     # A counter that was reset is no negative rate.
-    assert reader.sample([], 2)[0].nic_rates == (("efa_0", 1000.0), ("mlx5_0", 4000.0), ("eth0", 450.5))
+    rates = [("efa_0", 1000.0), ("mlx5_0", 4000.0), ("eth0", 450.5)]
+    assert list(node.sample([], 2)[0].nic_rates) == rates
+    names = [name for name, _ in container.sample([], 2)[0].nic_rates]
+    assert names == ["efa_0", "mlx5_0", "docker0", "eth0"]
     (tmp_path / ib / "counters/port_rcv_data").unlink()
-    assert [name for name, _ in reader.sample([], 2)[0].nic_rates] == ["efa_0", "eth0"]
-
-
-def test_a_containers_only_interface_counts(tmp_path: Path) -> None:
-    for name in ("lo", "eth0"):
-        write(tmp_path, {f"sys/class/net/{name}/statistics/{file}_bytes": 5 for file in ("rx", "tx")})
-    reader = NodeReader(None, str(tmp_path))
-    reader.sample([], 0)
-    assert reader.sample([], 1)[0].nic_rates == (("eth0", 0.0),)
+    assert [name for name, _ in node.sample([], 2)[0].nic_rates] == ["efa_0", "eth0"]
 
 
 PSI = "some avg10={} avg60=0.00 avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=1"

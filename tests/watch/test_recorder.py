@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 
 from launcher.codec import DecodeError
-from launcher.watch.collectives import CollectiveReader, condense, unpack_marks
 from launcher.watch.evidence import parse_stacks
 from launcher.watch.flight_recorder import (
     MOST_CALLS,
+    CollectiveReader,
     ServerError,
+    condense,
     parse_trace,
     parse_wait_counters,
     post_handler,
     read_trace,
+    unpack_marks,
 )
 from launcher.watch.model import Frame, Heartbeat
 

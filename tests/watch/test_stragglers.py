@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launcher.codec import convert
-from launcher.watch.collectives import (
+from launcher.watch.flight_recorder import (
     DURATION,
     ENQUEUED,
     QUICK,

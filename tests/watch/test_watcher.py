@@ -1,16 +1,86 @@
-"""The watcher of a node beside its job: nothing that happens to it, or to its files, stops the job."""
+"""The watcher of a node: what it says of a hang, and that nothing that happens to it stops the job."""
 
 import contextlib
 import json
 import os
 import shutil
 import signal
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.seam import QUICK_AGENT, Started, run_outside, start, wait_for, write_program
+from launcher.watch import job_view
+from launcher.watch.job_view import Exchange, SharedFiles
+from launcher.watch.model import JobState, NodeReport, RankEntry
+from launcher.watch.ranks import RankBook
+from launcher.watch.run_files import hang_path, read_job_state, read_reports, write_job_state
+from tests.seam import QUICK_AGENT, Started, find_run, run_outside, start, wait_for, write_program
+
+HANGS = """
+import time
+import torch
+import torch.distributed as dist
+
+def read_shard():
+    time.sleep(600)  # the hang
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    if step == 3 and dist.get_rank() == 1:
+        read_shard()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_the_console_names_the_rank_the_collective_and_the_line(tmp_path: Path) -> None:
+    program = write_program(tmp_path, HANGS)
+    line = 1 + HANGS[: HANGS.index("# the hang")].count("\n")
+    words = ("nproc_per_node=2", "watch.hang_seconds=6", "binding=none", "name=hang", "--", program)
+    with start(tmp_path, *words) as job:
+        wait_for(lambda: "has not joined" in job.read(), "the verdict", 90, job.read)
+        (told,) = (text for text in job.read().splitlines() if "has not joined" in text)
+        path = find_run(tmp_path)
+        wait_for(lambda: (state := read_job_state(path)) and state.hangs, "the job's state", 30)
+        state = read_job_state(path)
+    assert state is not None and state.state == "hanging"
+    (hang,) = state.hangs
+    verdict = hang.verdict
+    assert (verdict.kind, verdict.ranks, verdict.waiting, hang.step) == ("absent", (1,), 1, 3)
+    assert (verdict.group, verdict.operation) == ("default group", "all_reduce")
+    assert verdict.frame is not None
+    assert (verdict.frame.file, verdict.frame.line, verdict.frame.function) == (program, line, "read_shard")
+    assert verdict.sentence in told and f"it sleeps at program.py:{line}, read_shard" in told
+    folder = hang_path(path, 1)
+    assert json.loads((folder / "verdict.json").read_text())["verdict"]["ranks"] == [1]
+    stacks = [file.read_text() for file in folder.iterdir() if file.suffix == ".txt"]
+    assert any("read_shard" in text for text in stacks)
+
+
+MISMATCH = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.zeros(1000 if dist.get_rank() else 3))
+"""
+
+
+def test_a_mismatch_that_gloo_ends_itself_is_named(tmp_path: Path) -> None:
+    words = ("nproc_per_node=2", "binding=none", "--", write_program(tmp_path, MISMATCH))
+    with start(tmp_path, *words) as job:
+        assert job.wait(120), job.read()
+        (told,) = (text for text in job.read().splitlines() if " failed first: " in text)
+    assert "SIGABRT (signal 6), ranks have called different collectives as one, or one with" in told
+    assert "bytes where " in told and "CUDA" not in told
+
+
+# What happens to it
 
 WORDS = ("nproc_per_node=1", "binding=none", "watch.interval=1")
 PROGRAM = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.05)\n"
@@ -74,3 +144,82 @@ def test_folders_of_launchers_that_were_killed_are_removed(tmp_path: Path) -> No
     finally:
         for folder in (dead, fresh):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+# The run directory's thread: a filesystem that hangs stops it alone, and what it has to say is not lost
+
+REPORT = NodeReport("n0", 0, 2, 0, 100.0, 1, 5.0, ())
+STATE = JobState(100.0, "n0", 0, "running", 1, 1.0, 1.0, 2)
+OTHERS = JobState(200.0, "n1", 0, "hanging", 1, 30.0, 1.0, 2)
+
+
+def test_a_filesystem_that_hangs_is_noticed_and_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_view, "STUCK", 0.1)
+    files, answer = SharedFiles(tmp_path), threading.Event()
+
+    def read_dead_disk() -> None:
+        answer.wait(60)
+
+    files.add_task(read_dead_disk)
+    files.submit(Exchange(REPORT, STATE, reads_all=True))
+    wait_for(lambda: files.is_stuck(time.monotonic()), "the stuck call")
+    assert files.view is None and not files.wait_idle(0.05)
+    answer.set()
+    assert files.wait_idle(10) and not files.is_stuck(time.monotonic())
+    assert files.view and [one.value for one in files.view.reports] == [REPORT]
+
+
+def test_what_cannot_be_written_is_told_and_tried_again(tmp_path: Path) -> None:
+    files = SharedFiles(tmp_path / "later")
+    files.submit(Exchange(REPORT, None, reads_all=False))
+    assert files.wait_idle(10) and "later" in files.trouble
+    (tmp_path / "later").mkdir()
+    files.submit(Exchange(REPORT, None, reads_all=False))
+    assert files.wait_idle(10) and files.trouble == ""
+    assert len(read_reports(tmp_path / "later")) == 1
+
+
+def test_no_exception_ends_the_thread(tmp_path: Path) -> None:
+    """Such as a thread that cannot be started: the node would count as stuck for ever."""
+
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    files = SharedFiles(tmp_path)
+    files.add_task(fail)
+    assert files.wait_idle(10) and files.trouble == "RuntimeError: can't start new thread"
+    files.submit(Exchange(REPORT, None, reads_all=False))
+    assert files.wait_idle(10) and files.view and files.trouble == ""
+
+
+def test_ranks_are_added_while_another_thread_goes_through_them(tmp_path: Path) -> None:
+    book = RankBook(tmp_path, lambda _: None)
+    book.add_ranks([RankEntry(0, 0, 0, 100), RankEntry(1, 1, 0, 101)])
+    others = iter(book.ranks.items())
+    assert next(others)[0] == 0
+    book.add_ranks([RankEntry(2, 2, 0, 102)])
+    assert [rank for rank, _ in others] == [1] and list(book.ranks) == [0, 1, 2]
+
+
+def test_what_another_node_has_told_is_read_before_it_is_replaced(tmp_path: Path) -> None:
+    write_job_state(tmp_path, OTHERS)
+    files = SharedFiles(tmp_path)
+    files.submit(Exchange(REPORT, STATE, reads_all=False))
+    assert files.wait_idle(10) and files.view and files.view.job and files.view.job.value == OTHERS
+    assert read_job_state(tmp_path) == OTHERS
+    files.submit(Exchange(REPORT, STATE, reads_all=False))
+    assert files.wait_idle(10) and read_job_state(tmp_path) == STATE
+
+
+def test_two_nodes_of_one_host_name_notice_each_other(tmp_path: Path) -> None:
+    both = [SharedFiles(tmp_path), SharedFiles(tmp_path)]
+    for number in (1, 2):
+        for node_rank, files in enumerate(both):
+            report = replace(REPORT, node_rank=node_rank, number=number)
+            files.submit(Exchange(report, None, reads_all=False))
+            assert files.wait_idle(10)
+            if number == 1:
+                assert files.twin is None  # what was there before may be of a job before
+    assert [files.twin for files in both] == [1, 0]

@@ -3,7 +3,7 @@
 The file has SIZE bytes: items of 8 bytes in the machine's byte order, integers and floats, then the notes'
 text. Times are CLOCK_MONOTONIC's, which is the same for all processes of a node and does not jump. An item is
 written at once. Those that belong together are written in such an order that a reader between two of them
-finds the values from before, so that there is no lock. `launcher.watch.heartbeat` reads the file.
+finds the values from before, so that there is no lock. `launcher.watch.ranks` reads the file.
 """
 
 from __future__ import annotations
