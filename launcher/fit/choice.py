@@ -8,6 +8,7 @@ for sharded weights; ZeRO-Offload (arXiv:2101.06840) is bound by PCIe and the CP
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import combinations, product
@@ -361,24 +362,22 @@ def _find_least_nodes(training: Training, measure: Measure) -> Change | None:
     """Return the smallest number of nodes with which a job fits, chosen for them; None if none is known."""
     each = training.layout.dp // training.nodes
 
-    def fit_on(nodes: int) -> Change | None:
+    def measure_on(nodes: int) -> Range:
         wider = replace(training, nodes=nodes, layout=replace(training.layout, dp=each * nodes))
-        total = measure(choose_settings(wider, measure))
-        why = f"states are sharded over {nodes} nodes, the fewest that are enough"
-        return Change((f"nodes={nodes}",), why, total) if total.high <= training.capacity else None
+        return measure(choose_settings(wider, measure))
 
-    low, high = training.nodes, 2 * training.nodes
-    while (found := fit_on(high)) is None:
+    def is_enough(nodes: int) -> bool:
+        return measure_on(nodes).high <= training.capacity
+
+    high = 2 * training.nodes
+    while not is_enough(high):
         if high >= MOST_NODES:
             return None
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one := fit_on(middle):
-            high, found = middle, one
-        else:
-            low = middle
-    return found
+        high *= 2
+    between = range(max(training.nodes, high // 2) + 1, high)
+    nodes = max(training.nodes, high // 2) + 1 + bisect_left(between, True, key=is_enough)
+    why = f"states are sharded over {nodes} nodes, the fewest that are enough"
+    return Change((f"nodes={nodes}",), why, measure_on(nodes))
 
 
 # The cheapest changes with which a job fits, each computed by the same estimate as the job itself.
@@ -390,11 +389,33 @@ MOST_ESTIMATES = 250
 MOST_NODES_CHANGED = 1024
 HALVING, TENSOR_SPLIT, MORE_NODES = 0.03, 0.1, 0.4
 """Cost of half the micro-batch, of twice the GPUs that share a layer, of twice the nodes."""
-RECOMPUTING = {"none": 0.0, "selective": 0.04, "full": 0.33}
-SHARDING = {0: 0.0, 1: 0.02, 2: 0.04, 3: 0.1}
+COSTS: dict[str, dict[int | str, tuple[float, str]]] = {
+    "checkpointing": {
+        "none": (0.0, ""),
+        "selective": (0.04, "all but products and attention is computed again in backward: about 4% slower"),
+        "full": (0.33, "each block is computed again in backward: about 33% slower"),
+    },
+    "zero": {
+        0: (0.0, ""),
+        1: (0.02, "optimizer states are sharded over the replicas: up to {:.0%} slower"),
+        2: (0.04, "optimizer states and gradients are sharded over the replicas: up to {:.0%} slower"),
+        3: (
+            0.1,
+            "weights, gradients and optimizer states are sharded over the replicas: up to {:.0%} slower",
+        ),
+    },
+    "offload": {
+        "none": (0.0, ""),
+        "optimizer": (0.5, "optimizer states in CPU memory: bound by PCIe and the CPU, often half as fast"),
+        "parameters": (
+            1.0,
+            "weights and optimizer states in CPU memory: bound by PCIe and the CPU, often half as fast",
+        ),
+    },
+}
+"""Cost and reason of each value of a setting, the one that saves least first; in braces the added cost."""
 EIGHT_BITS = 0.05
 """No time, but other numbers."""
-OFFLOADING = {"none": 0.0, "optimizer": 0.5, "parameters": 1.0}
 ACTIVATION_OFFLOAD = 0.05
 """Of what full checkpointing keeps: next to nothing if the copies hide behind recomputation (torchtune's
 README)."""
@@ -461,81 +482,55 @@ def _add_costs(steps: Sequence[_Step]) -> float:
     return sum(step.cost for step in steps)
 
 
-def _list_ladders(training: Training) -> Iterator[list[_Step]]:
+def _list_ladders(training: Training) -> list[list[_Step]]:
     """Give the steps of each subject, from the one that saves least to the one that saves most."""
-    settings, layout = training.settings, training.layout
-    now = settings.micro_batch
+    settings, layout, now = training.settings, training.layout, training.settings.micro_batch
+
+    def climb(subject: str, current: int | str) -> list[_Step]:
+        base = COSTS[subject][current][0]
+        costs = [(value, cost - base, why) for value, (cost, why) in COSTS[subject].items()]
+        return [_Step(subject, value, cost, why.format(cost)) for value, cost, why in costs if cost > 0]
+
     divisors = [size for size in range(now // 2, 0, -1) if now % size == 0] if now <= 4096 else [1]
-    ladder = []
+    sizes = []
     for size in divisors[:7] + divisors[7:][-1:]:
         cost = HALVING * math.log2(now / size)
         why = f"micro-batch {size} in place of {now}, smaller matrices: about {cost:.0%} slower"
-        ladder.append(_Step("micro_batch", size, cost, why))
-    yield ladder
-    whats = {"selective": "all but products and attention", "full": "each block"}
-    base = RECOMPUTING[settings.checkpointing]
-    yield [
-        _Step(
-            "checkpointing",
-            kind,
-            RECOMPUTING[kind] - base,
-            f"{what} is computed again in backward: about {RECOMPUTING[kind]:.0%} slower",
-        )
-        for kind, what in whats.items()
-        if RECOMPUTING[kind] > base
-    ]
-    states = ("optimizer states", "optimizer states and gradients", "weights, gradients and optimizer states")
-    ladder = []
-    for stage, what in enumerate(states, 1):
-        if stage > layout.zero and (stage == 3 or not training.is_bundled):
-            cost = SHARDING[stage] - SHARDING[layout.zero]
-            why = f"{what} are sharded over the replicas: up to {cost:.0%} slower"
-            ladder.append(_Step("zero", stage, cost, why))
-    yield ladder
+        sizes.append(_Step("micro_batch", size, cost, why))
+    sharding = climb("zero", layout.zero)
+    ladders = [sizes, climb("checkpointing", settings.checkpointing)]
+    ladders.append(sharding[-1:] if training.is_bundled else sharding)
     if not training.free.parallel:  # else the fewest nodes are searched for
         numbers = [(doublings, training.nodes << doublings) for doublings in range(1, 6)]
         why = "states are sharded over {} nodes in place of {}"
-        yield [
+        more = [
             _Step("nodes", nodes, MORE_NODES * doublings, why.format(nodes, training.nodes))
             for doublings, nodes in numbers
             if nodes <= MOST_NODES_CHANGED
         ]
-    if not training.is_bundled:
-        yield from _list_other_ladders(training)
-
-
-def _list_other_ladders(training: Training) -> Iterator[list[_Step]]:
-    """Give the steps of what the bundled program does not have."""
-    settings = training.settings
+        ladders.append(more)
+    if training.is_bundled:  # it has none of the others
+        return ladders
     if settings.optimizer == "adamw":
         why = "AdamW's moments in 8 bits (bitsandbytes, torchao): as fast, other rounding"
-        yield [_Step("optimizer", "adamw8bit", EIGHT_BITS, why)]
-    base = OFFLOADING[settings.offload]
-    whats = {"optimizer": "optimizer states", "parameters": "weights and optimizer states"}
-    why = "in CPU memory: bound by PCIe and the CPU, often half as fast"
-    yield [
-        _Step("offload", kind, OFFLOADING[kind] - base, f"{what} {why}")
-        for kind, what in whats.items()
-        if OFFLOADING[kind] > base
-    ]
+        ladders.append([_Step("optimizer", "adamw8bit", EIGHT_BITS, why)])
+    ladders.append(climb("offload", settings.offload))
     if settings.lora and settings.quantization == "none":
         why = "the frozen weights in 4 bits (QLoRA): slower products"
-        yield [_Step("quantization", "nf4", QUANTIZING, why)]
-    if (
-        settings.checkpointing == "full" and not settings.activation_offload
-    ):  # all of them are too much to copy
+        ladders.append([_Step("quantization", "nf4", QUANTIZING, why)])
+    if settings.checkpointing == "full" and not settings.activation_offload:  # all are too much to copy
         why = "the blocks' inputs are in CPU memory between forward and backward: bound by PCIe"
-        yield [_Step("activation_offload", True, ACTIVATION_OFFLOAD, why)]
+        ladders.append([_Step("activation_offload", True, ACTIVATION_OFFLOAD, why)])
     if not settings.optimizer_in_backward and settings.accumulation == 1 and not settings.lora:
         why = "each gradient is freed at once: none is clipped by the norm of all"
-        yield [_Step("optimizer_in_backward", True, IN_BACKWARD, why)]
-    ladder, size = [], training.layout.tp * 2
+        ladders.append([_Step("optimizer_in_backward", True, IN_BACKWARD, why)])
+    splits, size = [], layout.tp * 2
     while size <= training.gpus_per_node:
-        cost = TENSOR_SPLIT * math.log2(size / training.layout.tp)
+        cost = TENSOR_SPLIT * math.log2(size / layout.tp)
         why = f"each layer is split over {size} GPUs of a node: about {cost:.0%} slower"
-        ladder.append(_Step("tp", size, cost, why))
+        splits.append(_Step("tp", size, cost, why))
         size *= 2
-    yield ladder
+    return [*ladders, splits]
 
 
 def _apply_steps(training: Training, steps: Sequence[_Step]) -> Training | None:

@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.doctor.model import GpuFacts, GpuProcess, Unchecked
+from launcher.plan.devices import resolve_visible
+from launcher.plan.model import Gpu
 from launcher.probe.gpus import is_open, list_cards, read_amd, read_driver
 from launcher.probe.nvml import Nvml, NvmlGpu, as_text
-from launcher.probe.sysfs import Tree, parse_number
+from launcher.probe.sysfs import Tree
 
 RECOVERY_ACTION = 230
 """NVML_FI_DEV_GET_GPU_RECOVERY_ACTION of nvml.h."""
@@ -164,24 +166,12 @@ def _list_peers(opened: dict[int, NvmlGpu], index: int, gpus: tuple[GpuFacts, ..
 
 
 def _choose_visible(gpus: Sequence[GpuFacts], wanted: Wanted) -> tuple[GpuFacts, ...]:
-    """Return the job's GPUs; those whose address NVML does not tell stay, since they may be among them."""
-    wanted = _list_visible(gpus, wanted) if isinstance(wanted, str) else wanted
-    return tuple(gpu for gpu in gpus if wanted is None or not gpu.pci or gpu.pci in wanted)
+    """Return the job's GPUs; those whose address NVML does not tell stay, since they may be among them.
 
-
-def _list_visible(gpus: Sequence[GpuFacts], visible: str) -> frozenset[str]:
-    """Return the PCI addresses of the GPUs that CUDA_VISIBLE_DEVICES names; all if it names MIG instances.
-
-    As CUDA has it, what follows an entry that names no GPU does not count (CUDA Programming Guide).
+    All if CUDA_VISIBLE_DEVICES names MIG instances.
     """
-    found: set[str] = set()
-    for entry in visible.split(","):
-        name = entry.strip()
-        if name.startswith("MIG"):
-            return frozenset(gpu.pci for gpu in gpus)
-        number, is_uuid = parse_number(name), len(name) > len("GPU-")
-        named = [gpu for gpu in gpus if number == gpu.index or (is_uuid and gpu.uuid.startswith(name))]
-        if len(named) != 1:
-            break
-        found.add(named[0].pci)
-    return frozenset(found)
+    if isinstance(wanted, str):
+        known = tuple(Gpu(gpu.index, gpu.uuid, gpu.pci) for gpu in gpus)
+        shown = resolve_visible(known, {"CUDA_VISIBLE_DEVICES": wanted})
+        wanted = None if wanted.startswith("MIG") else {gpu.pci for gpu in shown.devices}
+    return tuple(gpu for gpu in gpus if wanted is None or not gpu.pci or gpu.pci in wanted)

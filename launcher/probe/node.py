@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Generic, NoReturn, TypeVar
 
 from launcher.doctor.model import Facts, KernelXid, PathFacts, Unchecked
+from launcher.doctor.node import WRITTEN
 from launcher.errors import MachineError
 from launcher.probe.cpus import STATUS, read_cpu_sets
 from launcher.probe.gpu_facts import Wanted, read_gpu_facts
@@ -35,8 +36,6 @@ SHORTEST = 0.3
 """Seconds over which the load is measured at least: the kernel counts hundredths."""
 IDLE, WAITING = 3, 4
 """Columns of /proc/stat that are no work; of the rest, `guest` (8, 9) is contained in `user`."""
-WRITTEN = ("run directory", "checkpoints", "temporary directory")
-"""Purposes of directories that the job writes to."""
 SAMPLE = bytes(4096)
 """What is written on trial: a block, which takes space where an empty file would not."""
 STATES = {
@@ -145,6 +144,7 @@ def read_node_facts(
     limits, memory = read_limits(tree), tree.read_meminfo()
     memory_kib = min(memory.get("MemTotal", 0), limits.memory_kib or sys.maxsize)
     free_kib = memory.get("MemAvailable")
+    space = os.statvfs(SHM) if tree.is_real and os.path.isdir(SHM) else None
     torch, torch_cuda = torch_answer.value or ("", "")
     driver = DRIVER_VERSION.search((tree.read("proc/driver/nvidia/version") or "").partition("\n")[0])
     return Facts(
@@ -163,21 +163,12 @@ def read_node_facts(
         memory_kib=memory_kib,
         free_memory_kib=None if free_kib is None else min(free_kib, memory_kib),
         shm_kib=limits.shm_kib,
-        free_shm_kib=_read_free_shm(tree),
+        free_shm_kib=space.f_bavail * space.f_frsize // 1024 if space else None,
         load=_measure_load(tree, cpus, before),
         unchecked=tuple(unchecked),
         seconds=round(time.monotonic() - begin, 3),
         **gpu_fields,
     )
-
-
-def _read_free_shm(tree: Tree) -> int | None:
-    """Free space of the running machine's /dev/shm in KiB."""
-    try:
-        found = os.statvfs(SHM) if tree.is_real else None
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize // 1024 if found else None
 
 
 def _read_others_time(tree: Tree, cpus: frozenset[int]) -> tuple[float, float] | None:
