@@ -6,67 +6,42 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.plan.model import Cache, Cpu, Gpu, Machine, Nic, NumaNode
+from launcher.plan.model import Cache, Machine, Nic
 from launcher.probe import machine as machine_module
 from launcher.probe.machine import locate_malloc, probe
 from launcher.probe.sysfs import Tree
-from tests.plan.lab_machines import NAMES, Data, fsroot, load
+from tests.plan.lab_machines import NAMES, Data, convert, fsroot, load
 
 from .machine_trees import find_path, short_lived, write_small
 
 
 def expect(description: Data) -> Machine:
-    """The machine that a description means."""
-    m = fsroot.Description(description)
-    gib = {entry["id"]: entry.get("gib", 64) for entry in description["numa"]}
-    uuid = "GPU-{:08x}-1111-2222-3333-{:012x}"
+    """The machine that a description means, with what the planner's tests do without."""
+    lab, made = fsroot.Description(description), convert(description)
     tail = fsroot.hash_name(description["name"]) % 16**12
-    return Machine(
-        cpus=tuple(
-            Cpu(
-                id=cpu,
-                core=min(m.siblings(cpu)),
-                package=m.package[m.node_of(cpu)],
-                node=m.node_of(cpu),
-                l3=min(m.l3(cpu)),
-            )
-            for cpu in sorted(m.online)
-        ),
-        nodes=tuple(
-            NumaNode(
-                id=node,
-                memory_kib=gib[node] << 20,
-                normal=m.kind[node] != "gpu" and gib[node] > 0,
-                distances=tuple((other, m.slit(node, other)) for other in sorted(m.nodes)),
-            )
-            for node in sorted(m.nodes)
-        ),
-        gpus=tuple(
-            Gpu(
-                index=index,
-                uuid=gpu.get("uuid") or uuid.format(index, tail),
-                pci=gpu["bdf"],
-                node=gpu["numa"] if gpu["numa"] >= 0 else None,
-                local_cpus=frozenset(m.nodes[gpu["numa"]] & m.online if gpu["numa"] >= 0 else m.online),
-                name=gpu["model"],
-                path=find_path(gpu),
-            )
-            for index, gpu in enumerate(m.gpus)
-        ),
-        allowed_cpus=frozenset(m.allowed & m.online),
-        allowed_mems=frozenset(m.allowed_mems),
-        isolated=frozenset(m.isolated),
-        nics=tuple(
-            Nic(nic["name"], nic["bdf"], nic["numa"] if nic["numa"] >= 0 else None, find_path(nic))
-            for nic in m.nics
-        ),
-        caches=tuple(Cache(lowest, 3, 32768) for lowest in sorted({min(m.l3(cpu)) for cpu in m.online})),
-        memory_kib=sum(gib[node] << 20 for node in m.nodes if m.kind[node] != "gpu"),
+    gpus = [
+        replace(
+            gpu, uuid=entry.get("uuid") or f"GPU-{at:08x}-1111-2222-3333-{tail:012x}", path=find_path(entry)
+        )
+        for at, (gpu, entry) in enumerate(zip(made.gpus, lab.gpus, strict=True))
+    ]
+    nics = [
+        Nic(nic["name"], nic["bdf"], nic["numa"] if nic["numa"] >= 0 else None, find_path(nic))
+        for nic in lab.nics
+    ]
+    return replace(
+        made,
+        nodes=tuple(replace(node, normal=node.normal and node.memory_kib > 0) for node in made.nodes),
+        gpus=tuple(gpus),
+        nics=tuple(nics),
+        caches=tuple(Cache(lowest, 3, 32768) for lowest in sorted({cpu.l3 for cpu in made.cpus})),
+        memory_kib=sum(node.memory_kib for node in made.nodes if lab.kind[node.id] != "gpu"),
     )
 
 

@@ -136,42 +136,21 @@ def test_notes_of_one_text_become_one_warning(tmp_path: Path) -> None:
     assert second == "nothing else"
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("0", 0), ("18446744073709551615", 2**64 - 1), ("-1", None), ("", None), (None, None), ("1e3", None),
-     ("\u0663", None), ("9" * 21, None), ("1_0", None), ("+1", None), (" 1", None)],
-)  # fmt: skip
-def test_a_number_is_as_the_kernel_prints_it(text: str | None, number: int | None) -> None:
-    assert parse_number(text) == number
-
-
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        ("MemTotal:       24684084 kB\nMemFree: 1 kB", {"MemTotal": 24684084, "MemFree": 1}),
-        ("Node 0 MemTotal:       5204172 kB", {"MemTotal": 5204172}),
-        ("MemTotal:\nMemFree: much", {}),
-    ],
-)
-def test_sizes_of_memory(text: str, sizes: dict[str, int], tmp_path: Path) -> None:
-    put(tmp_path, "meminfo", text)
+def test_numbers_sizes_and_addresses_are_as_the_kernel_prints_them(tmp_path: Path) -> None:
+    numbers = {"0": 0, "18446744073709551615": 2**64 - 1}
+    for text in ("0", "18446744073709551615", "-1", "", None, "1e3", "\u0663", "9" * 21, "1_0", "+1", " 1"):
+        assert parse_number(text) == numbers.get(text or "")
+    memory = "MemTotal:       24684084 kB\nMemFree: 1 kB\nNode 0 MemUsed:       5204172 kB\nA:\nB: much"
+    put(tmp_path, "meminfo", memory)
+    sizes = {"MemTotal": 24684084, "MemFree": 1, "MemUsed": 5204172}
     assert Tree(tmp_path).read_meminfo("meminfo") == sizes
-
-
-@pytest.mark.parametrize(
-    ("text", "sysfs"),
-    [
-        ("0000:07:00.0", "0000:07:00.0"), ("00000000:0F:00.0", "0000:0f:00.0"),
-        ("00010000:00:04.0", "10000:00:04.0"), ("10000:00:04.1", "10000:00:04.1"),
-        ("0000:C1:1f.7", "0000:c1:1f.7"), ("0008:01:00", "0008:01:00.0"),
-        *((text, None) for text in (
-            "", "07:00.0", "0000:07:20.0", "0000:07:00.8", "0000:100:00.0", "x:07:00.0", "-1:0:0.0",
-            "0:0:0:0",
-        )),
-    ],
-)  # fmt: skip
-def test_every_spelling_of_an_address_becomes_the_one_of_sysfs(text: str, sysfs: str | None) -> None:
-    assert normalise_pci(text) == sysfs
+    addresses = {
+        "0000:07:00.0": "0000:07:00.0", "00000000:0F:00.0": "0000:0f:00.0", "0008:01:00": "0008:01:00.0",
+        "00010000:00:04.0": "10000:00:04.0", "10000:00:04.1": "10000:00:04.1", "0000:C1:1f.7": "0000:c1:1f.7",
+    }  # fmt: skip
+    odd = ("", "07:00.0", "0000:07:20.0", "0000:07:00.8", "0000:100:00.0", "x:07:00.0", "-1:0:0.0", "0:0:0:0")
+    for text in (*addresses, *odd):
+        assert normalise_pci(text) == addresses.get(text)
 
 
 @pytest.mark.parametrize(
