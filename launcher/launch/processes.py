@@ -199,13 +199,13 @@ def adopt_orphans() -> None:
     call_prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def prepare_agent(parent: int, ignored: Iterable[int]) -> None:
-    """Ask for SIGTERM when the parent dies, and ignore signals; for the child, between fork and exec."""
+def prepare_agent(parent: int, ignored: Iterable[int], end: signal.Signals = signal.SIGTERM) -> None:
+    """Ask for a signal when the parent dies, and ignore others; for the child, between fork and exec."""
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
-    call_prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    call_prctl(PR_SET_PDEATHSIG, end)
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), end)
 
 
 def call_prctl(option: int, value: int) -> None:

@@ -5,7 +5,6 @@ child that is killed at its limit, and answers twice on stdout.
 """
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -21,6 +20,7 @@ from typing import NoReturn, TextIO
 from launcher.codec import DecodeError, convert, load, parse_json
 from launcher.doctor.model import Facts, Unchecked
 from launcher.doctor.work import name_pair, plan_pairs
+from launcher.launch.processes import prepare_agent
 from launcher.preflight.checks import NodeAnswer, PreflightRequest, read_lines
 from launcher.probe.node import read_node_facts
 from launcher.programs.measurement import GpuIdentity, Measurement
@@ -47,7 +47,6 @@ main()
 """The ranks' interpreter may have no `launcher`: it finds this one, after all that it has itself."""
 NO_TORCH = 78
 PACKAGES = Path(__file__).parents[2]
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -183,7 +182,7 @@ def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()
             cwd="/",
             env={**os.environ, "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
             start_new_session=True,
-            preexec_fn=lambda: _be_killed_with(parent),  # noqa: PLW1509 - no other thread runs here
+            preexec_fn=lambda: prepare_agent(parent, (), signal.SIGKILL),  # noqa: PLW1509 - no other thread runs here
         )
     except OSError as error:
         return ChildWork(problem=f"{python} cannot be run ({error.strerror})")
@@ -207,13 +206,6 @@ def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()
     elif code:
         work.problem = f"it ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}{last}"
     return work
-
-
-def _be_killed_with(parent: int) -> None:
-    """Have the kernel kill this process, a child between fork and exec, if its parent is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was killed before
-        os._exit(1)
 
 
 def _rename_gpus(result: Measurement, gpus: Sequence[GpuIdentity], facts: Facts) -> Measurement:

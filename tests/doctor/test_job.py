@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -152,25 +153,5 @@ def test_pairs_that_say_nothing() -> None:
         nodes = [convert(Facts, {"host": "n1", "node_rank": 0, "time": 0.0, "work": work})]
         assert judge(HOSTS, nodes) == []
     for value, expected in ((3.0, []), (None, [("n2", "pairs.bad_node", "error")])):
-        nodes = [
-            convert(
-                Facts,
-                {
-                    "host": node.host,
-                    "node_rank": 0,
-                    "time": 0.0,
-                    "boot_id": "same",
-                    "work": [
-                        {
-                            "measure": one.measure,
-                            "where": one.where,
-                            "value": one.value,
-                            "problem": one.problem,
-                        }
-                        for one in node.work
-                    ],
-                },
-            )
-            for node in measure_pairs(HOSTS, {"n2"}, value)
-        ]
+        nodes = [replace(node, boot_id="same") for node in measure_pairs(HOSTS, {"n2"}, value)]
         assert judge(HOSTS, nodes) == expected
