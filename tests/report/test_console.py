@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import select
-import subprocess
 import sys
 import termios
 import threading
@@ -28,7 +27,6 @@ from launcher.report.viewer import OutputViewer, Stream, ViewOptions
 from launcher.runs.progress import Progress
 from launcher.runs.rank_logs import Chunk, Follower
 from launcher.runs.run_directory import RunDir
-from tests.seam import clean_environ
 
 CHUNKS = [Chunk(0, "out", b"zero\n"), Chunk(0, "err", b"zero's stderr\n"), Chunk(1, "out", b"one\n")]
 
@@ -215,47 +213,53 @@ def keep_erasing(found: re.Match[str]) -> str:
     return found[0] if found[0].endswith("K") else ""
 
 
-SHOW = """
-import sys, time
-from launcher.report import console as module
-from launcher.report.console import JobConsole
-from launcher.report.viewer import ViewOptions
-from launcher.runs.rank_logs import Chunk
-module.REDRAW = 0
-console = JobConsole(ViewOptions("rank0", lambda _: "h"))
-for number in (10, 20, 30):
-    line = f"step {number}/40 loss {5 - number / 10} tokens/s 1234{number} tflops 0.0123 mfu 12.3% lr 0.1"
-    console.show_chunk(Chunk(0, "out", line.encode() + b"\\n"))
-    console.tick()
-EXTRA
-console.print_own_line("between [bold]")
-console.close()
-console.print_own_line("after")
-"""
+@dataclass(slots=True)
+class Memory(Stream):
+    """A stream that keeps what is written; one with a width is a terminal."""
+
+    width: int = 0
+    data: bytearray = field(default_factory=bytearray)
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    @property
+    def is_screen(self) -> bool:
+        return bool(self.width)
+
+    @property
+    def columns(self) -> int:
+        return self.width
+
+    def is_same_file(self, other: Stream) -> bool:
+        return self is other
 
 
-def on_terminal(script: str, *, stdout: int | None = None, **variables: str) -> str:
-    """What a script writes to a pseudo-terminal, its stdout elsewhere where that is given."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(ours, (30, int(variables.get("COLUMNS", 100))))
-    environ = {**clean_environ(), "TERM": "xterm", **variables}
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdin=theirs,
-        stdout=theirs if stdout is None else stdout,
-        stderr=theirs,
-        env=environ,
-    )
-    os.close(theirs)
-    seen, deadline = b"", time.monotonic() + 30
-    while time.monotonic() < deadline and select.select([ours], [], [], 30)[0]:
-        try:
-            seen += os.read(ours, 65536)
-        except OSError:  # Linux says EIO when the other side is closed
-            break
-    os.close(ours)
-    assert process.wait(30) == 0, seen
-    return seen.decode()
+class OnTerminal:
+    """A console on a terminal of 100 columns that has shown three steps; `out` is its stdout."""
+
+    def __init__(self, out: Memory | None = None, encoding: str = "utf-8") -> None:
+        self.screen = Memory("stderr", None, width=100)
+        rich = Console(file=io.TextIOWrapper(io.BytesIO(), encoding), width=100, force_terminal=True)
+        options = ViewOptions("rank0", lambda _: "h")
+        self.console = JobConsole(options, console=rich, out=out or self.screen, err=self.screen)
+        for number in (10, 20, 30):
+            self.show(f"step {number}/40 loss {5 - number / 10} tokens/s 1234{number} tflops 0.01 lr 0.1\n")
+
+    def show(self, text: str, stream: str = "out") -> None:
+        self.console.show_chunk(Chunk(0, stream, text.encode()))
+        self.console.drawn = 0.0
+        self.console.tick()
+
+    @property
+    def rows(self) -> list[str]:
+        return rows_of(self.screen.data.decode())
+
+    @property
+    def bars(self) -> list[str]:
+        """The states that the bar has had."""
+        plain = ESCAPES.sub(keep_erasing, self.screen.data.decode())
+        return [piece for piece in re.split(r"\r\x1b\[K|\n", plain) if BAR.match(piece)]
 
 
 def rows_of(seen: str, columns: int = 100) -> list[str]:
@@ -266,23 +270,19 @@ def rows_of(seen: str, columns: int = 100) -> list[str]:
     return [row.rstrip() for row in screen.display if row.strip()]
 
 
-def find_bars(seen: str) -> list[str]:
-    """The states that the bar has had."""
-    return [piece for piece in re.split(r"\r\x1b\[K|\n", ESCAPES.sub(keep_erasing, seen)) if BAR.match(piece)]
-
-
 def test_on_a_terminal_there_is_a_bar_with_step_loss_and_tokens() -> None:
-    seen = on_terminal(SHOW.replace("EXTRA", ""))
-    bars = find_bars(seen)
-    assert "step 30/40" in bars[-1] and "loss 2.0" in bars[-1] and "tokens/s 123430" in bars[-1]
-    assert "lr 0.1" not in bars[-1]
-    *steps, between, after = rows_of(seen)
-    assert [step[:23] for step in steps] == [
-        "[h:0] step 10/40 loss 4",
-        "[h:0] step 20/40 loss 3",
-        "[h:0] step 30/40 loss 2",
-    ]
+    terminal = OnTerminal()
+    assert "step 30/40" in terminal.bars[-1] and "loss 2.0" in terminal.bars[-1]
+    assert "tokens/s 123430" in terminal.bars[-1] and "lr 0.1" not in terminal.bars[-1]
+    assert terminal.rows[-1].startswith("step 30/40")
+    terminal.console.print_own_line("between [bold]")
+    terminal.console.close()
+    terminal.console.print_own_line("after")
+    *steps, between, after = terminal.rows
+    assert [step.split(" lo")[0] for step in steps] == [f"[h:0] step {n}/40" for n in (10, 20, 30)]
     assert (between, after) == ("launch: between [bold]", "launch: after"), "the bar is gone"
+    plain = OnTerminal(encoding="ascii").bars[-1]
+    assert plain.startswith("step 30/40 --") and plain.isascii()
 
 
 def test_bar_and_time_stay_in_their_columns_and_metrics_are_whole() -> None:
@@ -315,60 +315,38 @@ def test_the_time_left_is_known_of_a_program_that_takes_minutes_for_a_step() -> 
     assert [row[-7:] for row in rows] == ["-:--:--", "0:16:00", "0:14:00"]
 
 
-def test_with_stdout_in_a_file_the_lines_go_there_and_the_bar_to_the_terminal(tmp_path: Path) -> None:
-    with (tmp_path / "out").open("wb") as file:
-        seen = on_terminal(SHOW.replace("EXTRA", ""), stdout=file.fileno())
-    assert "step 30/40" in seen and "[h:0]" not in seen
-    lines = (tmp_path / "out").read_text().splitlines()
+def test_with_stdout_in_a_file_the_lines_go_there_and_the_bar_to_the_terminal() -> None:
+    out = Memory("stdout", None)
+    (bar,) = OnTerminal(out).rows
+    assert bar.startswith("step 30/40")
+    lines = out.data.decode().splitlines()
     assert [line.split(" lo")[0] for line in lines] == [f"[h:0] step {n}/40" for n in (10, 20, 30)]
 
 
-@pytest.mark.parametrize(
-    ("printed", "stays"),
-    [
-        *((r"\r 5%\n", False), (r"\x1b[1A\n", False), (r"\x1b7\n", False)),
-        (r"\x1b[1;31mred\x1b[0m\r\n", True),
-    ],
-)
-def test_the_bar_gives_way_to_one_of_the_programs_for_good(printed: str, stays: bool) -> None:
-    """Colours and DOS lines are none."""
-    extra = f"""
-console.show_chunk(Chunk(0, "err", b"{printed}"))
-console.show_chunk(Chunk(0, "out", b"step 35/40 loss 1\\n"))
-console.tick()
-"""
-    bars = find_bars(on_terminal(SHOW.replace("EXTRA", extra)))
-    assert ("step 35/40" in bars[-1]) is stays and any("step 30/40" in bar for bar in bars)
+def test_the_bar_gives_way_to_what_the_program_draws() -> None:
+    """Colours and DOS lines are none; while a line is unfinished there is no bar."""
+    for printed in ("\r 5%\n", "\x1b[1A\n", "\x1b7\n", "\x1b[1;31mred\x1b[0m\r\n", "name? "):
+        terminal = OnTerminal()
+        terminal.show(printed, "err")
+        terminal.show("step 35/40 loss 1\n")
+        assert ("step 35/40" in terminal.bars[-1]) is ("red" in printed), printed
+    assert terminal.rows[-2:] == ["[h:0] step 35/40 loss 1", "[h:0] name?"]
 
 
-def test_while_a_line_is_unfinished_there_is_no_bar() -> None:
-    extra = """
-console.show_chunk(Chunk(0, "out", b"name? "))
-time.sleep(0.05)
-console.tick()
-console.show_chunk(Chunk(0, "err", b"step 35/40 loss 1\\n"))
-console.tick()
-print(end="ASKING", flush=True)
-"""
-    before = on_terminal(SHOW.replace("EXTRA", extra)).split("ASKING")[0]
-    assert rows_of(before)[-2:] == ["[h:0] step 35/40 loss 1", "[h:0] name?"]
-
-
-def test_an_ascii_terminal_a_dumb_one_and_none(tmp_path: Path) -> None:
-    show = SHOW.replace("EXTRA", "")
-    ascii_only = on_terminal(show, PYTHONIOENCODING="ascii")
-    assert "step 30/40" in ascii_only and ascii_only.isascii() and "\\u" not in ascii_only
-    seen = on_terminal(show, TERM="dumb")
-    assert "[h:0] step 30/40" in seen and "\x1b[" not in seen
-    done = subprocess.run(
-        [sys.executable, "-c", show],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=clean_environ(),
-        timeout=60,
-    )
-    assert done.stdout.count("step") == 3 and done.stderr == "launch: between [bold]\nlaunch: after\n"
+def test_a_dumb_terminal_and_a_pipe_are_no_screens(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    termios.tcsetwinsize(theirs, (30, 77))
+    assert Stream("stderr", theirs).is_screen and Stream("stderr", theirs).columns == 77
+    monkeypatch.setenv("TERM", "dumb")
+    assert not Stream("stderr", theirs).is_screen
+    monkeypatch.setenv("TERM", "xterm")
+    os.close(ours)
+    os.close(theirs)
+    reading, writing = os.pipe()
+    assert not Stream("stdout", writing).is_screen and Stream("stdout", writing).columns == 0
+    os.close(reading)
+    os.close(writing)
 
 
 A, B = Source(0, "out", b"[h:0] "), Source(1, "out", b"[h:1] ")
@@ -376,22 +354,8 @@ ALONE, ALONE_ERR = Source(0, "out", b""), Source(0, "err", b"")
 OURS, FOOTER = Source(-1, "ours", b""), Source(-1, "footer", b"")
 
 
-@dataclass(slots=True)
-class Memory(Stream):
-    """A stream that keeps what is written; as a terminal it has a width."""
-
-    data: bytearray = field(default_factory=bytearray)
-
-    def write(self, data: bytes) -> None:
-        self.data += data
-
-    @property
-    def columns(self) -> int:
-        return 40
-
-
 def put_all(sink: Sink, *pieces: tuple[Source, bytes]) -> bytes:
-    stream = Memory("stdout", None)
+    stream = Memory("stdout", None, width=40)
     for source, data in pieces:
         if source is OURS:
             sink.write_message(stream, data)
