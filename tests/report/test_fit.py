@@ -3,6 +3,7 @@
 import io
 import re
 from dataclasses import replace
+from pathlib import Path
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -56,30 +57,7 @@ REPORT = FitReport(
     ),
     "1 run had 97% of the computed memory",
 )
-WIDE = """\
-memory of each GPU (NVIDIA H100 80GB HBM3, 79.6 GiB): does not fit; 95.5 GiB at least
-llama7b, 6,738,415,616 parameters, dp 8 by ddp, mixed, adamw, micro-batch 8 x 4096 tokens, global batch 64
-GiB                 low  expected   high
-weights            25.0      25.1   25.1  fp32
-optimizer states   50.0      50.2   50.2  two moments in fp32
-activations        20.0      22.0   25.0  34 bytes of each token and layer
-context             0.5       0.8    1.0
-total              95.5      98.0  101.3
-capacity           79.6      79.6   79.6
-headroom          -21.7     -18.4  -15.9
-it fits with one of these:
-  parallel.zero=3  (at most 42.0 GiB)
-    weights are sharded: up to 10% slower
-each node      needed        has
-CPU cores          28        112  8 x (1 + 2 workers) + 4
-CPU memory  637.0 GiB  256.0 GiB  the GPUs' sum: too little, ask for more
-/dev/shm      0.3 GiB          ?
-warning: the vocabulary is odd: set 32000 (up to 5%)
-expected speed: 3.1 s to 4.2 s a step of 262,144 tokens, 346 to 494 TFLOPS a GPU, MFU 35% to 50%; peak 989\
- TFLOPS (NVIDIA H100 data sheet)
-1e+12 tokens: 46.3 days to 59.0 days, 8,900 to 11,300 GPU-hours
-1 run had 97% of the computed memory
-"""
+WIDE = (Path(__file__).parents[1] / "data/fit_report.txt").read_text()
 
 
 def show(report: FitReport, width: int, *, terminal: bool = False) -> str:

@@ -1,6 +1,7 @@
 """What a trial says: what its ranks measured, and what they printed of allocations that failed."""
 
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,34 +72,14 @@ def test_no_record_at_all_and_a_damaged_one(tmp_path: Path) -> None:
         read_records(tmp_path)
 
 
-MEMORY_ERRORS = """\
-torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
-[rank1]: torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB
-RuntimeError: CUDA error: out of memory
-RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you
-RuntimeError: [enforce fail at alloc_cpu.cpp:83] . DefaultCPUAllocator: not enough memory: you
-RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`
-numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8.00 PiB for an array
-MemoryError
-terminate called after throwing an instance of 'std::bad_alloc'
-OSError: [Errno 12] Cannot allocate memory
-\x1b[31mskipped a batch: CUDA out of memory. Tried to allocate\x1b[0m
-""".splitlines()
-OTHER_LINES = """\
-step 12 loss 2.31 memory 12 GiB
-no handler for out-of-memory is set
-expandable_segments:True may avoid memory fragmentation
-train.py: error: unrecognized arguments: --batchsize 8
-AssertionError: batch must divide 48
-raise MyMemoryErrorHandler
-""".splitlines()
+LINES = tomllib.loads(Path(__file__).with_name("memory_errors.toml").read_text())
 
 
 def test_memory_that_ran_out_is_seen() -> None:
-    for line in MEMORY_ERRORS:
-        found = find_memory_error([*OTHER_LINES, line, "torch.OutOfMemoryError: a later one"])
+    for line in LINES["memory_ran_out"]:
+        found = find_memory_error([*LINES["others"], line, "torch.OutOfMemoryError: a later one"])
         assert found and len(found) <= 120 and "later" not in found and "\x1b" not in found, line
-    assert find_memory_error(OTHER_LINES) == ""
+    assert find_memory_error(LINES["others"]) == ""
 
 
 def test_sequences_are_those_of_all_ranks_and_micro_steps() -> None:
