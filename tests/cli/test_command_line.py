@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from launcher.cli.arguments import parse_command
+from launcher.errors import UsageError
 from tests.cli.make_runs import make_run
 from tests.data_files import DATA
 from tests.golden.outputs import path_of
@@ -36,6 +37,9 @@ def test_where_the_program_begins(files: Path) -> None:
             command = parse_command(f"{first}{line}".split())
             found = (command.verb, " ".join(command.words), command.program)
             assert found == (verb, words, tuple(program[0].split()) if program else None), line
+    # A verb is no program, even if there is a file of its name.
+    with pytest.raises(UsageError, match="plan is a verb, which stands first"):
+        parse_command(["nodes=2", "plan"])
 
 
 def test_a_program_without_dashes_is_the_one_with_them(launch: Launch, files: Path) -> None:

@@ -84,6 +84,13 @@ def test_an_earlier_snapshot_is_replaced_and_keeps_its_mode(launch: Launch, odd:
     assert sorted(path.name for path in here.iterdir()) == ["a.json", "link.json"]
 
 
+def test_a_file_that_is_no_snapshot_stays(launch: Launch, odd: str, here: Path) -> None:
+    for text in ("a poem", "[]", '{"kind": "run"}'):
+        (here / "a.json").write_text(text)
+        launch("topo", "save=a.json", odd).assert_error(2, "save=a.json is there already")
+        assert (here / "a.json").read_text() == text
+
+
 def test_a_new_snapshot_can_be_read_by_the_team_and_an_empty_file_is_filled(
     launch: Launch, odd: str, here: Path
 ) -> None:
