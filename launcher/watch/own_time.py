@@ -144,12 +144,15 @@ def _find_synchronous(arrivals: _Arrivals, *, durations: bool) -> set[_Place]:
 
 
 def _measure_spread(values: Mapping[int, Sequence[float]]) -> float:
-    """Return the mean over ranks of the median distance from a rank's own median."""
-    total = 0.0
-    for own in values.values():
-        middle = median(own)
-        total += median(abs(value - middle) for value in own)
-    return total
+    """Return the sum over ranks of the median distance from a rank's own median."""
+    return sum(map(_measure_deviation, values.values()))
+
+
+def _measure_deviation(values: Iterable[float]) -> float:
+    """Return the median absolute deviation of values."""
+    known = tuple(values)
+    middle = median(known)
+    return median(abs(value - middle) for value in known)
 
 
 def _align_clocks(arrivals: _Arrivals, hosts: Mapping[int, str]) -> None:
@@ -315,13 +318,13 @@ def _find_slow(blocks: Sequence[_Block], scale: int) -> list[SlowRank]:
     shares = {rank: [block.excess[rank] / seconds for block in recent] for rank in ranks}
     middles = {rank: median(own) for rank, own in shares.items()}
     usual = median(middles.values())
-    across = _SPREAD * median(abs(middle - usual) for middle in middles.values())
+    across = _SPREAD * _measure_deviation(middles.values())
     within = median(block.error for block in recent) / seconds / sqrt(scale)
     # How much ranks wander from block to block, as a share of the step, in the median over ranks.
     drifts = []
     for rank in set.union(*(set(block.excess) for block in recent)):
-        parts = ([block.excess[rank] for block in part if rank in block.excess] for part in (recent, older))
-        drifts.append(max(_measure_noise(own) if len(own) > 2 else 0.0 for own in parts))
+        parts = [[block.excess[rank] for block in part if rank in block.excess] for part in (recent, older)]
+        drifts.append(max(_SPREAD * _measure_deviation(own) if len(own) > 2 else 0.0 for own in parts))
     between = median(drifts) / seconds / sqrt(max(1, scale / _RELATED))
     error = _MEDIAN_ERROR * max(within, between, _NOISE_FLOOR)
     found = []
@@ -332,9 +335,3 @@ def _find_slow(blocks: Sequence[_Block], scale: int) -> list[SlowRank]:
         if len(ranks) <= _MIN_OTHERS or middle - usual >= _ROBUST_Z * max(across, _NOISE_FLOOR):
             found.append(SlowRank(rank, excess, recent[0].first_step, recent[-1].last_step))
     return sorted(found, key=lambda slow: -slow.excess)
-
-
-def _measure_noise(values: Sequence[float]) -> float:
-    """Return the standard deviation of values, by their median absolute deviation."""
-    middle = median(values)
-    return _SPREAD * median(abs(value - middle) for value in values)
