@@ -16,7 +16,7 @@ from launcher.watch import job_view
 from launcher.watch.job_view import Exchange, SharedFiles
 from launcher.watch.model import JobState, NodeReport, RankEntry
 from launcher.watch.ranks import RankBook
-from launcher.watch.run_files import hang_path, read_job_state, read_reports, write_job_state
+from launcher.watch.run_files import hang_path, read_job_state, read_reports, write_job_state, write_report
 from tests.seam import QUICK_AGENT, Started, find_run, run_outside, start, wait_for, write_program
 
 HANGS = """
@@ -205,9 +205,13 @@ def test_ranks_are_added_while_another_thread_goes_through_them(tmp_path: Path) 
 
 def test_what_another_node_has_told_is_read_before_it_is_replaced(tmp_path: Path) -> None:
     write_job_state(tmp_path, OTHERS)
+    write_report(tmp_path, replace(REPORT, host="n1", node_rank=1))
+    os.utime(tmp_path / "watch/node-n1.json", (0, (tmp_path / "watch/job.json").stat().st_mtime - 60))
     files = SharedFiles(tmp_path)
-    files.submit(Exchange(REPORT, STATE, reads_all=False))
+    files.submit(Exchange(REPORT, STATE, reads_all=True))
     assert files.wait_idle(10) and files.view and files.view.job and files.view.job.value == OTHERS
+    ages = [time.monotonic() - one.seen for one in files.view.reports]
+    assert ages == pytest.approx([0, 60], abs=10), "by the filesystem's clock"
     assert read_job_state(tmp_path) == OTHERS
     files.submit(Exchange(REPORT, STATE, reads_all=False))
     assert files.wait_idle(10) and read_job_state(tmp_path) == STATE
