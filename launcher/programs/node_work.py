@@ -313,7 +313,12 @@ class NodeWork:
         """Report what each device says; a line for each that has no result, too."""
         seconds = self.take(duration)
         answers = self.ask(
-            processes, function, lambda at: (seconds, peers[at]) if peers else (seconds,), seconds
+            processes,
+            function,
+            lambda at: (seconds, peers[at]) if peers else (seconds,),
+            seconds,
+            # CPUs that are late are busy, and not broken.
+            grace=self.left if processes[0].state.index is None else GRACE,
         )
         for one, answer in zip(processes, answers, strict=True):
             if answer.value is None:
