@@ -12,15 +12,15 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from launcher.config.allocator_options import (
+from launcher.config.overrides import read_key
+from launcher.config.program import BUNDLED, find_script
+from launcher.config.request import DEVICE_VARIABLES
+from launcher.config.rules import (
     check_settings,
     depends_on_version,
     doubt_variable,
     read_torch_version,
 )
-from launcher.config.overrides import read_key
-from launcher.config.program import BUNDLED, find_script
-from launcher.config.request import DEVICE_VARIABLES
 from launcher.config.settings import SLURM_KINDS, ClusterConfig, Settings
 from launcher.config.sources import PRIMARY, Sources
 from launcher.config.start import Cluster

@@ -403,19 +403,14 @@ def normalize_overrides(sources: Sources, overrides: Sequence[str], *, sweep: bo
     refuse_words(overrides)
     words = rewrite_overrides(sources, overrides, sweep=sweep)
     for word, given in zip(words, overrides, strict=True):
-        check_override_syntax(word, given)
+        try:
+            OverridesParser.create().parse_override(word)
+        except FAILURES as error:
+            key = given.partition("=")[0]
+            why = re.sub(r"\w+Exception\((.*)\)", r"Hydra stops at \1", shorten_message(error))
+            why = why.replace("None", "") or "Hydra gives it another meaning"
+            raise UsageError(f"cannot read {given!r} ({why}): quote the value, as in '{key}=\"…\"'") from None
     return words
-
-
-def check_override_syntax(word: str, given: str) -> None:
-    """Raise UsageError for a word that is not an override."""
-    try:
-        OverridesParser.create().parse_override(word)
-    except FAILURES as error:
-        key = given.partition("=")[0]
-        why = re.sub(r"\w+Exception\((.*)\)", r"Hydra stops at \1", shorten_message(error))
-        why = why.replace("None", "") or "Hydra gives it another meaning"
-        raise UsageError(f"cannot read {given!r} ({why}): quote the value, as in '{key}=\"…\"'") from None
 
 
 def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 import io
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
@@ -25,12 +25,6 @@ from launcher.text import print_text
 
 def show_flags(flags: Flags) -> int:
     """Show what `--cfg`, `--info` or `--hydra-help` ask for, as Hydra does; raises UsageError."""
-    print_text(capture_flags(flags))
-    return 0
-
-
-def capture_flags(flags: Flags) -> str:
-    """Return what Hydra shows for flags; raises UsageError."""
     name = flags.sources.primary
     sources = add_searchpath(flags.sources, flags.overrides)
     words = normalize_overrides(sources, flags.overrides)
@@ -43,21 +37,17 @@ def capture_flags(flags: Flags) -> str:
             elif flags.info:
                 hydra.show_info(flags.info, name, words)
             else:
-                hydra.hydra_help(name, make_help_parser(), Namespace(overrides=[]))
+                parser = make_parser()  # Hydra's help describes this argument
+                parser.add_argument("overrides", nargs="*", help="KEY=VALUE, to override the configuration")
+                hydra.hydra_help(name, parser, Namespace(overrides=[]))
         except FAILURES as error:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
         except SystemExit:  # Hydra's exit if there is no such package
             raise UsageError(
                 f"the configuration has nothing at {flags.package!r}: see `launch --cfg {flags.cfg}`"
             ) from None
-    return output.getvalue()
-
-
-def make_help_parser() -> ArgumentParser:
-    """Return the flags' parser with the argument `overrides`, which Hydra's help describes."""
-    parser = make_parser()
-    parser.add_argument("overrides", nargs="*", help="KEY=VALUE, to override what the configuration says")
-    return parser
+    print_text(output.getvalue())
+    return 0
 
 
 def ask_completion(sources: Sources, request: str, words: Sequence[str] = ()) -> str:

@@ -1,7 +1,6 @@
 """The argv of the user's program, from what stands after `--` or in the configuration."""
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from launcher.errors import UsageError
 from launcher.files import open_file
+from launcher.rank.hook import split_options
 
 if TYPE_CHECKING:
     from launcher.config.settings import Settings
@@ -23,8 +23,6 @@ BUNDLED = ("-m", "launcher.programs.train")
 """The command of the shipped option of the group `program`."""
 SECTIONS = ("model", "data", "program")
 """Sections of the configuration that describe the bundled program."""
-INTERPRETER = re.compile(r"python[\d.]*")
-"""Names of Python's executables."""
 RESERVED = ("command", "sections")
 """Keys of the group `program` that say what to run; all others are the program's own options."""
 UNPASSED = ("global_batch",)
@@ -78,33 +76,24 @@ def resolve_program(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     Python is the one that runs the launcher, or `PYTHON_EXEC` as torchrun knows it.
     Raises UsageError for a program that is not there or cannot be run.
     """
-    try:
-        return locate_program(argv, environ)
-    except OSError as error:  # a folder on the way is closed, or the name is too long
-        raise UsageError(f"no such program: {argv[0]} ({error.strerror}): check the path") from None
-
-
-def locate_program(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """See resolve_program; raises OSError too."""
     python = environ.get("PYTHON_EXEC", sys.executable)
     first = argv[0] if argv else ""
+    if tuple(argv[:2]) == BUNDLED and python == sys.executable:
+        return (python, "-P", *argv)  # a folder `launcher` in the working directory does not take its place
     if first == "-m":
-        if tuple(argv[:2]) == BUNDLED and python == sys.executable:
-            return (
-                python,
-                "-P",
-                *argv,
-            )  # a folder `launcher` in the working directory does not take its place
         check_module(argv[1:2], environ)
         return (python, *argv)
     if not first or first.startswith("-"):
         raise UsageError(f"{first!r} is no program: give a script, `-m module`, or an executable after `--`")
-    if first.endswith(".py") or (Path(first) / "__main__.py").is_file():
+    try:
+        if not first.endswith(".py") and not (Path(first) / "__main__.py").is_file():
+            return (find_executable(first, environ), *argv[1:])
         check_script(Path(first))
-        if read_interpreter(first) and os.access(first, os.X_OK):
-            return (first if "/" in first else f"./{first}", *argv[1:])
-        return (python, *argv)
-    return (find_executable(first, environ), *argv[1:])
+    except OSError as error:  # a folder on the way is closed, or the name is too long
+        raise UsageError(f"no such program: {first} ({error.strerror}): check the path") from None
+    if read_interpreter(first) and os.access(first, os.X_OK):
+        return (first if "/" in first else f"./{first}", *argv[1:])
+    return (python, *argv)
 
 
 def read_interpreter(script: str) -> str:
@@ -114,14 +103,10 @@ def read_interpreter(script: str) -> str:
     """
     try:
         file = open_file(script, follow=True)  # a folder or a pipe is no script
+        with os.fdopen(file, "rb", 0) as opened:
+            line = opened.read(SHEBANG).partition(b"\n")[0].decode(errors="replace")
     except OSError:
         return ""
-    try:
-        line = os.read(file, SHEBANG).partition(b"\n")[0].decode(errors="replace")
-    except OSError:
-        return ""
-    finally:
-        os.close(file)
     if not line.startswith("#!"):
         return ""
     words = line[2:].split()
@@ -156,22 +141,15 @@ def clear_sections(config: "Settings", names: Collection[str]) -> "Settings":
 
 def find_script(argv: Sequence[str]) -> str:
     """Return what a program is called by: its module's last part, or its script, also after `python`."""
-    words = iter(argv)
-    first = next(words, "")
-    if first == "-m":
-        return next(words, "").rpartition(".")[2]
-    if not INTERPRETER.fullmatch(Path(first).name):
+    first = argv[0] if argv else ""
+    if first != "-m" and not Path(first).name.startswith("python"):
         return first
-    for word in words:
-        if word in ("-X", "-W"):
-            next(words, "")
-        elif word == "-m":
-            return next(words, "").rpartition(".")[2] or first
-        elif not word.startswith("-"):
-            return word
-        elif word == "-c":
-            break
-    return first
+    command = ["python", *argv] if first == "-m" else list(argv)
+    options, index = split_options(command)
+    last, value = options[-1] if options else ("", "")
+    if last == "m":
+        return value.rpartition(".")[2] or first
+    return first if last == "c" or index >= len(command) else command[index]
 
 
 def describe_interpreter(argv: Sequence[str]) -> str:

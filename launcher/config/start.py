@@ -71,10 +71,10 @@ def guess_kind(nodes: object, environ: Mapping[str, str]) -> tuple[str, str]:
     job = environ.get("SLURM_JOB_ID")
     shown = "one node" if nodes == "auto" else f"nodes={nodes}"
     if job and is_step_task(environ):
-        return (
-            "local",
-            f"{shown}, a task of SLURM step {job}.{environ['SLURM_STEP_ID']}{count_tasks(environ)}",
-        )
+        tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")  # several, which hardly anybody wants
+        more = f", which has {tasks}: each starts a job of its own, run launch without srun"
+        step = f"{job}.{environ['SLURM_STEP_ID']}{'' if tasks == '1' else more}"
+        return "local", f"{shown}, a task of SLURM step {step}"
     if job and shutil.which("srun", path=environ.get("PATH")):
         return "allocation", f"SLURM job {job}"
     if job:
@@ -88,14 +88,6 @@ def is_step_task(environ: Mapping[str, str]) -> bool:
     """Tell whether this process is a task of srun's, rather than a batch script or salloc's shell."""
     step = environ.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
-
-
-def count_tasks(environ: Mapping[str, str]) -> str:
-    """Say how many tasks srun has started this in, if several, which hardly anybody wants."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    return (
-        "" if tasks == "1" else f", which has {tasks}: each starts a job of its own, run launch without srun"
-    )
 
 
 def join_allocation(why: str, nodes: object, environ: Mapping[str, str], spares: int = 0) -> Cluster:
@@ -237,6 +229,8 @@ def check_port_free(port: int) -> None:
                 ) from None
 
 
+CHANNEL = ("input", "i", "error", "e")
+"""Options of srun that lead the lines elsewhere by which the nodes agree on their start."""
 SHARED = ("shutdown_timeout",)
 """Options of `torchrun` that `launch` itself has a use for."""
 PET_TAKEN = (
@@ -284,27 +278,13 @@ def find_torchrun_need(config: Settings, cluster: Cluster, environ: Mapping[str,
         return "cluster=manual"
     if cluster.min_nodes < cluster.max_nodes:
         return f"nodes={cluster.min_nodes}:{cluster.max_nodes}"
-    if cluster.kind in SLURM_KINDS and (option := next(filter(is_channel_option, config.cluster.srun), "")):
-        return f"cluster.srun.{option}"
+    leading = [name for name in config.cluster.srun if name in CHANNEL]
+    if leading and cluster.kind in SLURM_KINDS:
+        return f"cluster.srun.{leading[0]}"
     defaults = asdict(TorchrunConfig())
-    chosen = {
-        name: value
-        for name, value in asdict(config.torchrun).items()
-        if name not in SHARED and value != defaults[name]
-    }
-    if chosen:
-        name = next(iter(chosen))
-        return f"torchrun.{name}={chosen[name]}"
-    return find_pet_variable(environ)
-
-
-def is_channel_option(name: str) -> bool:
-    """Tell whether an option of srun's leads the lines elsewhere by which the nodes agree on their start."""
-    return name in ("input", "i", "error", "e")
-
-
-def find_pet_variable(environ: Mapping[str, str]) -> str:
-    """Return a variable of the environment that asks torchrun's agent for something; empty without one."""
+    for name, value in asdict(config.torchrun).items():
+        if name not in SHARED and value != defaults[name]:
+            return f"torchrun.{name}={value}"
     for name, value in environ.items():
         if value and name.startswith("PET_") and name not in PET_TAKEN:
             return f"{name}={value}"

@@ -168,15 +168,17 @@ class Trials:
     """An exception of this object's, as opposed to one of the sweeper's."""
 
     def __call__(self, trials: Sequence[tuple[int, Sequence[str]]]) -> list[JobReturn]:
-        """Run a batch, and return each trial's objective, or TrialError if it has none."""
+        """Run a batch, and return each trial's objective, or TrialError if it has none.
+
+        Raises LaunchError for a trial that cannot be composed, before any runs.
+        """
         try:
-            return self.run_batch(trials)
+            return self._run_batch(trials)
         except BaseException as error:
             self.defect = error
             raise
 
-    def run_batch(self, trials: Sequence[tuple[int, Sequence[str]]]) -> list[JobReturn]:
-        """See __call__; raises LaunchError for a trial that cannot be composed, before any runs."""
+    def _run_batch(self, trials: Sequence[tuple[int, Sequence[str]]]) -> list[JobReturn]:
         batch: list[Composed] = []
         chosen: list[list[str]] = []
         for number, overrides in trials:
@@ -219,9 +221,13 @@ def run_trials(
     of a run directory; it raises ValueError.
     """
     folder = make_folder(multirun)
-    trials = Trials(multirun, folder, run, read_objective, find_fixed(multirun))
+    parsed = OverridesParser.create().parse_overrides(list(multirun.words))
+    fixed = {one.get_key_element(): str(one.input_line) for one in parsed if not one.is_sweep_override()}
+    trials = Trials(multirun, folder, run, read_objective, fixed)
     logger.info(f"the trials of hydra/sweeper={multirun.settings.sweeper} go to {folder}")
-    show_sweeper_logs()
+    plugins = logging.getLogger("hydra_plugins")  # whose log has their results
+    plugins.handlers = [StderrHandler()]
+    plugins.setLevel(logging.INFO)
     node = {"_target_": "hydra_plugins.launch.TrialLauncher"}
     ConfigStore.instance().store(group="hydra/launcher", name="launch", node=node, provider="launch")
     words = [*multirun.words, "hydra/launcher=launch", f"hydra.sweep.dir={quote_value(str(folder))}"]
@@ -245,16 +251,6 @@ def run_trials(
     return 0
 
 
-def find_fixed(multirun: Multirun) -> dict[str, str]:
-    """Return the overrides that have one value for all trials, by their keys as Hydra writes them."""
-    parsed = OverridesParser.create().parse_overrides(list(multirun.words))
-    return {
-        override.get_key_element(): str(override.input_line)
-        for override in parsed
-        if not override.is_sweep_override()
-    }
-
-
 def make_folder(multirun: Multirun) -> Path:
     """Return the sweep's folder, made: `hydra.sweep.dir`, else one below `runs_dir`; raises MachineError."""
     given = multirun.settings.sweep_dir
@@ -269,10 +265,3 @@ def make_folder(multirun: Multirun) -> Path:
             f"cannot make the sweep's folder, {error.filename} ({error.strerror}): set hydra.sweep.dir=DIR"
         ) from None
     return path
-
-
-def show_sweeper_logs() -> None:
-    """Write the log of plugins to stderr; it has their results."""
-    logger = logging.getLogger("hydra_plugins")
-    logger.handlers = [StderrHandler()]
-    logger.setLevel(logging.INFO)

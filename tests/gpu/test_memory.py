@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.config.allocator_options import parse_version
+from launcher.config.rules import parse_version
 from launcher.plan.allocator import ALLOCATOR_VARIABLES, KNOWN, find_fault, list_known_keys
 from tests.gpu.proof import PROGRAMS, Proof, together
 from tests.plan.test_allocator_keys import CORE, LAX, RIGHT, WRONG

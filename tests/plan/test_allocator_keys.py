@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.allocator_options import parse_version, read_torch_version
+from launcher.config.rules import parse_version, read_torch_version
 from launcher.plan.allocator import (
     KNOWN,
     NEWEST,
