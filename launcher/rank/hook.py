@@ -164,6 +164,11 @@ def split_options(command: list[str]) -> tuple[list[tuple[str, str]], int]:
 
 def find_hook_obstacle(argv: list[str], environ: dict[str, str]) -> str:
     """Say in a few words what of a command line keeps the hook from starting; empty if nothing does."""
+    for word in argv[1:] if argv[0].rpartition("/")[2] == "env" else ():
+        if word.startswith(("-", "PYTHONPATH=")):
+            return "env may drop PYTHONPATH"
+        if "=" not in word:
+            break
     command = find_interpreter(argv, environ)
     for letter, _ in split_options(command)[0]:
         if letter in BLOCKING_OPTIONS:
