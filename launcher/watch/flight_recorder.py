@@ -12,7 +12,6 @@ import base64
 import json
 import re
 import socket
-import struct
 import threading
 import time
 import zlib
@@ -21,13 +20,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
-from itertools import accumulate, pairwise
 from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launcher.codec import DecodeError, parse_json
+from launcher.codec import DecodeError, load, parse_json
 from launcher.watch.model import Call, CollectiveTimes, GroupState, Heartbeat
 
 _LARGEST_ANSWER = 16 << 20
@@ -285,52 +283,43 @@ class Mark:
 
 # Packed marks
 
-_MOST_MARKS = 4096
-"""Of a rank; more are not believed."""
-_COLUMNS = 4
+_LARGEST_PACKED = 1 << 18
+"""Bytes of a rank's marks as JSON; more are not believed."""
 _UNIT = 1e6
 """Times are kept in whole microseconds."""
 
 
 def pack_marks(rank: int, measure: str, marks: Sequence[Mark]) -> CollectiveTimes:
-    """Pack marks, about 4 bytes each: differences from one to the next, in columns, compressed.
+    """Pack marks, about 3 bytes each: differences from one to the next, in columns, compressed.
 
-    Raises OverflowError for numbers beyond 64 bits.
+    Raises ValueError and OverflowError for times that are no numbers.
     """
     groups = tuple(dict.fromkeys(mark.group for mark in marks))
-    numbers = [groups.index(mark.group) for mark in marks]
-    before, sequences = [0] * len(groups), []
-    for number, mark in zip(numbers, marks, strict=True):
-        sequences.append(mark.sequence - before[number])
-        before[number] = mark.sequence
-    steps = [b - a for a, b in pairwise([0, *(mark.step for mark in marks)])]
-    times = [b - a for a, b in pairwise([0, *(round(mark.time * _UNIT) for mark in marks)])]
-    try:
-        data = struct.pack(f"<{_COLUMNS * len(marks)}q", *steps, *numbers, *sequences, *times)
-    except struct.error as error:
-        raise OverflowError(str(error)) from None
+    rows, step, moment, last = [], 0, 0, dict.fromkeys(groups, 0)
+    for mark in marks:
+        now, group = round(mark.time * _UNIT), mark.group
+        rows.append((mark.step - step, groups.index(group), mark.sequence - last[group], now - moment))
+        step, moment, last[group] = mark.step, now, mark.sequence
+    data = json.dumps([*zip(*rows, strict=True)], separators=(",", ":")).encode()
     return CollectiveTimes(rank, measure, groups, base64.b85encode(zlib.compress(data, 6)).decode())
 
 
 def unpack_marks(times: CollectiveTimes) -> tuple[Mark, ...]:
     """Return the marks of a rank; raises ValueError for what `pack_marks` cannot have written."""
-    unzip = zlib.decompressobj()
+    unzip, found = zlib.decompressobj(), []
+    step, moment, last = 0, 0, [0] * len(times.groups)
     try:
-        data = unzip.decompress(base64.b85decode(times.marks), 8 * _COLUMNS * _MOST_MARKS)
-    except zlib.error as error:
+        data = unzip.decompress(base64.b85decode(times.marks), _LARGEST_PACKED)
+        if unzip.unconsumed_tail or not unzip.eof:
+            raise ValueError("marks are cut off or too many")
+        columns = load(tuple[tuple[int, ...], ...], data)
+        for steps, number, sequences, moments in zip(*columns, strict=True):
+            if not 0 <= number < len(times.groups):
+                raise ValueError("marks of an unknown group")
+            step, moment, last[number] = step + steps, moment + moments, last[number] + sequences
+            found.append(Mark(step, times.groups[number], last[number], moment / _UNIT))
+    except (zlib.error, OverflowError) as error:
         raise ValueError(str(error)) from None
-    if len(data) % (8 * _COLUMNS) or unzip.unconsumed_tail or not unzip.eof:
-        raise ValueError("marks are cut off or too many")
-    count = len(data) // 8 // _COLUMNS
-    values = struct.unpack(f"<{_COLUMNS * count}q", data)
-    steps, numbers, sequences, moments = (values[at * count : (at + 1) * count] for at in range(_COLUMNS))
-    if not all(0 <= number < len(times.groups) for number in numbers):
-        raise ValueError("marks of an unknown group")
-    last, found = [0] * len(times.groups), []
-    rows = zip(accumulate(steps), numbers, sequences, accumulate(moments), strict=True)
-    for step, number, sequence, moment in rows:
-        last[number] += sequence
-        found.append(Mark(step, times.groups[number], last[number], moment / _UNIT))
     return tuple(found)
 
 
