@@ -92,7 +92,8 @@ def test_cpu_of_a_child_that_has_ended_counts_once() -> None:
 
 
 def test_first_samples_know_memory_alone_and_those_of_nobody_are_empty() -> None:
-    with running(BUSY) as rank:
+    with running(f"print('ready', flush=True)\n{BUSY}") as rank:
+        assert rank.stdout and rank.stdout.readline() == "ready\n"
         sampler = Sampler()
         for _ in range(2):
             found = sampler.sample([rank.pid]).ranks[rank.pid]
