@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Mapping
 from importlib.machinery import all_suffixes
-from typing import BinaryIO, TextIO, cast
 
 from launcher.agent.python_program import (
     ALLOCATOR,
@@ -25,7 +24,6 @@ from launcher.protocol import LAUNCH_GC
 from launcher.rank.hook import is_hooked
 from launcher.rank.shim import exec_program, prepare_rank, print_notice
 
-STREAM_NAMES = ("stdin", "stdout", "stderr")
 STOPPING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
 """Signals that a rank does not ignore at its start, even if the launcher does (nohup)."""
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
@@ -123,7 +121,7 @@ def _become_program(environ: dict[str, str], preloaded: Preloaded, name: bytes) 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     renew_identity(name)
     thaw_objects(environ)
-    reopen_streams()
+    settle_streams()
 
 
 def thaw_objects(environ: dict[str, str]) -> None:
@@ -156,13 +154,13 @@ def renew_identity(name: bytes) -> None:
         random.seed()
 
 
-def reopen_streams() -> None:
-    """Make `sys.stdin`, `sys.stdout` and `sys.stderr` anew for what their descriptors are now.
+def settle_streams() -> None:
+    """Have `sys.stdin`, `sys.stdout` and `sys.stderr` fit what their descriptors are now.
 
-    The objects stay: what was imported, handlers of logging for instance, may hold them.
+    The objects stay, which handlers of logging may hold. The warm process has had files, as ranks with logs
+    have; lines of a terminal's stdout are written one by one (`create_stdio` in pylifecycle.c).
     """
-    is_raw = isinstance(getattr(sys.stdout or sys.stderr, "buffer", None), io.RawIOBase)
-    for number, name in enumerate(STREAM_NAMES):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
         try:
             os.fstat(number)
@@ -170,31 +168,8 @@ def reopen_streams() -> None:
             setattr(sys, name, None)
             setattr(sys, f"__{name}__", None)
             continue
-        if isinstance(stream, io.TextIOWrapper):
-            reopen_stream(cast("TextIO", stream), number, is_raw=is_raw)
-
-
-def reopen_stream(stream: TextIO, number: int, *, is_raw: bool) -> None:
-    """Make one stream anew as the interpreter does at its start (`create_stdio` in pylifecycle.c).
-
-    `is_raw` is for `python -u` and PYTHONUNBUFFERED.
-    """
-    encoding, errors = stream.encoding, stream.errors
-    buffer: BinaryIO = open(number, "wb" if number else "rb", 0 if is_raw and number else -1, closefd=False)  # noqa: SIM115
-    raw = getattr(buffer, "raw", buffer)
-    vars(raw)["name"] = f"<{STREAM_NAMES[number]}>"
-    by_line = not is_raw and (buffer.isatty() or number == 2)
-    make = cast("type[io.TextIOWrapper[BinaryIO]]", type(stream))
-    make.__init__(
-        cast("io.TextIOWrapper[BinaryIO]", stream),
-        buffer,
-        encoding,
-        errors,
-        newline="\n",
-        line_buffering=by_line,
-        write_through=is_raw,
-    )
-    vars(stream)["mode"] = "w" if number else "r"
+        if number == 1 and isinstance(stream, io.TextIOWrapper) and not stream.write_through:
+            stream.reconfigure(line_buffering=os.isatty(number))
 
 
 def apply_allocator_settings(before: Mapping[str, str], after: Mapping[str, str]) -> None:
