@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.report.timeline import EVENT_KINDS, Event, Series
 from launcher.text import clean_text, tame_text
@@ -29,27 +30,7 @@ LINES = ("#0072b2", "#d55e00", "#00875f", "#b85c94", "#b87d00", "#2f93cc", "#6b6
 """Colours of lines and events; Okabe and Ito's, of which some are darkened to be read on white."""
 AREAS = ("#0072b2", "#ecc94b", "#c44a00", "#4fc3a1", "#9ccdf0", "#80868f", "#7b2d8e")
 """Light ones beside dark ones: they differ for eyes that see no red or no green, and in print."""
-_STYLE: dict[Any, object] = {  # matplotlib's keys are a type of their own since 3.11
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "font.size": 12,
-    "axes.edgecolor": "#c9ced6",
-    "axes.facecolor": "none",
-    "xtick.color": "#c9ced6",
-    "ytick.color": "#c9ced6",
-    "xtick.labelcolor": "black",
-    "ytick.labelcolor": "black",
-    "grid.color": "#c9ced6",
-    "grid.linewidth": 0.6,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.formatter.useoffset": False,
-    "path.simplify_threshold": 0.5,
-    "legend.frameon": False,
-    "legend.fontsize": 11,
-}
+_STYLE = Path(__file__).with_name("html_page") / "charts.mplstyle"
 _UNITS = ((3 * 86400, 86400, "days"), (3 * 3600, 3600, "hours"), (3 * 60, 60, "minutes"), (0, 1, "seconds"))
 """From how many seconds on a span of time is shown in a unit."""
 _MOST_MARKS = 120
@@ -81,7 +62,7 @@ def _drawing(height: float) -> Iterator["Figure"]:
     with mpl.rc_context(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that the measuring font lacks
         mpl.rcdefaults()
-        mpl.rcParams.update(_STYLE)
+        mpl.rcParams.update(mpl.rc_params_from_file(_STYLE, use_default_template=False))
         figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
