@@ -1,7 +1,7 @@
 """`launch tune batch`: the largest micro-batch that fits and the fastest one, by the program's own option."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from launcher.cli.tune import Conclusion, Strategy
 from launcher.cli.tune_trial import FinishedTrial, specify_trial
 from launcher.config.settings import Settings
-from launcher.config.training import find_fit_model, is_bundled_program, make_fit_request
+from launcher.config.training import make_fit_request
 from launcher.errors import UsageError
 from launcher.fit.memory import estimate_memory
+from launcher.fit.training import ModelDimensions
 from launcher.launch.job import Job, JobSpec
 from launcher.plan.model import Plan
 from launcher.probe.limits import find_usable_memory
@@ -89,7 +90,9 @@ class BatchStrategy(Strategy):
             )
         expected = None
         if not asked:
-            expected = expect_batch(job.config, job.plan, spec.program, spec.given, job.environ)
+            expected = expect_batch(
+                job.config, job.plan, spec.fit_model, is_bundled=spec.is_bundled, environ=job.environ
+            )
         start = min(asked or expected or option.start or FIRST_BATCH, tune.max_batch)
         memory_kib = find_usable_memory(job.plan.machine)
         self.bounds = BatchBounds(start, tune.max_batch, memory_kib, tune.seconds, tune.timeout)
@@ -215,8 +218,9 @@ class BatchStrategy(Strategy):
 def expect_batch(
     config: Settings,
     plan: Plan,
-    program: Sequence[str] | None,
-    given: Collection[str],
+    model: ModelDimensions | None,
+    *,
+    is_bundled: bool,
     environ: Mapping[str, str],
 ) -> int | None:
     """Return the largest power of two that is expected to fit a rank's GPU with a margin.
@@ -227,9 +231,7 @@ def expect_batch(
     if config.fit.check == "off" or not all(rank.gpu for rank in plan.ranks):
         return None
     try:
-        model = find_fit_model(config, program, given)
-        bundled = is_bundled_program(config, program)
-        request = make_fit_request(config, plan, model, nodes=1, is_bundled=bundled, environ=environ)
+        request = make_fit_request(config, plan, model, nodes=1, is_bundled=is_bundled, environ=environ)
         if request is None or not request.device.memory_mib:
             return None
         size, limit = 1, (1 - MARGIN) * (request.device.memory_mib << 20)

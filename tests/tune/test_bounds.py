@@ -8,6 +8,7 @@ from launcher.cli.tune import find_max_workers
 from launcher.cli.tune_batch import expect_batch
 from launcher.config.program import BUNDLED
 from launcher.config.settings import FitConfig, Settings, TuneConfig
+from launcher.config.training import find_fit_model
 from launcher.plan.model import DataloaderConfig, Limits, Plan, Request
 from launcher.plan.planner import plan
 from tests.plan.lab_machines import convert, load
@@ -55,7 +56,8 @@ def expect(
     machine = convert(load("dgx-a100"))
     gpus = tuple(replace(gpu, memory_mib=memory_mib) for gpu in machine.gpus if memory_mib)
     placed = plan(replace(machine, gpus=gpus), Request(nproc_per_node=8))
-    return expect_batch(config, placed, program, frozenset(), {})
+    model = find_fit_model(config, program, ())
+    return expect_batch(config, placed, model, is_bundled=program is None, environ={})
 
 
 def test_a_gpu_is_expected_to_be_filled() -> None:
