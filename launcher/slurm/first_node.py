@@ -4,20 +4,24 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from launcher.agent.coordinator import Coordinator
 from launcher.agent.endpoint import is_port_free, read_client_ports
+from launcher.config.start import parse_endpoint
 from launcher.errors import EXIT_MACHINE, EXIT_SCHEDULER, LaunchError, MachineError, SchedulerError
 from launcher.files import open_below
+from launcher.launch.job import choose_restarts
 from launcher.launch.processes import adopt_orphans, end_leftovers
 from launcher.launch.signals import KILL_GRACE, catch_signals, name_signal
-from launcher.runs.node_records import NodeRecord, node_path, read_nodes, refuse_node
+from launcher.runs.node_records import node_path, read_nodes, refuse_node
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, explain_write_error, open_run_dir
 from launcher.slurm.attempt import Attempt, is_taken_over, try_write_manifest
@@ -29,17 +33,15 @@ from launcher.slurm.first_node_guard import start_guards
 from launcher.slurm.job_request import JobRequest, read_job_request
 from launcher.slurm.node_order import NodeOrder, find_node_order, fold_in_order
 from launcher.slurm.node_step import (
-    NodeStep,
     collect_node_records,
     remove_caches,
     skip_step_ids,
     start_nodes,
 )
-from launcher.slurm.notation import expand_hosts, parse_signal
-from launcher.slurm.slurm_environ import PORT_TAKEN, TRIALS, pick_port, pick_restart_port
+from launcher.slurm.notation import parse_signal
+from launcher.slurm.slurm_environ import PORT_TAKEN, TRIALS, list_job_hosts, pick_port, pick_restart_port
 from launcher.slurm.srun import drop_prefix, has_begun, is_temporary
-from launcher.slurm.step_group import count_known_ranks, make_coordinator
-from launcher.slurm.step_monitor import StepMonitor, attend_nothing
+from launcher.slurm.step_monitor import StepMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +72,9 @@ def open_job_run(run_path: Path) -> RunDir:
 
 def choose_nodes(environ: Mapping[str, str], max_nodes: int) -> tuple[str, ...]:
     """Return the nodes to run on: the first of the job's; raises MachineError."""
-    text = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-    try:
-        hosts = expand_hosts(text)
-    except ValueError:
-        hosts = ()
+    hosts = list_job_hosts(environ)
     if not hosts:
+        text = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
         raise MachineError(f"SLURM_JOB_NODELIST={text!r} is no list of nodes: is this a SLURM job?")
     return hosts[:max_nodes]
 
@@ -117,7 +116,13 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
                 skip_step_ids(attempt)
                 report = check_before_step(attempt, monitor) or run_step_attempts(attempt, monitor, salt)
             except OSError as error:
-                report = refuse_step(monitor, *explain_failed_start(run, error))
+                status, reason = EXIT_MACHINE, f"the step could not be started ({error})"
+                if error.filename == "srun":
+                    fix = ": load SLURM's module, as cluster.setup can" if error.errno == errno.ENOENT else ""
+                    status, reason = EXIT_SCHEDULER, f"srun cannot be run ({error.strerror}){fix}"
+                elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    reason = explain_write_error(run, error)
+                report = refuse_step(monitor, reason, status)
             except LaunchError as error:
                 report = refuse_step(monitor, str(error), error.exit_code)
             finally:
@@ -143,16 +148,6 @@ def check_before_step(attempt: Attempt, monitor: StepMonitor) -> StepReport | No
         return report_early_stop(monitor)
 
 
-def explain_failed_start(run: RunDir, error: OSError) -> tuple[str, int]:
-    """Say why the step could not be started, and with which exit code that ends the job."""
-    if error.filename == "srun":
-        fix = ": load SLURM's module, as cluster.setup can" if error.errno == errno.ENOENT else ""
-        return f"srun cannot be run ({error.strerror}){fix}", EXIT_SCHEDULER
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return explain_write_error(run, error), EXIT_MACHINE
-    return f"the step could not be started ({error})", EXIT_MACHINE
-
-
 def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> StepReport:
     """Run the step: again while slurmctld is away, and with another port if the first node's is taken."""
     job, local = int(attempt.environ.get("SLURM_JOB_ID", "0")), read_client_ports()
@@ -160,9 +155,12 @@ def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> Step
     while True:
         if is_taken_over(attempt.run):
             return refuse_step(monitor, "another node has ended this attempt", EXIT_MACHINE)
-        clear_records(attempt)
+        for record in read_nodes(attempt.run.path, attempt.run.first_attempt):  # of a port that was taken
+            node_path(attempt.run.path, attempt.run.first_attempt, record.host).unlink(missing_ok=True)
         port = pick_port(job + salt, attempt.run.first_attempt, trial, local)
-        if trial + 1 < TRIALS and is_first_host(attempt) and not is_port_free(port):
+        # This may be a login node with `salloc`, rather than the node that serves the rendezvous.
+        is_first = attempt.hosts[0] == attempt.environ.get("SLURMD_NODENAME")
+        if trial + 1 < TRIALS and is_first and not is_port_free(port):
             trial += 1
             continue
         endpoint = f"{attempt.hosts[0]}:{port}"
@@ -170,7 +168,8 @@ def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> Step
         report = run_node_step(attempt, monitor, endpoint, find_port)
         if monitor.signals:
             return report
-        complaint = next((one.agent_said for one in report.records if was_not_started(one)), "")
+        complaint = next((one.agent_said for one in report.records if not one.failure), "")
+        complaint = complaint if complaint.startswith(NOT_STARTED) else ""
         is_away = complaint and is_controller_away(attempt)
         if is_away or is_temporary(complaint):
             refused += not is_away
@@ -187,11 +186,6 @@ def run_step_attempts(attempt: Attempt, monitor: StepMonitor, salt: int) -> Step
         logger.info(f"port {port} of {attempt.hosts[0]} was taken: the step starts again, with another one")
 
 
-def was_not_started(record: NodeRecord) -> bool:
-    """Tell whether a record of ours says that there was no step."""
-    return record.failure is None and record.agent_said.startswith(NOT_STARTED)
-
-
 def is_controller_away(attempt: Attempt) -> bool:
     """Tell whether slurmctld answers nobody: what srun says then can have any words."""
     try:
@@ -203,48 +197,57 @@ def is_controller_away(attempt: Attempt) -> bool:
     return False
 
 
-def is_first_host(attempt: Attempt) -> bool:
-    """Tell whether this is the node that serves the rendezvous, rather than a login node with `salloc`."""
-    return attempt.hosts[0] == attempt.environ.get("SLURMD_NODENAME")
-
-
 def run_node_step(
     attempt: Attempt, monitor: StepMonitor, endpoint: str, find_port: Callable[[int], int]
 ) -> StepReport:
     """Run the step of a task of ours on each node, which starts its ranks and writes the node's record.
 
-    `find_port` gives the port of each start of the ranks, if they are not torchrun's.
+    `endpoint` is where the ranks of the first start meet, HOST:PORT, and `find_port` gives the port of each
+    start by its number, if they are not torchrun's. A node that replaces the first one is called as SLURM
+    calls it.
     """
-    is_direct = attempt.request.agent == "direct"
-    coordinator = make_coordinator(attempt, endpoint, find_port) if is_direct else None
+    config, first = attempt.request.config, attempt.hosts[0]
+    address, port = parse_endpoint(config.rdzv_endpoint or endpoint)
+
+    def find_endpoint(host: str, restart: int) -> tuple[str, int]:
+        return (address if host == first else host), (find_port(restart) if restart else port)
+
+    coordinator = None
+    if attempt.request.agent == "direct":
+        restarts = choose_restarts(config, attempt.environ) or 0
+        coordinator = Coordinator(attempt.step_hosts, len(attempt.hosts), restarts, find_endpoint)
     step = start_nodes(attempt, endpoint, coordinator)
-    if step.group and not attempt.spares and (local_size := count_known_ranks(attempt.request.config)):
-        step.group.begin(attempt.hosts, local_size)
-    with add_provenance(attempt), watch_nodes(attempt, monitor, step):
-        monitor.run_to_end(step)
+    local_size = str(config.nproc_per_node)
+    if step.group and not attempt.spares and re.fullmatch("0*[1-9][0-9]{0,4}", local_size):
+        step.group.begin(attempt.hosts, int(local_size))
+    with add_provenance(attempt):
+        if step.group and attempt.spares:
+            from launcher.slurm.spares import NodeReplacement  # most jobs have no use for it
+
+            replacement = NodeReplacement(attempt, step, step.group)
+            try:
+                monitor.run_to_end(step, replacement.attend)
+            finally:
+                replacement.close()
+        else:
+            monitor.run_to_end(step)
     step.close()
-    records = collect_node_records(attempt, step)
-    report = report_step(attempt, monitor, step.process.returncode, records, step.srun_lines)
+    records, code, lines = collect_node_records(attempt, step), step.process.returncode, (*step.srun_lines,)
+    reporting = {record.host for record in records}
+    missing = tuple(host for host in attempt.hosts if host not in reporting)
+    # If no task ever ran, no node was lost: SLURM refused the step.
+    if not records and not monitor.signals and code < 0:
+        report = refuse_step(monitor, f"srun was ended by {name_signal(-code)}, and its step", 128 - code)
+        report = replace(report, srun_exitcode=code, srun_lines=lines)
+    elif not records and not monitor.signals and code and not has_begun(lines):
+        words = "; ".join(map(drop_prefix, lines[-3:])) or "it printed nothing"
+        report = refuse_step(monitor, f"{NOT_STARTED} (code {code}): {words}", EXIT_SCHEDULER)
+        report = replace(report, srun_exitcode=code, srun_lines=lines)
+    else:
+        report = monitor.report(code, records, missing, lines)
     if not monitor.signals:
         remove_caches(attempt, list(find_task_ends(report)))
     return replace(report, signalled=tuple(step.signalled), cancelled=step.cancelled)
-
-
-@contextlib.contextmanager
-def watch_nodes(attempt: Attempt, monitor: StepMonitor, step: NodeStep) -> Iterator[None]:
-    """Replace nodes that are lost by spare ones, if there are any."""
-    if step.group is None or not attempt.spares:
-        yield
-        return
-    from launcher.slurm.spares import NodeReplacement  # most jobs have no use for it
-
-    replacement = NodeReplacement(attempt, step, step.group)
-    monitor.attend = replacement.attend
-    try:
-        yield
-    finally:
-        monitor.attend = attend_nothing
-        replacement.close()
 
 
 @contextlib.contextmanager
@@ -262,45 +265,10 @@ def add_provenance(attempt: Attempt) -> Iterator[None]:
     asking.join()
 
 
-def report_step(
-    attempt: Attempt,
-    monitor: StepMonitor,
-    code: int,
-    records: Sequence[NodeRecord],
-    srun_lines: Iterable[str],
-) -> StepReport:
-    """Return the report of a step. If no task ever ran, no node was lost: SLURM refused the step."""
-    srun_lines, reporting = tuple(srun_lines), {record.host for record in records}
-    missing = tuple(host for host in attempt.hosts if host not in reporting)
-    if not records and not monitor.signals and (code < 0 or (code and not has_begun(srun_lines))):
-        records, missing = [record_refusal(attempt, code, srun_lines)], ()
-    return StepReport(code, tuple(records), missing, tuple(monitor.signals), monitor.checkpointed, srun_lines)
-
-
-def record_refusal(attempt: Attempt, code: int, srun_lines: Sequence[str]) -> NodeRecord:
-    """Return a record that says why there is no step, in srun's words, or what ended srun and its step."""
-    if code < 0:
-        return make_refusal(attempt, f"srun was ended by {name_signal(-code)}, and its step", 128 - code)
-    words = "; ".join(map(drop_prefix, srun_lines[-3:]))
-    reason = f"{NOT_STARTED} (code {code}): {words or 'it printed nothing'}"
-    return make_refusal(attempt, reason, EXIT_SCHEDULER)
-
-
-def make_refusal(attempt: Attempt, reason: str, status: int) -> NodeRecord:
-    """Return a record of ours that says why there is no step."""
-    return refuse_node(attempt.hosts[0], 0, status, reason, time.time())
-
-
 def refuse_step(monitor: StepMonitor, reason: str, status: int) -> StepReport:
-    """Return the report of a step that could not be started."""
-    record = make_refusal(monitor.attempt, reason, status)
-    return StepReport(status, (record,), (), tuple(monitor.signals), monitor.checkpointed)
-
-
-def clear_records(attempt: Attempt) -> None:
-    """Remove the records of a try that found its port taken."""
-    for record in read_nodes(attempt.run.path, attempt.run.first_attempt):
-        node_path(attempt.run.path, attempt.run.first_attempt, record.host).unlink(missing_ok=True)
+    """Return the report of a step that there is none of, with a record of ours that says why."""
+    record = refuse_node(monitor.attempt.hosts[0], 0, status, reason, time.time())
+    return monitor.report(status, [record])
 
 
 DRIVER_FILES = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/kfd")

@@ -1,6 +1,7 @@
 """The step of a job: srun with one task of ours on each node."""
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -9,14 +10,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from queue import SimpleQueue
 
-from launcher.agent.coordinator import Coordinator
-from launcher.agent.group_messages import find_report
-from launcher.config.settings import ContainerConfig
+from launcher.agent.coordinator import Coordinator, GroupStart, JobEnd, Order
+from launcher.agent.group_messages import NodeReport, find_report, render_order
 from launcher.errors import SchedulerError
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signal_channel import KILL_WAIT, LOST, make_signal_channel, write_line_to_tasks
@@ -26,25 +26,24 @@ from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.commands import ask_config, run_slurm
 from launcher.slurm.node_order import fold_in_order
-from launcher.slurm.notation import expand_hosts
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun import (
+    CANCELLED,
+    CPU_BIND_COMPLAINT,
+    SLURM_PREFIXES,
     SRUN,
+    TERMINATED,
     Container,
     Step,
     give_cpus,
-    is_cancelled,
-    is_cpu_bind_complaint,
     is_in_node_records,
-    is_slurm_line,
-    is_task_end,
     is_verbose,
     parse_node_failure,
     parse_task_ends,
     render_step,
-    was_srun_terminated,
 )
-from launcher.slurm.step_group import StepGroup
+
+logger = logging.getLogger(__name__)
 
 LABEL = re.compile(r"\s*\d+: ")
 """What srun's `--label` puts before each line."""
@@ -97,6 +96,88 @@ class TaskWriter:
 
 
 @dataclass(slots=True)
+class StepGroup:
+    """Tells the coordinator what happens, and sends its orders to all tasks."""
+
+    coordinator: Coordinator
+    send: Callable[[Iterable[str]], None]
+    """Writes lines to all tasks."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Reports come by one thread, and signals by another."""
+    holds_back: Callable[[NodeReport], bool] | None = None
+    """Hears each report; true if it is to be passed on later, see `NodeReplacement`."""
+
+    def begin(self, hosts: Sequence[str], local_size: int) -> None:
+        """Order the first start before any task is ready: each of these nodes will have so many ranks."""
+        for host in hosts:
+            self.take_report(NodeReport("ready", host, (local_size,)))
+
+    def take_report(self, report: NodeReport) -> None:
+        """Pass a task's report on, unless it is held back until more is known."""
+        if self.holds_back is None or not self.holds_back(report):
+            self.pass_report_on(report)
+
+    def pass_report_on(self, report: NodeReport) -> None:
+        """Tell the coordinator what a task has reported, and send the order that follows from it."""
+        note, host, numbers = self.coordinator, report.host, report.numbers
+        match report.kind:
+            case "ready":
+                self.decide(partial(note.note_ready, host, numbers[0]), host)
+            case "failed":
+                what = f"rank {numbers[1]} on {host} has ended"
+                self.decide(partial(note.note_failure, host, numbers[0]), what)
+            case "ended":
+                self.decide(partial(note.note_end, host, numbers[0]), host)
+            case "taken":
+                what = f"{host} cannot serve the ranks' port"
+                self.decide(partial(note.note_taken_port, host, numbers[0]), what)
+
+    def take_losses(self, hosts: Iterable[str]) -> None:
+        """Take that nodes are lost, and send the order that follows."""
+        for host in hosts:
+            self.decide(partial(self.coordinator.note_loss, host), f"{host} was lost")
+
+    def note_task_end(self, host: str) -> None:
+        """Take that a node's task has ended badly by itself; a step without spare nodes ends by that.
+
+        A spare node without its task is none any more.
+        """
+        note = self.coordinator
+
+        def end() -> Order | None:
+            takes_part = note.start is None or note.start.find_group_rank(host) is not None
+            if note.is_over or host in note.lost:
+                return None
+            return note.finish(failed=True) if takes_part else note.note_loss(host)
+
+        self.decide(end)
+
+    def drop_spare(self, host: str) -> None:
+        """Do without a spare node, unless it has taken another's place already."""
+        note = self.coordinator
+        self.decide(lambda: note.note_loss(host) if host in note.spares or host not in note.sizes else None)
+
+    def stop(self) -> None:
+        """Order no start any more: the tasks are sent a signal that ends the ranks."""
+        with self.lock:
+            self.coordinator.note_stop()
+
+    def decide(self, note: Callable[[], Order | None], reason: str = "") -> None:
+        """Send the order that follows from what is noted, and log another start, or why there is none."""
+        coordinator = self.coordinator
+        with self.lock:
+            before, order = coordinator.start, note()
+            if order is not None:
+                self.send((render_order(order),))
+        done = coordinator.restarts
+        if reason and isinstance(order, GroupStart) and before is not None:
+            count = f" (restart {done} of {coordinator.max_restarts})" if done else ""
+            logger.info(f"{reason}: all ranks start anew{count}")
+        elif reason and done and order == JobEnd(failed=True):
+            logger.info(f"{reason}, after {done} restarts: the job ends")
+
+
+@dataclass(slots=True)
 class NodeStep:
     """A running step whose tasks are ours."""
 
@@ -145,7 +226,8 @@ class NodeStep:
         """Send a signal to the ranks, by way of their supervisors."""
         if number in (*STOPPING, signal.SIGKILL):
             self.stopped = True
-            self.group.stop() if self.group else None
+            if self.group:
+                self.group.stop()
         self.writer.send((signal.Signals(number).name,))
 
     def forward_stderr(self) -> None:
@@ -159,26 +241,26 @@ class NodeStep:
                 elif self.group:
                     self.group.take_report(report)
                 pass_text_on("" if LABEL.fullmatch(before) else before)
-            elif not is_slurm_line(line) or self.note_line(line):
+            elif not line.startswith(SLURM_PREFIXES) or self.note_line(line):
                 pass_text_on(raw)
 
     def note_line(self, line: str) -> bool:
         """Take a line of srun's own; false if it says nothing new to people."""
-        if was_srun_terminated(line) and not (self.ended or self.stopped):
+        if line.startswith(TERMINATED) and not (self.ended or self.stopped):
             self.signalled.append((SRUN, signal.SIGTERM))
             self.ended = True
-        if is_cpu_bind_complaint(line) or is_verbose(line):
+        if CPU_BIND_COMPLAINT in line or is_verbose(line):
             return False
         known = is_in_node_records(line, self.srun_lines)
         self.srun_lines.append(line)
-        self.cancelled = self.cancelled or (is_cancelled(line) and not self.ended)
-        self.ended = self.ended or (is_task_end(line) and not self.elastic)
+        self.cancelled = self.cancelled or (CANCELLED in line and not self.ended)
+        ends = parse_task_ends((line,))
+        self.ended = self.ended or bool(ends and not self.elastic)
         if self.group and self.elastic:
-            for host in parse_task_ends((line,)):
+            for host in ends:
                 self.group.note_task_end(host)
         if hosts := parse_node_failure(line):
-            with contextlib.suppress(ValueError):
-                self.lost |= {*expand_hosts(hosts)}  # a new value: another thread reads it
+            self.lost |= {*hosts}  # a new value: another thread reads it
             if self.group:
                 self.group.take_losses(sorted(self.lost))
             else:
@@ -206,35 +288,31 @@ def describe_node_step(attempt: Attempt) -> Step:
     box = config.cluster.container
     # As the batch script starts this process: PYTHONPATH may name the working directory, and is for ranks.
     isolation = "-I" if sys.flags.isolated and not box.image else "-P"
+    run_path, directory = attempt.run.path, request.directory
+    container = None
+    if box.image:
+        mounts = (f"{run_path}:{run_path}", f"{directory}:{directory}", *box.mounts)
+        container = Container(box.runtime, box.image, mounts, tuple(box.args))
     return Step(
         nodes=len(attempt.step_hosts),
         nodelist=attempt.step_hosts,
         elastic=attempt.is_elastic or bool(attempt.spares),
-        directory=request.directory,
+        directory=directory,
         command=(
             box.python if box.image else sys.executable,
-            *(isolation, "-m", "launcher.slurm.task", str(attempt.run.path)),
+            *(isolation, "-m", "launcher.slurm.task", str(run_path)),
         ),
         options={"quiet": False, **config.cluster.srun},  # it says that it was sent SIGTERM
-        container=describe_container(box, attempt.run.path, request.directory),
+        container=container,
     )
-
-
-def describe_container(config: ContainerConfig, run_path: Path, directory: str) -> Container | None:
-    """Return the container with the run directory and the working directory mounted, if there is one."""
-    if not config.image:
-        return None
-    mounts = (f"{run_path}:{run_path}", f"{directory}:{directory}", *config.mounts)
-    return Container(config.runtime, config.image, mounts, tuple(config.args))
 
 
 def start_nodes(attempt: Attempt, endpoint: str, coordinator: Coordinator | None = None) -> NodeStep:
     """Start a task on each node, which are to meet at `endpoint`; raises OSError if there is no srun."""
-    variables = {
-        LAUNCH_ATTEMPT: str(attempt.run.first_attempt),
-        LAUNCH_RENDEZVOUS: endpoint,
-        **tell_order(attempt.step_hosts),
-    }
+    variables = {LAUNCH_ATTEMPT: str(attempt.run.first_attempt), LAUNCH_RENDEZVOUS: endpoint}
+    order = fold_in_order(attempt.step_hosts)
+    if len(order) <= LONGEST_ORDER:
+        variables[LAUNCH_NODE_ORDER] = order
     step = describe_node_step(attempt)
     step = replace(step, options=give_cpus(step.options, attempt.environ))
     reading, writing = make_signal_channel()
@@ -254,12 +332,6 @@ def start_nodes(attempt: Attempt, endpoint: str, coordinator: Coordinator | None
     finally:
         os.close(reading)
     return NodeStep(process, writing, attempt.environ, step.elastic, coordinator)
-
-
-def tell_order(hosts: Sequence[str]) -> dict[str, str]:
-    """Return the variable by which a task finds its node's number; none if it is too long for execve(2)."""
-    folded = fold_in_order(hosts)
-    return {LAUNCH_NODE_ORDER: folded} if len(folded) <= LONGEST_ORDER else {}
 
 
 def skip_step_ids(attempt: Attempt) -> None:

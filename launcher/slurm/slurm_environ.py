@@ -196,6 +196,14 @@ def read_task_identity(environ: Mapping[str, str]) -> TaskIdentity:
     )
 
 
+def list_job_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the job's nodes in SLURM's order; none if the variables name none."""
+    try:
+        return expand_hosts(environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", ""))
+    except ValueError:
+        return ()
+
+
 def find_node_rank(environ: Mapping[str, str]) -> int:
     """Return a task's number in the order of the nodes' ranks; without one, in SLURM's own."""
     hosts = expand_hosts(environ.get(LAUNCH_NODE_ORDER, ""))

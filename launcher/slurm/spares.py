@@ -19,10 +19,9 @@ from launcher.runs.node_records import read_nodes
 from launcher.slurm.attempt import Attempt, try_write_manifest
 from launcher.slurm.attempt_end import classify_kill
 from launcher.slurm.commands import ask_config, ask_job, ask_node_fields
-from launcher.slurm.node_step import NodeStep
+from launcher.slurm.node_step import NodeStep, StepGroup
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun import Step, render_step
-from launcher.slurm.step_group import StepGroup
 
 logger = logging.getLogger(__name__)
 
@@ -299,10 +298,10 @@ class NodeReplacement:
     def check_spares(self) -> None:
         """Check the spare nodes, and do without those that are sick: a thread's body."""
         from launcher.preflight.checks import CheckedNodes
-        from launcher.slurm.preflight import check_spare_nodes
+        from launcher.slurm.preflight import check_nodes
 
         try:
-            checked = check_spare_nodes(self.attempt)
+            checked = check_nodes(self.attempt, self.attempt.spares, "light")
         except Exception as error:  # a mistake of the checks' own ends no job
             checked = CheckedNodes(None, f"{type(error).__name__}: {error}")
         if (checked.report is None or checked.report.sick) and self.is_job_ending():

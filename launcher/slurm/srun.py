@@ -1,5 +1,6 @@
 """srun: a step's command line, and what srun prints on its stderr of a step and its tasks."""
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,21 +143,6 @@ TEMPORARY = re.compile(r"contact|imed out|Connection refused|temporar|busy|Zero 
 """In its messages if slurmctld is away, or the nodes are not ready for another step."""
 
 
-def is_slurm_line(line: str) -> bool:
-    """Tell whether a line is SLURM's, rather than a task's."""
-    return line.startswith(SLURM_PREFIXES)
-
-
-def is_cpu_bind_complaint(line: str) -> bool:
-    """Tell whether a line of srun's stderr is of no use to anybody."""
-    return CPU_BIND_COMPLAINT in line
-
-
-def was_srun_terminated(line: str) -> bool:
-    """Tell whether srun says that a signal to itself ends the step."""
-    return line.startswith(TERMINATED)
-
-
 def is_verbose(line: str) -> bool:
     """Tell whether srun prints a line only for want of `--quiet`, or because of `--verbose`."""
     return line.startswith("srun: ") and not USEFUL_LINE.match(line)
@@ -177,26 +163,18 @@ def drop_prefix(line: str) -> str:
     return line.removeprefix("srun: ").removeprefix("error: ")
 
 
-def is_task_end(line: str) -> bool:
-    """Tell whether a line says that tasks ended badly."""
-    return TASK_END.match(line) is not None
-
-
 def parse_task_ends(lines: Iterable[str]) -> dict[str, str]:
     """Return for each host how its task ended, in srun's words; the last line counts."""
     found = [match for line in lines if (match := TASK_END.match(line))]
     return {host: match["how"].strip() for match in found for host in expand_hosts(match["hosts"])}
 
 
-def parse_node_failure(line: str) -> str:
-    """Return the list of nodes that a line of srun's stderr says are lost; empty for any other line."""
+def parse_node_failure(line: str) -> tuple[str, ...]:
+    """Return the nodes that a line of srun's stderr says are lost; none for any other line."""
     found = NODE_FAILURE.match(line)
-    return found["hosts"] if found else ""
-
-
-def is_cancelled(line: str) -> bool:
-    """Tell whether a line says that the step was ended from outside, or by srun."""
-    return CANCELLED in line
+    with contextlib.suppress(ValueError):
+        return expand_hosts(found["hosts"]) if found else ()
+    return ()
 
 
 def is_in_node_records(line: str, before: Iterable[str]) -> bool:
@@ -207,4 +185,4 @@ def is_in_node_records(line: str, before: Iterable[str]) -> bool:
     if found := TASK_END.match(line):
         how = found["how"].strip()
         return how == ENDED or bool(EXITED.fullmatch(how))
-    return is_cancelled(line) and any(map(is_task_end, before))
+    return CANCELLED in line and any(map(TASK_END.match, before))

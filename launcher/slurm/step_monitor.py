@@ -5,20 +5,19 @@ import logging
 import os
 import select
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from launcher.agent.liveness import OWN_GAP
 from launcher.errors import SchedulerError
 from launcher.launch.signals import KILL_GRACE, STOPPING, SignalQueue, StopStages, name_signal
-from launcher.runs.node_records import read_nodes
+from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.slurm.attempt import Attempt, is_taken_over
-from launcher.slurm.attempt_end import choose_stop_time
+from launcher.slurm.attempt_end import StepReport, choose_stop_time
 from launcher.slurm.attempt_lifecycle import prepare_for_kill
 from launcher.slurm.commands import ask_job, ask_node_states, is_down
+from launcher.slurm.node_step import NodeStep
 from launcher.slurm.notation import parse_signal
 from launcher.slurm.slurm_environ import PORT_TAKEN
 
@@ -32,25 +31,6 @@ ELASTIC_GRACE = 30.0
 """Seconds that the other nodes have to see by themselves that one of them has failed for good."""
 LOOK, LOOK_TIMEOUT = 20.0, 2.0
 """Seconds between two looks for nodes that were lost, and for SLURM's answer."""
-
-
-class RunningStep(Protocol):
-    """A running step."""
-
-    @property
-    def process(self) -> "subprocess.Popen[bytes]":
-        """Srun."""
-
-    @property
-    def lost(self) -> Set[str]:
-        """Nodes that SLURM has given up."""
-
-    def send(self, number: int) -> None:
-        """Send a signal to the ranks: one that stops to all of them, another to those that catch it."""
-
-
-def attend_nothing() -> None:
-    """Attend to nothing."""
 
 
 @dataclass(slots=True)
@@ -77,16 +57,27 @@ class StepMonitor:
     """Signals for the ranks that came before there were any."""
     next_look: float = 0.0
     """Monotonic time of the next look for such nodes."""
-    attend: Callable[[], None] = attend_nothing
-    """Called again and again while the step runs."""
 
     @property
     def grace(self) -> float:
         """Seconds that ranks have after the first stopping signal."""
         return self.attempt.request.config.torchrun.shutdown_timeout
 
-    def run_to_end(self, step: RunningStep) -> None:
-        """Stay with a step to its end; what an earlier one was stopped for, a port in use, is over."""
+    def report(
+        self,
+        code: int,
+        records: Iterable[NodeRecord] = (),
+        missing: tuple[str, ...] = (),
+        srun_lines: tuple[str, ...] = (),
+    ) -> StepReport:
+        """Return how a step ended, or why there was none: srun's code, and what the nodes left."""
+        return StepReport(code, tuple(records), missing, tuple(self.signals), self.checkpointed, srun_lines)
+
+    def run_to_end(self, step: NodeStep, attend: Callable[[], None] | None = None) -> None:
+        """Stay with a step to its end; what an earlier one was stopped for, a port in use, is over.
+
+        `attend` is called again and again while the step runs.
+        """
         self.stop, self.failed_at, self.records_changed = None, None, 0
         poller = select.poll()
         poller.register(self.inbox.wakeup, select.POLLIN)
@@ -109,7 +100,8 @@ class StepMonitor:
                     self.stop = StopStages([], time.monotonic() + KILL_GRACE)
                 for number in self.inbox.take():
                     self.handle_signal(number, step)
-                self.attend()
+                if attend:
+                    attend()
                 self.check_deadlines(step)
         finally:
             if pidfd:
@@ -122,7 +114,7 @@ class StepMonitor:
         poller.poll(seconds * 1000)
         self.signals += [(number, time.time()) for number in self.inbox.take()]
 
-    def handle_signal(self, number: int, step: RunningStep) -> None:
+    def handle_signal(self, number: int, step: NodeStep) -> None:
         """Do what a signal asks for."""
         self.signals.append((number, time.time()))
         if number not in STOPPING:
@@ -133,7 +125,7 @@ class StepMonitor:
         if self.attempt.prepared is None:  # else SLURM has told the ranks by itself, and KillWait runs
             self.advance_stop(number, step)
 
-    def pass_on(self, number: int, step: RunningStep) -> None:
+    def pass_on(self, number: int, step: NodeStep) -> None:
         """Send the ranks a signal that does not stop them; theirs may be the time limit's."""
         step.send(number)
         if number == parse_signal(self.attempt.request.config.cluster.signal)[0]:
@@ -159,7 +151,7 @@ class StepMonitor:
             limit = None
         return choose_stop_time(now, limit, seconds, self.grace)
 
-    def check_deadlines(self, step: RunningStep) -> None:
+    def check_deadlines(self, step: NodeStep) -> None:
         """Enter the next stage if its time has come."""
         if self.stop:
             if time.monotonic() >= self.stop.deadline:
@@ -187,7 +179,7 @@ class StepMonitor:
                 )
             self.returned.update(back)
 
-    def advance_stop(self, number: int, step: RunningStep) -> None:
+    def advance_stop(self, number: int, step: NodeStep) -> None:
         """Enter the next stage of ending the step: the signal, SIGTERM, SIGKILL, and then srun's own ways."""
         if self.stop and self.stop.current is None:
             step.process.kill()

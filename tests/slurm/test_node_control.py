@@ -11,8 +11,7 @@ from launcher.agent.coordinator import Coordinator, GroupNode, GroupStart, JobEn
 from launcher.agent.group_messages import NodeReport, find_report, render_order
 from launcher.launch.signal_channel import make_signal_channel, open_signal_channel, write_line_to_tasks
 from launcher.slurm.node_control import NodeControl
-from launcher.slurm.node_step import TaskWriter
-from launcher.slurm.step_group import StepGroup
+from launcher.slurm.node_step import StepGroup, TaskWriter
 
 NODES = (GroupNode("n0", 2), GroupNode("n1", 2))
 FIRST, SECOND = GroupStart(0, NODES, "n0", 20000), GroupStart(1, NODES, "n0", 20001)
