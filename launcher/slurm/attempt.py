@@ -1,5 +1,6 @@
 """A running attempt, and the attempts before it in the manifest."""
 
+import contextlib
 import logging
 import os
 import time
@@ -100,12 +101,14 @@ class Attempt:
     @property
     def unrecorded(self) -> int:
         """Attempts that SLURM counts and the manifest lacks, since it could not be written."""
-        return count_unrecorded(self.manifest, self.job_id, self.restarts)
+        earlier = [take_dict(entry, "slurm") for entry in take_earlier(self.manifest)]
+        known = [slurm.get("restarts") for slurm in earlier if slurm.get("job_id") == self.job_id]
+        newest = max((number for number in known if isinstance(number, int)), default=-1)
+        return max(self.restarts - 1 - newest, 0)
 
-    def measure_progress(self) -> tuple[AttemptProgress, bool | None]:
-        """Return how far it has come, and whether that is progress; None if nothing tells."""
-        advance = measure_attempt(self.run, self.request.progress_patterns)
-        return advance, has_advanced(advance, self.earlier)
+    def measure_progress(self) -> AttemptProgress:
+        """Return how far it has come."""
+        return measure_attempt(self.run, self.request.progress_patterns)
 
 
 def make_attempt_manifest(
@@ -150,7 +153,13 @@ def reconstruct_outcome(
     and what is left is a preemption.
     """
     outcome, hosts = take_dict(found, "outcome"), [str(host) for host in found.get("hosts") or ()]
-    lost = find_lost_nodes(hosts, read_time(found.get("started")), environ)
+    since = read_time(found.get("started"))
+    lost: list[str] = []
+    with contextlib.suppress(SchedulerError):
+        states, nodes = ask_node_states(hosts, environ), ask_node_fields(hosts, environ)
+        boots = {host: parse_slurm_time(fields.get("BootTime", "")) for host, fields in nodes.items()}
+        booted = {host for host, boot in boots.items() if since and boot and boot > since}
+        lost = [host for host in hosts if host in booted or is_down(states.get(host, ""))]
     word = ask_last_end(name_job(environ), environ)
     cause = outcome.get("cause") or ENDS.get(word) or ("preempted" if word or not lost else "node_failure")
     advance = measure_attempt(RunDir(run.path, found.get("attempt") or 0), request.progress_patterns)
@@ -167,20 +176,6 @@ def reconstruct_outcome(
     }
 
 
-def find_lost_nodes(hosts: Sequence[str], since: float | None, environ: Mapping[str, str]) -> list[str]:
-    """Return the nodes that are down, or were booted since; none if SLURM does not answer."""
-    try:
-        down = {host for host, state in ask_node_states(hosts, environ).items() if is_down(state)}
-        boots = {
-            host: parse_slurm_time(fields.get("BootTime", ""))
-            for host, fields in ask_node_fields(hosts, environ).items()
-        }
-        booted = {host for host, boot in boots.items() if since and boot and boot > since}
-    except SchedulerError:
-        return []
-    return [host for host in hosts if host in down | booted]
-
-
 def list_requeued_attempts(manifest: Manifest, job_id: str) -> tuple[Manifest, ...]:
     """Return the attempts that led to a manifest's last one by requeues of the same job, oldest first."""
     earlier: list[Manifest] = []
@@ -190,13 +185,6 @@ def list_requeued_attempts(manifest: Manifest, job_id: str) -> tuple[Manifest, .
             break
         earlier.append(entry)
     return tuple(reversed(earlier))
-
-
-def count_unrecorded(manifest: Manifest, job_id: str, restarts: int) -> int:
-    """Count the attempts of the job between the last one that a manifest tells of and its own."""
-    earlier = [take_dict(entry, "slurm") for entry in take_earlier(manifest)]
-    known = [slurm.get("restarts") for slurm in earlier if slurm.get("job_id") == job_id]
-    return max(restarts - 1 - max((number for number in known if isinstance(number, int)), default=-1), 0)
 
 
 def has_advanced(advance: AttemptProgress, earlier: Sequence[Manifest]) -> bool | None:

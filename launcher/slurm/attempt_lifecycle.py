@@ -13,7 +13,6 @@ from launcher.launch.ending import post_end
 from launcher.launch.signals import STOPPING, name_signal
 from launcher.protocol import name_host
 from launcher.runs.manifest import stamp_time
-from launcher.runs.node_records import NodeRecord, RankFailure
 from launcher.runs.progress import describe_progress
 from launcher.runs.run_directory import RunDir, release_space, reserve_space
 from launcher.slurm.attempt import (
@@ -43,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 MAX_NAMED = 3
 """Sentences of the manifest's reason, and nodes that are named in one."""
-HINTS = {"Killed": ", probably out of memory"}
 
 
 def name_state(end: AttemptEnd, decision: Decision) -> str:
@@ -57,47 +55,40 @@ def name_state(end: AttemptEnd, decision: Decision) -> str:
 
 
 def describe_outcome(end: AttemptEnd, decision: Decision, run: RunDir) -> Manifest:
-    """Return the manifest's outcome."""
-    step, first = end.step, end.first
+    """Return the manifest's outcome; of many things that happened, its reason has the first ones."""
+    step, first, state = end.step, end.first, name_state(end, decision)
     stops = [number for number, _ in step.signals if number in STOPPING] if step else [signal.SIGTERM]
-    requeued = name_state(end, decision) == "requeued"
-    reason = "; ".join([*list_reasons(end), decision.reason])
+    events = describe_events(end)
+    if len(events) > MAX_NAMED:
+        more = f" (and {len(events) - MAX_NAMED} more)"
+        events = [*events[: MAX_NAMED - 1], events[MAX_NAMED - 1] + more]
+    failure = None
+    if first:
+        record, failed = first
+        failure = {
+            "rank": failed.rank,
+            "local_rank": failed.local_rank,
+            "host": record.host,
+            "attempt": run.first_attempt + record.restarts,
+            "exit_code": failed.status,
+            "reason": failed.reason,
+            "last_lines": list(failed.lines),
+        }
     return {
-        "state": name_state(end, decision),
-        "cause": end.cause if requeued else decision.cause,
+        "state": state,
+        "cause": end.cause if state == "requeued" else decision.cause,
         "exit_code": end.exit_code,
         "signal": name_signal(stops[0]) if stops else None,
-        "reason": None if end.cause is None else reason,
+        "reason": None if end.cause is None else "; ".join([*events, decision.reason]),
         "events": list_first_events(end),
         "lost": list(end.lost),
         **({"sick": list(step.sick)} if step and step.sick else {}),
-        "first_failure": describe_first_failure(first, run) if first else None,
+        "first_failure": failure,
         "attempts": 1 + run.first_attempt + max((r.restarts for r in step.records), default=0)
         if step
         else None,
         **describe_advance(end.advance),
     }
-
-
-def describe_first_failure(first: tuple[NodeRecord, RankFailure], run: RunDir) -> Manifest:
-    """Return the first failure for the manifest."""
-    record, failure = first
-    return {
-        "rank": failure.rank,
-        "local_rank": failure.local_rank,
-        "host": record.host,
-        "attempt": run.first_attempt + record.restarts,
-        "exit_code": failure.status,
-        "reason": failure.reason,
-        "last_lines": list(failure.lines),
-    }
-
-
-def describe_decision(end: AttemptEnd, decision: Decision) -> str:
-    """Say why an attempt ended and what comes next; SLURM's own requeue is not undone here."""
-    if end.kill == "requeued" and not decision.requeue:
-        return f"{decision.reason}; SLURM requeues it, and the next attempt ends at once"
-    return decision.reason
 
 
 def list_failure_lines(end: AttemptEnd) -> list[str]:
@@ -113,108 +104,50 @@ def list_failure_lines(end: AttemptEnd) -> list[str]:
     return [] if end.cause == "sick_node" else describe_events(end)  # preflight has told of it
 
 
-def list_reasons(end: AttemptEnd) -> list[str]:
-    """Say the same for the manifest, which has the first failure elsewhere; of many nodes, the first ones."""
-    lines = describe_events(end)
-    more = f" (and {len(lines) - MAX_NAMED} more)" if len(lines) > MAX_NAMED else ""
-    return [*lines[: MAX_NAMED - 1], lines[MAX_NAMED - 1] + more] if more else lines
-
-
-def describe_events(end: AttemptEnd) -> list[str]:
-    """Say what happened to the run directory, the nodes and the agents; a rank's failure has more to it."""
-    return [
-        *list_first_events(end),
-        *(
-            describe_sickness(end)
-            or describe_lost_nodes(end)
-            or describe_hang_end(end)
-            or describe_signals(end)
-            or describe_agent_failures(end)
-        ),
-    ]
-
-
 def list_first_events(end: AttemptEnd) -> list[str]:
     """Say what came before any failure: nothing could be written, or ranks ended with 0 before the others."""
     return [*filter(None, (end.trouble, end.early.describe() if end.early else ""))]
 
 
-def describe_sickness(end: AttemptEnd) -> list[str]:
-    """Say which nodes are sick, if that is why no rank was started."""
-    return list(end.step.sickness) if end.step and end.cause == "sick_node" else []
+def describe_events(end: AttemptEnd) -> list[str]:
+    """Say what happened to the run directory, and then to nodes, to a rank or else to the agents.
 
-
-def describe_hang_end(end: AttemptEnd) -> list[str]:
-    """Say who held the others up, if the ranks were ended for it."""
-    return [end.hang] if end.hang else []
-
-
-def describe_signals(end: AttemptEnd) -> list[str]:
-    """Say which nodes' tasks, or which rank, got a signal from outside; or which asks for another start."""
+    The first rank that failed by itself has more to it, and is told elsewhere.
+    """
+    lines, step, states = list_first_events(end), end.step, dict(end.node_states)
+    if step and end.cause == "sick_node":
+        return [*lines, *step.sickness]
+    for host in end.lost:  # which SLURM may be minutes late to see (SlurmdTimeout)
+        seen = f", and is {states[host]}, says SLURM" if states.get(host) else ""
+        lines.append(f"{host} was lost: it left no record{seen}")
+    for host, word in end.killed_tasks:
+        if host not in end.lost:
+            hint = ", probably out of memory" if word == "Killed" else ""
+            lines.append(f"{host} is there, but its task left no record, and ended: {word}{hint}")
+    if end.lost or end.killed_tasks:
+        return lines
+    if end.hang:
+        return [*lines, end.hang]
     if end.signalled:
         hosts = name_some(list(dict(end.signalled)), MAX_NAMED)
         what = f"{name_signal(end.signalled[0][1])} from outside"
-        return [f"{hosts} got {what}: neither launch nor SLURM's queue sent it"]
-    if end.first is None or end.cause == "crash":
-        return []
-    record, failure = end.first
-    who = f"rank {failure.rank} on {record.host}"
-    if end.restart_requested:
-        return [f"{who} ended with {failure.status}, and asks for another start"]
-    return [f"{who} was stopped first: it {failure.reason}"]
-
-
-def describe_agent_failures(end: AttemptEnd) -> list[str]:
-    """Say what the nodes' agents reported, if the attempt failed and no rank did."""
-    if end.cause != "crash" or end.step is None or end.first:
-        return []
-    hosts: dict[str, list[str]] = {}
-    for record in end.step.records:
-        hosts.setdefault(record.agent_said, []).append(record.host)
-    lines = [f"{name_some(names, MAX_NAMED)}: {text}" for text, names in hosts.items() if text]
-    if end.step.missing:
+        return [*lines, f"{hosts} got {what}: neither launch nor SLURM's queue sent it"]
+    if end.first and end.cause != "crash":
+        record, failure = end.first
+        who = f"rank {failure.rank} on {record.host}"
+        if end.restart_requested:
+            return [*lines, f"{who} ended with {failure.status}, and asks for another start"]
+        return [*lines, f"{who} was stopped first: it {failure.reason}"]
+    if end.first or end.cause != "crash" or step is None:
+        return lines
+    hosts_by_text: dict[str, list[str]] = {}
+    for record in step.records:
+        hosts_by_text.setdefault(record.agent_said, []).append(record.host)
+    said = [f"{name_some(names, MAX_NAMED)}: {text}" for text, names in hosts_by_text.items() if text]
+    if step.missing:
         doubt = "" if end.trouble else ": is the disk full?"
-        lines.append(f"no record came from {', '.join(end.step.missing)}{doubt}")
-    return lines or [f"no rank failed, but srun ended with {end.step.srun_exitcode}"]
-
-
-def describe_lost_nodes(end: AttemptEnd) -> list[str]:
-    """Say which nodes were lost, and which are there but lost their task."""
-    node_states = dict(end.node_states)
-    lines = [
-        f"{host} was lost: it left no record{describe_node_state(node_states.get(host))}" for host in end.lost
-    ]
-    return lines + [
-        f"{host} is there, but its task left no record, and ended: {word}{HINTS.get(word, '')}"
-        for host, word in end.killed_tasks
-        if host not in end.lost
-    ]
-
-
-def describe_node_state(state: str | None) -> str:
-    """Say what SLURM knows of a lost node, which it may be minutes late to see (SlurmdTimeout)."""
-    return f", and is {state}, says SLURM" if state else ""
-
-
-def list_end_lines(end: AttemptEnd, decision: Decision, run: RunDir, seconds: float) -> list[str]:
-    """Say how it went, in one line, and where everything is."""
-    result = describe_progress(end.advance.steps)
-    word = f"{name_state(end, decision)} after {describe_time(seconds)}"
-    doubts = [f"warning: {doubt}" for doubt in list_success_warnings(end)] if end.cause is None else []
-    return [*doubts, word + (f": {result}" if result else ""), f"run directory {run.path}"]
-
-
-def list_success_warnings(end: AttemptEnd) -> list[str]:
-    """Say what is odd about a success: it cannot be recorded, or the steps are not done."""
-    doubts = [end.trouble] if end.trouble else []
-    stopped = end.step and (end.step.signals or end.kill)
-    if stopped and end.advance.finished is False:
-        last = end.advance.steps[-1]
-        doubts.append(
-            f"all ranks ended with 0, which is a success, but after a signal and at step {last.step} of"
-            f" {last.total}: a program that is to be started again ends with 75 (cluster.requeue.exit_codes)"
-        )
-    return doubts
+        said.append(f"no record came from {', '.join(step.missing)}{doubt}")
+    return [*lines, *(said or [f"no rank failed, but srun ended with {step.srun_exitcode}"])]
 
 
 class AttemptRefusedError(LaunchError):
@@ -244,23 +177,19 @@ def start_attempt(
         manifest["node_order"] = {"source": order.source, "why": order.why, "hosts": list(order.hosts)}
     attempt = Attempt(request, run, environ, tuple(hosts), manifest, requeues)
     decision = find_final_decision(attempt.earlier, request.config.cluster.requeue) if requeues else None
-    if decision:
-        raise refuse_attempt(attempt, decision)
+    if decision:  # the manifest is closed with the last attempt's end
+        *earlier, last = attempt.earlier
+        state = "failed" if decision.cause else "succeeded"
+        outcome = {**last["outcome"], "state": state, "cause": decision.cause, "reason": decision.reason}
+        closed = {**manifest, **last, "outcome": outcome, "earlier": manifest["earlier"][:-1]}
+        try_write_manifest(run, closed)
+        number = len(earlier) + 1
+        text = f"attempt {number + 1} does not begin: attempt {number} ended: {decision.reason}"
+        raise AttemptRefusedError(text, outcome.get("exit_code") or int(state == "failed"))
     with hold_manifest(run.path):
         try_write_manifest(run, manifest)
     reserve_space(run)
     return attempt
-
-
-def refuse_attempt(attempt: Attempt, decision: Decision) -> AttemptRefusedError:
-    """Close the manifest with the last attempt's end, and return the error that says why."""
-    *earlier, last = attempt.earlier
-    state = "failed" if decision.cause else "succeeded"
-    outcome = {**last["outcome"], "state": state, "cause": decision.cause, "reason": decision.reason}
-    before = attempt.manifest["earlier"]
-    try_write_manifest(attempt.run, {**attempt.manifest, **last, "outcome": outcome, "earlier": before[:-1]})
-    text = f"attempt {len(earlier) + 2} does not begin: attempt {len(earlier) + 1} ended: {decision.reason}"
-    return AttemptRefusedError(text, outcome.get("exit_code") or int(state == "failed"))
 
 
 def prepare_for_kill(attempt: Attempt) -> None:
@@ -315,9 +244,20 @@ def finish_attempt(attempt: Attempt, end: AttemptEnd) -> Decision:
 
 
 def report_end(attempt: Attempt, end: AttemptEnd, decision: Decision) -> None:
-    """Say how an attempt went, here and to `notify.url`."""
-    for line in list_end_lines(end, decision, attempt.run, time.time() - attempt.started):
-        logger.info(line)
+    """Say how an attempt went and where everything is, here and to `notify.url`."""
+    doubts = [end.trouble] if end.trouble else []
+    if end.step and (end.step.signals or end.kill) and end.advance.finished is False:
+        last = end.advance.steps[-1]
+        doubts.append(
+            f"all ranks ended with 0, which is a success, but after a signal and at step {last.step} of"
+            f" {last.total}: a program that is to be started again ends with 75 (cluster.requeue.exit_codes)"
+        )
+    for doubt in doubts if end.cause is None else ():
+        logger.info(f"warning: {doubt}")
+    result = describe_progress(end.advance.steps)
+    word = f"{name_state(end, decision)} after {describe_time(time.time() - attempt.started)}"
+    logger.info(word + (f": {result}" if result else ""))
+    logger.info(f"run directory {attempt.run.path}")
     post_end(
         attempt.request.config.notify,
         attempt.run,
@@ -332,10 +272,10 @@ def carry_out_decision(attempt: Attempt, end: AttemptEnd, timeout: float) -> Dec
     decision = decide_next(attempt, end)
     write_outcome(attempt, end, decision)
     if end.cause:
-        logger.info(
-            f"attempt {len(attempt.earlier) + attempt.unrecorded + 1} ended:"
-            f" {describe_decision(end, decision)}"
-        )
+        number, reason = len(attempt.earlier) + attempt.unrecorded + 1, decision.reason
+        if end.kill == "requeued" and not decision.requeue:  # SLURM's own requeue is not undone here
+            reason = f"{reason}; SLURM requeues it, and the next attempt ends at once"
+        logger.info(f"attempt {number} ended: {reason}")
     if not decision.requeue:
         return decision
     try:
@@ -346,26 +286,19 @@ def carry_out_decision(attempt: Attempt, end: AttemptEnd, timeout: float) -> Dec
         logger.warning(f"the job could not be requeued ({error})")
         write_outcome(attempt, end, decision)
         return decision
-    exclude_lost_nodes(attempt, end)
-    return decision
-
-
-def exclude_lost_nodes(attempt: Attempt, end: AttemptEnd) -> None:
-    """Keep the next attempt off the nodes that this one and those before it have lost, or found sick."""
-    earlier = (host for entry in reversed(attempt.earlier) for host in list_bad_nodes(entry))
-    lost = [*end.lost, *(end.step.sick if end.step else ()), *list_bad_nodes(attempt.manifest), *earlier]
-    if lost:
+    # The next attempt is kept off the nodes that this one and those before it have lost, also those that a
+    # spare one has replaced, or found sick.
+    bad = [*end.lost, *(end.step.sick if end.step else ())]
+    for entry in (attempt.manifest, *reversed(attempt.earlier)):
+        outcome, replaced = entry["outcome"], entry.get("replacements") or ()
+        bad += [host for key in ("lost", "sick") for host in outcome.get(key) or ()]
+        bad += [*(one["lost"] for one in replaced), *(entry.get("sick_spares") or ())]
+    if bad:
         min_nodes = attempt.request.min_nodes + attempt.request.config.cluster.spares
-        warning = exclude_nodes(attempt.job_id, list(dict.fromkeys(lost)), min_nodes, attempt.environ)
+        warning = exclude_nodes(attempt.job_id, list(dict.fromkeys(bad)), min_nodes, attempt.environ)
         if warning:
             logger.warning(f"{warning}")
-
-
-def list_bad_nodes(entry: Manifest) -> list[str]:
-    """Return the nodes that an attempt has lost, also those that a spare one has replaced, or found sick."""
-    outcome, replaced = entry["outcome"], entry.get("replacements") or ()
-    hosts = [host for key in ("lost", "sick") for host in outcome.get(key) or ()]
-    return [*hosts, *(one["lost"] for one in replaced), *(entry.get("sick_spares") or ())]
+    return decision
 
 
 def write_outcome(attempt: Attempt, end: AttemptEnd, decision: Decision) -> None:

@@ -42,7 +42,7 @@ def diagnose_kill(attempt: Attempt) -> AttemptEnd | None:
     kill = classify_kill(status, attempt.restarts)
     if status is None or not kill or status.state in RUNNING:
         return None
-    advance, _ = attempt.measure_progress()
+    advance = attempt.measure_progress()
     node_states = find_node_states(attempt, attempt.hosts, SHORT_TIMEOUT)
     lost = tuple(host for host, state in node_states if is_down(state))
     facts = EndFacts(
@@ -53,7 +53,7 @@ def diagnose_kill(attempt: Attempt) -> AttemptEnd | None:
 
 def complete_diagnosis(attempt: Attempt, before: AttemptEnd, step: StepReport, trouble: str) -> AttemptEnd:
     """Return what is known of an attempt now that its step has ended; `diagnose_kill` gave `before`."""
-    advance, _ = attempt.measure_progress()
+    advance = attempt.measure_progress()
     facts = EndFacts(
         succeeded=has_succeeded(attempt, step),
         finished=advance.finished,
@@ -70,8 +70,8 @@ def diagnose_end(attempt: Attempt, step: StepReport, trouble: str = "") -> Attem
 
     `trouble` is what `release_space` has said.
     """
-    advance, _ = attempt.measure_progress()
-    stop_requested, succeeded = got_stop_signal(step), has_succeeded(attempt, step)
+    advance, succeeded = attempt.measure_progress(), has_succeeded(attempt, step)
+    stop_requested = any(number in STOPPING for number, _ in step.signals)
     if succeeded and not step.checkpointed and not stop_requested and not step.missing:
         return AttemptEnd(step, "", None, advance, trouble=trouble)
     timeout = SHORT_TIMEOUT if stop_requested else LONG_TIMEOUT
@@ -81,11 +81,32 @@ def diagnose_end(attempt: Attempt, step: StepReport, trouble: str = "") -> Attem
     task_ends = find_task_ends(step)
     stopped = bool(kill) or stop_requested or step.cancelled or SRUN in dict(step.signalled)
     killed_tasks = tuple((host, word) for host, word in task_ends.items() if word != ENDED and not stopped)
-    down = {host for host, state in node_states if is_down(state)}
-    lost = down if kill else down | find_silent_nodes(attempt, step) - {*task_ends}
-    is_lost = bool(lost) or lacks_resources(attempt, step)
-    facts = collect_facts(attempt, step, status, lost=is_lost, killed=bool(killed_tasks))
-    facts = replace(facts, succeeded=succeeded, finished=advance.finished)
+    lost = {host for host, state in node_states if is_down(state)}
+    # If the first node's own record is missing too, which is there, it is the records that are not to be had:
+    # the disk is full, or the tasks cannot start.
+    own = attempt.environ.get("SLURMD_NODENAME")
+    if not kill and not (own in step.missing and own not in task_ends):
+        lost |= {*step.missing} - {*task_ends}
+    config = attempt.request.config.cluster
+    checkpoint, seconds = parse_signal(config.signal)
+    limit = status.end_time if status else None
+    sent = [moment for number, moment in step.signals if number == checkpoint]
+    first = find_first_failure(step.records)
+    facts = EndFacts(
+        succeeded=succeeded,
+        finished=advance.finished,
+        failed=bool(killed_tasks or find_failed(step.records)),
+        lost=bool(lost) or lacks_resources(attempt, step),
+        hung=any(record.hang for record in step.records),
+        sick=bool(step.sickness),
+        stop_requested=stop_requested,
+        near_limit=step.checkpointed and any(is_near_limit(moment, limit, seconds) for moment in sent),
+        preempted=bool(status and status.preempted),
+        stopped_from_outside=not stop_requested and was_stopped_from_outside(attempt, step, first),
+        restart_requested=bool(first and first[1].status in config.requeue.exit_codes),
+        cancelled_by_user=step.cancelled
+        or (stop_requested and any(record.signal for record in step.records)),
+    )
     cause = classify_end(facts, kill)
     restart_requested = facts.restart_requested and cause in ("requested", "timeout")
     ordered = tuple(host for host in attempt.hosts if host in lost)
@@ -105,33 +126,6 @@ def lacks_resources(attempt: Attempt, step: StepReport) -> bool:
     after_loss = attempt.earlier and attempt.earlier[-1]["outcome"].get("cause") == "node_failure"
     refused = any(GRES_REFUSAL in record.agent_said for record in step.records)
     return bool(outlives_nodes and after_loss and refused)
-
-
-def got_stop_signal(step: StepReport) -> bool:
-    """Tell whether the batch script's process got a signal to stop."""
-    return any(number in STOPPING for number, _ in step.signals)
-
-
-def collect_facts(
-    attempt: Attempt, step: StepReport, status: JobState | None, *, lost: bool, killed: bool
-) -> EndFacts:
-    """Return what the nodes tell of an attempt's end, short of its success and progress."""
-    first, stop_requested = find_first_failure(step.records), got_stop_signal(step)
-    return EndFacts(
-        failed=killed or bool(find_failed(step.records)),
-        lost=lost,
-        hung=any(record.hang for record in step.records),
-        sick=bool(step.sickness),
-        stop_requested=stop_requested,
-        near_limit=was_checkpointed_for_limit(attempt, step, status),
-        preempted=bool(status and status.preempted),
-        stopped_from_outside=not stop_requested and was_stopped_from_outside(attempt, step, first),
-        restart_requested=bool(
-            first and first[1].status in attempt.request.config.cluster.requeue.exit_codes
-        ),
-        cancelled_by_user=step.cancelled
-        or (stop_requested and any(record.signal for record in step.records)),
-    )
 
 
 def was_stopped_from_outside(
@@ -185,14 +179,6 @@ def has_succeeded(attempt: Attempt, step: StepReport) -> bool:
     return step.srun_exitcode == 0 and not (step.missing and step.signals)
 
 
-def was_checkpointed_for_limit(attempt: Attempt, step: StepReport, status: JobState | None) -> bool:
-    """Tell whether the ranks got the checkpoint signal for the time limit's sake."""
-    checkpoint, seconds = parse_signal(attempt.request.config.cluster.signal)
-    limit = status.end_time if status else None
-    sent = [moment for number, moment in step.signals if number == checkpoint]
-    return step.checkpointed and any(is_near_limit(moment, limit, seconds) for moment in sent)
-
-
 def ask_job_status(attempt: Attempt, timeout: float) -> JobState | None:
     """Ask SLURM how the job stands; None if it does not answer."""
     try:
@@ -207,15 +193,6 @@ def find_node_states(attempt: Attempt, hosts: Sequence[str], timeout: float) -> 
         return tuple(ask_node_states(hosts, attempt.environ, timeout).items())
     except SchedulerError:
         return ()
-
-
-def find_silent_nodes(attempt: Attempt, step: StepReport) -> set[str]:
-    """Return the nodes that left no record; none if the first node's own is missing too, which is there.
-
-    Then it is the records that are not to be had: the disk is full, or the tasks cannot start.
-    """
-    own = attempt.environ.get("SLURMD_NODENAME")
-    return set() if own in step.missing and own not in find_task_ends(step) else {*step.missing}
 
 
 def find_task_ends(step: StepReport) -> dict[str, str]:

@@ -229,7 +229,7 @@ class Guard:
             )
             missing = tuple(host for host in attempt.hosts if host not in {one.host for one in records})
             step = StepReport(1, records, missing, (), checkpointed=False)
-            advance, _ = attempt.measure_progress()
+            advance = attempt.measure_progress()
             done = not missing and has_succeeded(attempt, step)
             facts = EndFacts(succeeded=done, finished=advance.finished, lost=True)
             ordered = tuple(host for host in (self.first, *attempt.hosts) if host in lost)
