@@ -1,7 +1,6 @@
 """Why a job is pending, in words, its position in the queue, and the thread that asks SLURM about jobs."""
 
 import contextlib
-import io
 import math
 import os
 import queue
@@ -72,16 +71,6 @@ HURRIED_PAUSE, FIRST_PAUSE, LONGEST_PAUSE = 0.5, 2.0, 20.0
 GROWTH = 1.5
 
 
-@dataclass(frozen=True, slots=True)
-class QueuePosition:
-    """A pending job among those of its partition."""
-
-    position: int
-    """1 is the first."""
-    length: int
-    """Pending jobs; an array's members that wait together count as one."""
-
-
 def explain_reason(reason: str) -> str:
     """Return SLURM's reason, with an explanation if there is one: `Priority (jobs of … go first)`."""
     word = reason.partition(",")[0].strip()
@@ -90,44 +79,30 @@ def explain_reason(reason: str) -> str:
     return f"{reason} ({text})" if text else reason
 
 
-def describe_wait(job: JobState, position: QueuePosition | None, now: datetime) -> str:
+def describe_wait(job: JobState, position: tuple[int, int] | None, now: datetime) -> str:
     """Say why a pending job waits, its position and when it may start, as far as SLURM knows."""
     parts = [explain_reason(job.reason) or "the scheduler has not come to it yet"]
     if position:
-        parts.append(f"position {position.position} of {position.length} in {job.partition}")
-    if start := describe_expected_start(job.start, now):
-        parts.append(f"expected start {start}")
+        parts.append(f"position {position[0]} of {position[1]} in {job.partition}")
+    with contextlib.suppress(ValueError):
+        start = datetime.fromisoformat(job.start)
+        wait = start - now
+        if wait > timedelta():
+            seconds = math.ceil(wait.total_seconds())
+            hours, minutes = divmod(-(-seconds // 60), 60)
+            left = (
+                f"{hours} h {minutes} min" if hours else f"{minutes} min" if seconds >= 60 else f"{seconds} s"
+            )
+            how_long = f" (in {left})" if wait < SHOWN_WAIT else ""
+            parts.append(f"expected start {start:%Y-%m-%d %H:%M}{how_long}")
     return ", ".join(parts)
 
 
-def describe_expected_start(text: str, now: datetime) -> str:
-    """Say when a job is expected to start; nothing if that is unknown or has passed."""
-    try:
-        start = datetime.fromisoformat(text)
-    except ValueError:
-        return ""
-    wait = start - now
-    if wait <= timedelta():
-        return ""
-    seconds = math.ceil(wait.total_seconds())
-    hours, minutes = divmod(-(-seconds // 60), 60)
-    how_long = f"{hours} h {minutes} min" if hours else f"{minutes} min" if seconds >= 60 else f"{seconds} s"
-    return f"{start:%Y-%m-%d %H:%M}" + (f" (in {how_long})" if wait < SHOWN_WAIT else "")
+def find_position(lines: Iterable[str], job_id: str) -> tuple[int, int] | None:
+    """Find a pending job among lines of job and priority: its place, 1 is the first, and their number.
 
-
-def ask_position(job: JobState) -> QueuePosition | None:
-    """Find a job's place in its partition's queue; None if that is not why it waits.
-
-    Raises SchedulerError.
+    An array's members that wait together count as one. Held jobs, whose priority is 0, stand in nobody's way.
     """
-    if job.reason not in QUEUE_REASONS:
-        return None
-    argv = ["squeue", "--noheader", "--states=PENDING", f"--partition={job.partition}", "--format=%i %Q"]
-    return find_position(run_slurm(argv).splitlines(), job.job_id)
-
-
-def find_position(lines: Iterable[str], job_id: str) -> QueuePosition | None:
-    """Find a job among lines of job and priority; held jobs, whose priority is 0, stand in nobody's way."""
     rows = [line.split() for line in lines]
     pairs = [(row[0], int(row[1])) for row in rows if len(row) == 2 and row[1].isdecimal()]
     queue = {name: priority for name, priority in pairs if priority}
@@ -135,7 +110,7 @@ def find_position(lines: Iterable[str], job_id: str) -> QueuePosition | None:
     own = job_id if job_id in queue else next((n for n in queue if n.partition("_")[0] == number), None)
     if own is None:
         return None
-    return QueuePosition(1 + sum(value > queue[own] for value in queue.values()), len(queue))
+    return 1 + sum(value > queue[own] for value in queue.values()), len(queue)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +120,8 @@ class Answer:
     jobs: Mapping[str, JobState] = field(default_factory=dict)
     """Those that it knows."""
     asked: frozenset[str] = frozenset()
-    position: QueuePosition | None = None
-    """Of the one job that is asked about."""
+    position: tuple[int, int] | None = None
+    """See `find_position`: of the one job that is asked about, if that is why it waits."""
     error: str = ""
     """Why there is no answer."""
 
@@ -197,9 +172,12 @@ class Poller:
 def ask_jobs(job_ids: tuple[str, ...]) -> Answer:
     """Ask once; of one job that is pending its place in the queue as well."""
     try:
-        jobs = ask_queue(job_ids)
+        jobs, position = ask_queue(job_ids), None
         waits = [job for job in jobs.values() if job.state == "PENDING"]
-        position = ask_position(waits[0]) if len(job_ids) == len(waits) == 1 else None
+        if len(job_ids) == len(waits) == 1 and waits[0].reason in QUEUE_REASONS:
+            where = f"--partition={waits[0].partition}"
+            text = run_slurm(["squeue", "--noheader", "--states=PENDING", where, "--format=%i %Q"])
+            position = find_position(text.splitlines(), waits[0].job_id)
     except SchedulerError as error:
         return Answer(asked=frozenset(job_ids), error=str(error))
     return Answer(jobs, frozenset(job_ids), position)
@@ -215,6 +193,7 @@ FRESH = 2.0
 """Seconds for which a size that a network filesystem tells is believed."""
 OWN_PREFIX = b"launch: "
 """How the lines of the batch script's process begin; the last line of a job is one."""
+OWN_LINE = re.compile(rb"^(" + OWN_PREFIX + rb"[^\n]*\n)", re.MULTILINE)
 OTHER_RANKS = re.compile(rb"^\[[^][\s]+:(?!0\] )\d+\] .*\n", re.MULTILINE)
 """Lines of other ranks than rank 0."""
 RANKS = Source(0, "out", b"")
@@ -231,7 +210,7 @@ class FollowedJob:
     job_id: str
     state: JobState | None = None
     """SLURM's newest word; None before the first, and for a job that SLURM has forgotten."""
-    position: QueuePosition | None = None
+    position: tuple[int, int] | None = None
     forgotten: bool = False
     outcome: Mapping[str, object] = field(default_factory=dict)
     """The manifest's."""
@@ -276,8 +255,9 @@ class FollowedJob:
 
     def update_outcome(self) -> bool:
         """Read how the run stands, and tell whether that is news."""
-        before = self.outcome.get("state")
-        self.outcome = read_outcome(self.run_path, self.job_id) or self.outcome
+        before, manifest = self.outcome.get("state"), read_manifest(self.run_path)
+        if read_job(manifest) == self.job_id:
+            self.outcome = take_dict(manifest, "outcome") or self.outcome
         return self.outcome.get("state") != before
 
     @property
@@ -308,9 +288,8 @@ class FollowedJob:
         late = now - self.ending > PATIENCE
         leaving = self.is_over or (self.state is not None and self.state.state == "COMPLETING")
         if self.is_final and (leaving or late):
-            self.status = read_code(
-                self.outcome.get("exit_code"), 0 if self.outcome["state"] == "succeeded" else 1
-            )
+            code = self.outcome.get("exit_code")  # it may be missing or damaged
+            self.status = code if isinstance(code, int) else int(self.outcome["state"] != "succeeded")
             return ""
         if not self.is_over or not (late or not self.has_run):
             return None
@@ -321,20 +300,16 @@ class FollowedJob:
         if self.state is None:
             self.status = 1
             return f"SLURM has forgotten job {self.job_id}, and {self.run_path} does not tell how it ended"
-        done = self.state.state == "COMPLETED"
-        self.status = self.state.exit_code or (0 if done else 1)
+        self.status = self.state.exit_code or int(self.state.state != "COMPLETED")
+        where = ""
+        if not self.has_run:
+            count = self.state.restarts or int(self.ran)
+            attempts = f"{count} attempt{'' if count == 1 else 's'}"
+            where = f" in the queue, after {attempts}" if count else " before it ran"
         reason = f" ({self.state.reason})" if self.state.reason else ""
         silence = explain_missing_end(RunDir(self.run_path))
         more = f"; {silence}" if silence else ""
-        return f"job {self.job_id} ended{self.describe_where_ended()}: {self.state.state}{reason}{more}"
-
-    def describe_where_ended(self) -> str:
-        """Say that a job ended in the queue, perhaps after some attempts, if SLURM shows no nodes for it."""
-        if self.has_run:
-            return ""
-        count = (self.state.restarts if self.state else 0) or int(self.ran)
-        attempts = f"{count} attempt{'' if count == 1 else 's'}"
-        return f" in the queue, after {attempts}" if count else " before it ran"
+        return f"job {self.job_id} ended{where}: {self.state.state}{reason}{more}"
 
     def describe_end(self) -> str:
         """Say how it ended, in a line: the last one of an array's member."""
@@ -349,17 +324,6 @@ class FollowedJob:
         return f"job {self.job_id} {word}{code}{why} ({self.run_path})"
 
 
-def read_code(value: object, default: int) -> int:
-    """Return a manifest's exit code; one that is missing or damaged is the default."""
-    return value if isinstance(value, int) else default
-
-
-def read_outcome(run_path: Path, job_id: str) -> Mapping[str, object]:
-    """Return the outcome that a manifest tells of a job; empty if it tells none."""
-    manifest = read_manifest(run_path)
-    return take_dict(manifest, "outcome") if read_job(manifest) == job_id else {}
-
-
 @dataclass(slots=True)
 class MarkedLines:
     """Gives launch's own lines whole, and everything else at once, with what is unfinished."""
@@ -371,25 +335,21 @@ class MarkedLines:
 
     def split(self, data: bytes) -> Iterator[tuple[bool, bytes]]:
         """Give the pieces of some bytes in their order: whether it is a line of launch's, and the piece."""
-        lines = io.BytesIO(self.kept + data).readlines()
-        if not lines:
-            return
-        self.kept, last = b"", lines[-1]
+        data, self.kept = self.kept + data, b""
+        end = data.rfind(b"\n") + 1
+        last = data[end:]
         may_be_own = last.startswith(OWN_PREFIX) or OWN_PREFIX.startswith(last)
-        if may_be_own and (self.begins or len(lines) > 1) and len(last) < MOST_KEPT and last[-1:] != b"\n":
-            self.kept = lines.pop()
-        others = [] if self.begins or not lines else [lines.pop(0)]
-        for line in lines:
-            if line.startswith(OWN_PREFIX) and line.endswith(b"\n"):
-                if others:
-                    yield False, b"".join(others)
-                    others.clear()
-                yield True, line
-            else:
-                others.append(line)
-        self.begins = bool(self.kept) or last.endswith(b"\n")
-        if others:
-            yield False, b"".join(others)
+        if last and may_be_own and (end or self.begins) and len(last) < MOST_KEPT:
+            data, self.kept = data[:end], last
+        first_end = 0 if self.begins else data.find(b"\n") + 1 or len(data)
+        others, *pieces = OWN_LINE.split(data[first_end:])
+        if data or self.kept:
+            self.begins = not last or bool(self.kept)
+        if data[:first_end] + others:
+            yield False, data[:first_end] + others
+        for number, piece in enumerate(pieces):
+            if piece:
+                yield number % 2 == 0, piece
 
     def finish(self) -> bytes:
         """Return what was kept of a line that has no end."""
@@ -425,19 +385,17 @@ class JobLog:
 
     def read_new(self) -> bytes:
         """Return some of what is new."""
-        self.refresh_size()
+        now = time.monotonic()
+        if (
+            now - self.opened > FRESH
+        ):  # NFS asks the server at an open, else it may believe its cache for 60 s
+            self.opened = now
+            with contextlib.suppress(OSError):
+                os.close(open_file(self.path))
         data = self.follower.read_chunk(self.path)
         if data:
             self.changed = time.monotonic()
         return data
-
-    def refresh_size(self) -> None:
-        """Open the file now and then: NFS asks the server then, else it may believe its cache for 60 s."""
-        now = time.monotonic()
-        if now - self.opened > FRESH:
-            self.opened = now
-            with contextlib.suppress(OSError):
-                os.close(open_file(self.path))
 
     def show(self, data: bytes) -> None:
         """Show some of the log."""

@@ -24,7 +24,6 @@ from launcher.slurm.follow import (
     FollowedJob,
     JobLog,
     MarkedLines,
-    QueuePosition,
     describe_wait,
     explain_reason,
     find_position,
@@ -50,7 +49,7 @@ def take_step(job: FollowedJob, step: dict[str, Any]) -> str:
     if values.get("restarts") == -1:
         values["restarts"] = None
     jobs = {} if step["slurm"] == "forgotten" else {"12": make_state(step["slurm"], **values)}
-    position = QueuePosition(*step["position"]) if "position" in step else None
+    position = tuple(step["position"]) if "position" in step else None
     return job.update_state(Answer(jobs, frozenset({"12"}), position))
 
 
@@ -84,10 +83,10 @@ def test_why_a_job_waits() -> None:
     words = "Resources (the next in line, until enough nodes are free), position 1 of 3 in main"
     for start, text in TABLES["starts"].items():
         state = make_state("PENDING", reason="Resources", start=start)
-        assert describe_wait(state, QueuePosition(1, 3), datetime(2026, 8, 1, 12)) == words + text
+        assert describe_wait(state, (1, 3), datetime(2026, 8, 1, 12)) == words + text
     for job_id, place in TABLES["places"]["of"].items():
         found = find_position(TABLES["places"]["queue"], job_id)
-        assert found == (QueuePosition(*place) if place else None), job_id
+        assert found == (tuple(place) if place else None), job_id
 
 
 def test_the_log_is_shown_as_it_grows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
