@@ -56,18 +56,14 @@ REFUSALS = 5
 def run_batch_script(run_path: Path) -> int:
     """Run one attempt of a submitted job and return its exit code; raises LaunchError."""
     request = read_job_request(run_path, os.environ)
-    return run_attempt(request, open_job_run(run_path), os.environ, requeues=True)
-
-
-def open_job_run(run_path: Path) -> RunDir:
-    """Open the run directory for this start; raises MachineError."""
     try:
-        return open_run_dir(run_path, None)
+        run = open_run_dir(run_path, None)
     except OSError as error:
         raise MachineError(
             f"{os.uname().nodename} cannot write the run directory, {error.filename} ({error.strerror}):"
             " runs_dir=DIR chooses one on a filesystem that all nodes share"
         ) from None
+    return run_attempt(request, run, os.environ, requeues=True)
 
 
 def choose_nodes(environ: Mapping[str, str], max_nodes: int) -> tuple[str, ...]:

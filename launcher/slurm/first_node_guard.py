@@ -95,14 +95,8 @@ def start_guards(attempt: Attempt) -> Iterator[GuardStep | None]:
         yield None
         return
     module = "launcher.slurm.first_node_guard"
-    step = Step(
-        len(chosen),
-        chosen,
-        elastic=True,
-        directory="/",
-        command=(sys.executable, "-P", "-m", module, str(attempt.run.path), own),
-        options={"gres": "none"},
-    )
+    command = (sys.executable, "-P", "-m", module, str(attempt.run.path), own)
+    step = Step(len(chosen), chosen, True, "/", command, {"gres": "none"})
     try:
         process = subprocess.Popen(
             render_step(step),

@@ -25,12 +25,12 @@ from launcher.slurm.notation import (
 )
 from launcher.slurm.resources import (
     AUTO,
-    Inventory,
     NodeKind,
     Resources,
     ask_sinfo,
     check_limits,
     fill_auto_resources,
+    select_kinds,
 )
 from launcher.slurm.slurm_environ import find_variables
 
@@ -136,13 +136,22 @@ def choose_job_options(specs: Sequence[JobSpec], environ: Mapping[str, str], *, 
     for spec in specs:
         check_cluster(spec.config.cluster)
     first = specs[0].config.cluster
-    inventory, warnings = _ask_inventory(environ, first.additional.get("clusters"), dry_run=dry_run)
+    warnings: list[str] = []
+    there: tuple[NodeKind, ...] = ()
+    clusters = first.additional.get("clusters")
+    try:
+        there = ask_sinfo(environ, None if clusters is None else str(clusters))
+    except SchedulerError as error:
+        if _is_slurm_away(str(error)) and not dry_run:  # sbatch would fail too, after a minute
+            raise explain_refusal(str(error), (), (), ()) from None
+        left = "what is auto of cluster.gpus_per_node, cpus_per_task and mem is left to SLURM"
+        warnings.append(f"{error}; {left}")
     names = list(dict.fromkeys(spec.name for spec in specs))
     name = names[0] if len(names) == 1 else f"{names[0]}+{len(names) - 1}"
     members = []
     for spec in specs:
         cluster = spec.config.cluster
-        kinds = inventory.select(cluster.partition or environ.get("SBATCH_PARTITION"))
+        kinds = select_kinds(there, cluster.partition or environ.get("SBATCH_PARTITION"))
         warnings += _check_signal_time(cluster)
         filled = fill_auto_resources(cluster, read_nproc(spec.config.nproc_per_node), kinds, environ)
         try:
@@ -157,8 +166,9 @@ def choose_job_options(specs: Sequence[JobSpec], environ: Mapping[str, str], *, 
     if len(specs) > 1:
         array = f"0-{len(specs) - 1}%{first.array_parallelism}"
         options = (*options, Option("array", array, "cluster.array_parallelism"))
-    kinds = inventory.select(first.partition or environ.get("SBATCH_PARTITION"))
-    return JobOptions(options, inventory.list_partitions(), kinds, tuple(dict.fromkeys(warnings)))
+    kinds = select_kinds(there, first.partition or environ.get("SBATCH_PARTITION"))
+    partitions = tuple(dict.fromkeys(kind.partition for kind in there))
+    return JobOptions(options, partitions, kinds, tuple(dict.fromkeys(warnings)))
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
@@ -291,22 +301,6 @@ def _require_same(specs: Sequence[JobSpec], members: Sequence[tuple[Option, ...]
                     f"cluster.{key}: job {number} of the sweep has {values[1]} and job 1 has {values[0]}: one"
                     " job array has one script, so run launch once for each value"
                 )
-
-
-def _ask_inventory(
-    environ: Mapping[str, str], clusters: object, *, dry_run: bool
-) -> tuple[Inventory, list[str]]:
-    """Ask sinfo; if that fails, return an empty inventory and what to say of it.
-
-    Raises SchedulerError if sbatch would fail too, which takes a minute each.
-    """
-    try:
-        return ask_sinfo(environ, None if clusters is None else str(clusters)), []
-    except SchedulerError as error:
-        if _is_slurm_away(str(error)) and not dry_run:
-            raise explain_refusal(str(error), (), (), ()) from None
-        left = "what is auto of cluster.gpus_per_node, cpus_per_task and mem is left to SLURM"
-        return Inventory(()), [f"{error}; {left}"]
 
 
 def _is_slurm_away(complaint: str) -> bool:

@@ -42,42 +42,36 @@ def prepare_agent_maker(
 ) -> AgentMaker:
     """Begin to import torch, while the node is planned, and return what gives the agent then.
 
-    `variables` are the environment of the ranks, or of torchrun.
+    `variables` are the environment of the ranks, or of torchrun. An agent of ours starts this node's ranks
+    itself, as the job's first node orders.
     """
     run_id, log = f"{run.id}-{task.step}-{task.attempt}", run.agent_log(task.host)
-    if request.agent == "direct":
-        from launcher.agent.warm_process import choose_starter
+    if request.agent != "direct":
+        preloaded = preload_agent(sys.executable, variables, log)
 
-        by_exec = RankStarter(log, reads_stdin=False)
-        starter = choose_starter(by_exec, program, request.config.start, variables)
+        def make_torchrun(job: Job, monitor: RankMonitor, _channel: SignalChannel) -> Agent:
+            begin = partial(preloaded.begin, render_agent(job, run_id))
+            return TorchrunAgent(begin, log, monitor.find_ranks)
 
-        def make_own_agent(job: Job, _monitor: RankMonitor, channel: SignalChannel) -> Agent:
-            return make_direct_agent(AgentRequest(job, run, variables), run_id, starter, channel)
+        return make_torchrun
+    from launcher.agent.warm_process import choose_starter
 
-        return make_own_agent
-    preloaded = preload_agent(sys.executable, variables, log)
+    by_exec = RankStarter(log, reads_stdin=False)
+    starter = choose_starter(by_exec, program, request.config.start, variables)
 
-    def make_agent(job: Job, monitor: RankMonitor, _channel: SignalChannel) -> Agent:
-        command = render_agent(job, run_id)
-        return TorchrunAgent(partial(preloaded.begin, command), log, monitor.find_ranks)
+    def make_own_agent(job: Job, _monitor: RankMonitor, channel: SignalChannel) -> Agent:
+        from launcher.agent.direct_agent import DirectAgent
+        from launcher.agent.endpoint import is_port_free
+        from launcher.slurm.node_control import NodeControl
 
-    return make_agent
+        restarts = choose_restarts(job.config, job.environ) or 0
+        may_restart = restarts > 0 or job.config.cluster.spares > 0
+        if not may_restart:
+            starter.expect_ranks(len(job.plan.ranks))
+        control = NodeControl(job.host, channel, may_restart, is_port_free)
+        return DirectAgent(AgentRequest(job, run, variables), run_id, starter, control)
 
-
-def make_direct_agent(
-    request: AgentRequest, run_id: str, starter: RankStarter, channel: SignalChannel
-) -> Agent:
-    """Return the agent that starts this node's ranks itself, as the job's first node orders."""
-    from launcher.agent.direct_agent import DirectAgent
-    from launcher.agent.endpoint import is_port_free
-    from launcher.slurm.node_control import NodeControl
-
-    job = request.job
-    restarts = choose_restarts(job.config, job.environ) or 0
-    may_restart = restarts > 0 or job.config.cluster.spares > 0
-    if not may_restart:
-        starter.expect_ranks(len(job.plan.ranks))
-    return DirectAgent(request, run_id, starter, NodeControl(job.host, channel, may_restart, is_port_free))
+    return make_own_agent
 
 
 RESTARTS = 3
@@ -90,7 +84,13 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     request = read_job_request(run_path, environ)
     if request.config.cluster.spares:
         start_alive_sender(task.host)
-    enter_directory(request.directory, task.host)
+    try:
+        os.chdir(request.directory)
+    except OSError as error:
+        raise MachineError(
+            f"{task.host} cannot enter {request.directory} ({error.strerror}): submit from a folder that all"
+            " nodes share"
+        ) from None
     check_open_files()
     run = RunDir(run_path, task.attempt)
     config, cluster = describe_node_part(request, task)
@@ -103,12 +103,16 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     ):
         variables = build_agent_environ(config, cluster, merged, run, task.host, watch_folder=folder)
         make_agent = prepare_agent_maker(request, program, run, task, variables)
+        from launcher.plan.model import plan_to_json
         from launcher.slurm.node_agent import run_agent  # as all that follows, while torch is imported
 
-        try:
-            check_port(config, cluster)
-        except MachineError as error:
-            return report_port_taken(run, task, str(error), started)
+        if cluster.is_host and config.torchrun.rdzv_backend in (None, "c10d"):
+            try:
+                check_port_free(parse_endpoint(cluster.endpoint)[1])
+            except MachineError as error:  # the batch script's process chooses another port
+                record = refuse_node(task.host, task.node_rank, PORT_TAKEN, str(error), started)
+                write_node(run.path, task.attempt, record)
+                return PORT_TAKEN
         with open_caches(merged) as caches:
             plan, choice = plan_here(config, merged, caches), AgentChoice(request.agent, "as submitted")
             job = Job(config, program, cluster, plan, merged, task.host, choice)
@@ -116,7 +120,13 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
             if task.node_rank == 0:
                 device = "gpu" if any(rank.gpu for rank in job.plan.ranks) else "cpu"
                 keep_prediction(run, job.program, device, len(job.plan.ranks) * cluster.max_nodes)
-            write_node_plan(run, job)
+            path = run.plan_path(job.host)
+            try:
+                write_json(path, plan_to_json(job.plan))
+            except OSError as error:
+                raise MachineError(
+                    f"{path} cannot be written ({error.strerror}): is there room, and is it shared?"
+                ) from None
             return run_agent(
                 job,
                 run,
@@ -163,16 +173,6 @@ def check_node_fit(request: JobRequest, job: Job, *, is_first: bool) -> Job:
     return replace(job, config=config, program=find_program(request.words, config, job.environ))
 
 
-def enter_directory(directory: str, host: str) -> None:
-    """Go to where the job was submitted; raises MachineError if this node has no such place."""
-    try:
-        os.chdir(directory)
-    except OSError as error:
-        raise MachineError(
-            f"{host} cannot enter {directory} ({error.strerror}): submit from a folder that all nodes share"
-        ) from None
-
-
 def describe_node_part(request: JobRequest, task: TaskIdentity) -> tuple[Settings, Cluster]:
     """Return the configuration of this node, and its part in the job; raises UsageError."""
     config, torchrun = request.config, request.config.torchrun
@@ -202,40 +202,7 @@ def choose_address(task: TaskIdentity, *, keeps_order: bool) -> str | None:
     """
     if keeps_order and task.node_rank:
         return f"~{task.node_rank:06d}.{task.host}"
-    if can_resolve(task.host):
-        return task.host
-    return None
-
-
-def write_node_plan(run: RunDir, job: Job) -> None:
-    """Write this node's plan into the run directory; raises MachineError."""
-    from launcher.plan.model import plan_to_json
-
-    path = run.plan_path(job.host)
     try:
-        write_json(path, plan_to_json(job.plan))
-    except OSError as error:
-        raise MachineError(
-            f"{path} cannot be written ({error.strerror}): is there room, and is it shared?"
-        ) from None
-
-
-def can_resolve(host: str) -> bool:
-    """Tell whether this node's name leads to an address."""
-    try:
-        return bool(socket.getaddrinfo(host, None))
+        return task.host if socket.getaddrinfo(task.host, None) else None
     except OSError:
-        return False
-
-
-def check_port(config: Settings, cluster: Cluster) -> None:
-    """Raise MachineError if this node is to serve the rendezvous and its port is not free."""
-    if cluster.is_host and config.torchrun.rdzv_backend in (None, "c10d"):
-        check_port_free(parse_endpoint(cluster.endpoint)[1])
-
-
-def report_port_taken(run: RunDir, task: TaskIdentity, reason: str, started: float) -> int:
-    """Record that the port is taken: the batch script's process chooses another one."""
-    record = refuse_node(task.host, task.node_rank, PORT_TAKEN, reason, started)
-    write_node(run.path, task.attempt, record)
-    return PORT_TAKEN
+        return None

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -65,36 +65,21 @@ class NodeKind:
         return f"{self.cpus} CPUs, {self.memory_mib} MiB, {gpus}"
 
 
-@dataclass(frozen=True, slots=True)
-class Inventory:
-    """All partitions."""
-
-    kinds: tuple[NodeKind, ...]
-
-    def list_partitions(self) -> tuple[str, ...]:
-        """Return the partitions' names as SLURM orders them."""
-        return tuple(dict.fromkeys(kind.partition for kind in self.kinds))
-
-    def select(self, partition: str | None) -> tuple[NodeKind, ...]:
-        """Return the nodes of a partition, of several joined by commas, or of the default one."""
-        if partition is None:
-            return tuple(kind for kind in self.kinds if kind.is_default)
-        names = partition.split(",")
-        return tuple(kind for kind in self.kinds if kind.partition in names)
+def select_kinds(kinds: Sequence[NodeKind], partition: str | None) -> tuple[NodeKind, ...]:
+    """Return the nodes of a partition, of several joined by commas, or of the default one."""
+    names = partition.split(",") if partition is not None else ()
+    return tuple(kind for kind in kinds if kind.partition in names or (partition is None and kind.is_default))
 
 
-def ask_sinfo(environ: Mapping[str, str], clusters: str | None) -> Inventory:
-    """Ask for all partitions; raises SchedulerError."""
+def ask_sinfo(environ: Mapping[str, str], clusters: str | None) -> tuple[NodeKind, ...]:
+    """Ask for the nodes of all partitions; raises SchedulerError.
+
+    Lines of another shape, such as `CLUSTER: name`, are passed over.
+    """
     argv = ["sinfo", "--all", "--exact", "--noheader", f"--format={'|'.join(SINFO_FIELDS)}"]
-    return parse_sinfo(run_slurm([*argv, f"--clusters={clusters}"] if clusters else argv, environ))
-
-
-def parse_sinfo(text: str) -> Inventory:
-    """Read what sinfo prints; lines of another shape, such as `CLUSTER: name`, are passed over."""
-    kinds = (
-        parse_line(line.split("|")) for line in text.splitlines() if line.count("|") == len(SINFO_FIELDS) - 1
-    )
-    return Inventory(tuple(kind for kind in kinds if kind))
+    text = run_slurm([*argv, f"--clusters={clusters}"] if clusters else argv, environ)
+    rows = (line.split("|") for line in text.splitlines())
+    return tuple(kind for row in rows if len(row) == len(SINFO_FIELDS) and (kind := parse_line(row)))
 
 
 def parse_line(cells: list[str]) -> NodeKind | None:

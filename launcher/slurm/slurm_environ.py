@@ -1,5 +1,6 @@
 """The variables that sbatch, steps and tasks get to see, and the port where the tasks meet."""
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -17,73 +18,23 @@ from launcher.protocol import (
 )
 from launcher.slurm.notation import expand_hosts
 
-ENCLOSING_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "SINFO_", "SQUEUE_", "PMI_", "PMIX_", "PMI2_")
+ENCLOSING = re.compile("(SLURMD?|SRUN|SALLOC|SINFO|SQUEUE|PMI[X2]?)_")
 """Beginnings of what an enclosing job has left; srun's and its kin's are for other commands."""
-KEPT_BY_SBATCH = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET")
+WHERE_SLURM_IS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET")
 """Exceptions: they say where SLURM is, and who asks it."""
-RUN_VARIABLES = (
-    LAUNCH_PLAN,
-    LAUNCH_RECORD_DIR,
-    LAUNCH_RUN_DIR,
-    LAUNCH_RUN_ID,
-    LAUNCH_ATTEMPT,
-    LAUNCH_SECRETS,
-    LAUNCH_RENDEZVOUS,
-    LAUNCH_NODE_ORDER,
+RUN_VARIABLES = (LAUNCH_PLAN, LAUNCH_RECORD_DIR, LAUNCH_RUN_DIR, LAUNCH_RUN_ID)
+"""Of a run that this is started in, beside TASK_VARIABLES."""
+OF_ENCLOSING_RANK = re.compile(
+    "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+    "|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK"
 )
-"""Of a run that this is started in."""
-RANK_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "ROLE_NAME",
+"""Of the enclosing job or rank, for the GPUs of its node too."""
+DECIDED = re.compile(
+    "SBATCH_(ARRAY_INX|WAIT|EXPORT|EXPORT_FILE|GET_USER_ENV|CONTAINER|CONTAINER_ID|NO_KILL|OPEN_MODE|OUTPUT"
+    "|ERROR|INPUT|JOB_NAME|SIGNAL|REQUEUE|NO_REQUEUE|BATCH|GPUS_PER_TASK|GPUS_PER_SOCKET|GPUS|MEM_BIND"
+    "|MEM_BIND_LIST|MEM_BIND_PREFER|MEM_BIND_TYPE|MEM_BIND_VERBOSE|IGNORE_PBS|OVERCOMMIT|NTASKS_PER_NODE)"
 )
-DEVICE_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "GPU_DEVICE_ORDINAL",
-    "ZE_AFFINITY_MASK",
-)
-"""Of the enclosing job or rank, for the GPUs of its node."""
-DECIDED_OPTIONS = (
-    "ARRAY_INX",
-    "WAIT",
-    "EXPORT",
-    "EXPORT_FILE",
-    "GET_USER_ENV",
-    "CONTAINER",
-    "CONTAINER_ID",
-    "NO_KILL",
-    "OPEN_MODE",
-    "OUTPUT",
-    "ERROR",
-    "INPUT",
-    "JOB_NAME",
-    "SIGNAL",
-    "REQUEUE",
-    "NO_REQUEUE",
-    "BATCH",
-    "GPUS_PER_TASK",
-    "GPUS_PER_SOCKET",
-    "GPUS",
-    "MEM_BIND",
-    "MEM_BIND_LIST",
-    "MEM_BIND_PREFER",
-    "MEM_BIND_TYPE",
-    "MEM_BIND_VERBOSE",
-    "IGNORE_PBS",
-    "OVERCOMMIT",
-    "NTASKS_PER_NODE",
-)
-"""sbatch's variables, SBATCH_*, for what launch decides in any job."""
+"""sbatch's variables for what launch decides in any job."""
 OPTION_VARIABLES = {
     "time": ("TIMELIMIT",),
     "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
@@ -92,36 +43,28 @@ OPTION_VARIABLES = {
     "segment": ("SEGMENT_SIZE",),
 }
 """Options whose variables have other names, or contradict them."""
-STEP_OPTION_PREFIXES = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "PMI_", "PMIX_", "PMI2_")
+STEP_OPTION = re.compile("SLURM_(?!JOB_|ARRAY_|SUBMIT_)|(SBATCH|SALLOC|SRUN|PMI[X2]?)_")
 """Beginnings of the variables that srun takes for options, or an MPI library for its own process manager.
 
 They are from outside: of the shell that submitted, of a job script's own request, of an mpirun. An `srun`
 that finds `SLURM_CPUS_PER_TASK` beside other words refuses from 23.11 on, and before it ignores them.
+SLURM_JOB_* and the like tell of the job, and programs read them; srun takes none of these for an option.
 """
-KEPT_BY_STEPS = (
-    "SLURM_CONF",
-    "SLURM_CONF_SERVER",
-    "SLURM_CLUSTERS",
-    "SLURM_CLUSTER_NAME",
-    "SLURM_WORKING_CLUSTER",
-    "SLURM_JWT",
-    "SLURM_SACK_SOCKET",
-    "SLURM_NNODES",
-    "SLURM_JOBID",
-    "SLURM_RESTART_COUNT",
-)
-"""Exceptions: they say where SLURM is, who asks it, and which job this is."""
-JOB_PREFIXES = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_SUBMIT_")
-"""Beginnings of the variables that tell of the job, and that programs read; srun takes none for an option."""
+KEPT_BY_STEPS = re.compile("SLURM_(CLUSTER_NAME|WORKING_CLUSTER|NNODES|JOBID|RESTART_COUNT)")
+"""Exceptions beside WHERE_SLURM_IS: they say which job this is."""
 TASK_VARIABLES = (LAUNCH_SECRETS, LAUNCH_RENDEZVOUS, LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER)
 """Variables from the batch script's process to the tasks; no rank gets them."""
 
 
 def find_variables(environ: Mapping[str, str], option: str) -> list[str]:
     """Return the variables that give sbatch an option, `time`, if the command line does not."""
-    names = OPTION_VARIABLES.get(option, (option.upper().replace("-", "_"),))
-    found = [f"SBATCH_{name}" for name in names] + (["SLURM_CLUSTERS"] if option == "clusters" else [])
+    found = name_variables(option) + (["SLURM_CLUSTERS"] if option == "clusters" else [])
     return [name for name in found if name in environ]
+
+
+def name_variables(option: str) -> list[str]:
+    """Return the SBATCH_* variables of an option."""
+    return [f"SBATCH_{name}" for name in OPTION_VARIABLES.get(option, (option.upper().replace("-", "_"),))]
 
 
 def clean_for_sbatch(environ: Mapping[str, str], options: Collection[str]) -> dict[str, str]:
@@ -130,37 +73,29 @@ def clean_for_sbatch(environ: Mapping[str, str], options: Collection[str]) -> di
     SBATCH_* for options that are not given stay: they are a user's or a site's defaults. Of an enclosing
     job nothing stays.
     """
-    dropped = {f"SBATCH_{name}" for name in DECIDED_OPTIONS} | {*RUN_VARIABLES}
-    for option in options:
-        names = OPTION_VARIABLES.get(option, (option.upper().replace("-", "_"),))
-        dropped |= {f"SBATCH_{name}" for name in names}
+    dropped = {*RUN_VARIABLES, *TASK_VARIABLES}.union(*map(name_variables, options))
     if "gpus-per-node" in options and "gpu" in environ.get("SBATCH_GRES", ""):
         dropped.add("SBATCH_GRES")
     if "clusters" in options:
         dropped.add("SLURM_CLUSTERS")
-    if "TORCHELASTIC_RUN_ID" in environ or "SLURM_JOB_ID" in environ:
-        dropped |= {*DEVICE_VARIABLES, *RANK_VARIABLES} | {
-            name for name in environ if name.startswith("TORCHELASTIC_")
-        }
+    is_inside = "TORCHELASTIC_RUN_ID" in environ or "SLURM_JOB_ID" in environ
     return {
         name: value
         for name, value in environ.items()
-        if name not in dropped and (name in KEPT_BY_SBATCH or not name.startswith(ENCLOSING_PREFIXES))
+        if name not in dropped
+        and not DECIDED.fullmatch(name)
+        and not (is_inside and OF_ENCLOSING_RANK.fullmatch(name))
+        and (name in WHERE_SLURM_IS or not ENCLOSING.match(name))
     }
 
 
 def clean_for_step(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which srun does what its words say and nothing else."""
-    return {name: value for name, value in environ.items() if not is_option(name)}
-
-
-def is_option(name: str) -> bool:
-    """Tell whether a variable would change what srun or an MPI library does."""
-    return (
-        name.startswith(STEP_OPTION_PREFIXES)
-        and name not in KEPT_BY_STEPS
-        and not name.startswith(JOB_PREFIXES)
-    )
+    return {
+        name: value
+        for name, value in environ.items()
+        if not STEP_OPTION.match(name) or name in WHERE_SLURM_IS or KEPT_BY_STEPS.fullmatch(name)
+    }
 
 
 def drop_task_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -128,9 +128,13 @@ class StepMonitor:
     def pass_on(self, number: int, step: NodeStep) -> None:
         """Send the ranks a signal that does not stop them; theirs may be the time limit's."""
         step.send(number)
-        if number == parse_signal(self.attempt.request.config.cluster.signal)[0]:
+        checkpoint, seconds = parse_signal(self.attempt.request.config.cluster.signal)
+        if number == checkpoint:
             self.checkpointed = True
-            self.stop_at = self.find_stop_time()
+            attempt, now, limit = self.attempt, time.time(), None
+            with contextlib.suppress(SchedulerError):
+                limit = ask_job(attempt.job_id, attempt.environ).end_time
+            self.stop_at = choose_stop_time(now, limit, seconds, self.grace)
 
     def take_early_signals(self) -> bool:
         """Take the signals that came before the ranks' step; tell whether one of them ends the attempt."""
@@ -140,16 +144,6 @@ class StepMonitor:
         if signal.SIGTERM in taken:
             prepare_for_kill(self.attempt)
         return any(number in STOPPING for number in taken)
-
-    def find_stop_time(self) -> float | None:
-        """Return when the ranks have to be stopped; None if the signal is not the time limit's."""
-        attempt, now = self.attempt, time.time()
-        seconds = parse_signal(attempt.request.config.cluster.signal)[1]
-        try:
-            limit = ask_job(attempt.job_id, attempt.environ).end_time
-        except SchedulerError:
-            limit = None
-        return choose_stop_time(now, limit, seconds, self.grace)
 
     def check_deadlines(self, step: NodeStep) -> None:
         """Enter the next stage if its time has come."""

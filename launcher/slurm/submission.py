@@ -175,7 +175,10 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
         sources = None if dry_run else pool.submit(describe_sources, Path.cwd())
         python = pool.submit(find_python)
         chosen = choose_job_options(specs, os.environ, dry_run=dry_run)
-        specs = judge_all(specs, chosen)
+        if any(spec.fit_model for spec in specs):
+            from launcher.slurm.submission_fit import judge_submission
+
+            specs = [judge_submission(spec, chosen) for spec in specs]
         if sources is None:
             log_warnings(chosen.warnings)
             return preview_submission(
@@ -187,8 +190,25 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
         except LaunchError:
             undo_all(staged)
             raise
-    log_warnings([*chosen.warnings, *check_run_dir_disk(staged[0].run.path)])
-    jobs = write_job_ids(staged, job_id)
+    path = staged[0].run.path
+    log_warnings(
+        [
+            *chosen.warnings,
+            *(
+                f"the run directory {path} is below {folder}, which every node has its own of as a rule:"
+                " runs_dir=DIR chooses a shared one"
+                for folder in NODE_LOCAL
+                if path.is_relative_to(folder)
+            ),
+        ]
+    )
+    numbers = [job_id] if len(staged) == 1 else [f"{job_id}_{number}" for number in range(len(staged))]
+    jobs = dict(zip(numbers, staged, strict=True))
+    for number, each in jobs.items():
+        try:
+            each.write_job_id(number)
+        except (OSError, KeyError) as error:
+            logger.warning(f"{each.run.manifest_path} does not tell the job's number {number} ({error})")
     print_submitted(jobs, job_id, chosen)
     if not any(spec.config.follow for spec in specs):
         return 0
@@ -222,15 +242,6 @@ def preview_submission(
     sys.stderr.flush()
     print_text(text)
     return 0
-
-
-def judge_all(specs: Sequence[JobSpec], chosen: JobOptions) -> list[JobSpec]:
-    """Judge the jobs' memory, if it is known what the nodes have; raises MachineError if one cannot fit."""
-    if not any(spec.fit_model for spec in specs):
-        return [*specs]
-    from launcher.slurm.submission_fit import judge_submission
-
-    return [judge_submission(spec, chosen) for spec in specs]
 
 
 def stage_all(
@@ -269,8 +280,6 @@ def describe_script(
 
 def send_script(staged: Sequence[StagedRun], chosen: JobOptions, script: Script) -> str:
     """Write the script into each run directory, submit it, and return the job's id."""
-    from launcher.slurm.submission import submit_script
-
     text = render_script(script, [str(each.run.path) for each in staged])
     check_syntax(text, script.setup)
     try:
@@ -312,28 +321,6 @@ def find_python() -> tuple[str, ...]:
     )
 
 
-def check_run_dir_disk(path: Path) -> list[str]:
-    """Return a warning for a run directory on a disk that the nodes, as a rule, do not share."""
-    return [
-        f"the run directory {path} is below {folder}, which every node has its own of as a rule: runs_dir=DIR"
-        " chooses a shared one"
-        for folder in NODE_LOCAL
-        if path.is_relative_to(folder)
-    ]
-
-
-def write_job_ids(staged: Sequence[StagedRun], job_id: str) -> dict[str, StagedRun]:
-    """Write the job's number into each manifest, and return the run directories by their numbers."""
-    numbers = [job_id] if len(staged) == 1 else [f"{job_id}_{number}" for number in range(len(staged))]
-    jobs = dict(zip(numbers, staged, strict=True))
-    for number, each in jobs.items():
-        try:
-            each.write_job_id(number)
-        except (OSError, KeyError) as error:
-            logger.warning(f"{each.run.manifest_path} does not tell the job's number {number} ({error})")
-    return jobs
-
-
 def print_submitted(jobs: Mapping[str, StagedRun], job_id: str, chosen: JobOptions) -> None:
     """Print the job, the run directories, and the commands to go on with."""
     values = {option.name: option for option in chosen.options}
@@ -365,31 +352,21 @@ def stage_run(spec: JobSpec, argv: Sequence[str], origin: Mapping[str, object]) 
     `origin` are the manifest's sources. Raises MachineError, leaving nothing.
     """
     target = None if spec.run_key == "runs_dir" else spec.run_path
-    missing = list_missing(target or spec.run_path.parent)
-    before = {name: read_file_text(target / name) if target else None for name in WRITTEN_FILES}
+    folder = target or spec.run_path.parent
+    missing = tuple(one for one in (folder, *folder.parents) if not one.exists())
+    before: dict[str, str | None] = dict.fromkeys(WRITTEN_FILES)
+    for name in WRITTEN_FILES if target else ():
+        with contextlib.suppress(OSError):
+            before[name] = read_file(folder / name, LARGEST).decode("utf-8", "surrogateescape")
     run, manifest = prepare_run(spec, argv, [])
     fresh = missing if target else (run.path, *missing)
     staged = StagedRun(run, spec, {}, before, fresh)
     try:
         secrets = write_job_request(make_job_request(spec, argv), run.path)
         write_manifest(run, {**manifest, **origin, "outcome": {"state": "submitted"}})
-    except OSError as error:
+    except BaseException as error:
         staged.undo()
-        raise refuse_run(spec, error) from None
-    except BaseException:
-        staged.undo()
+        if isinstance(error, OSError):
+            raise refuse_run(spec, error) from None
         raise
     return StagedRun(run, spec, secrets, before, fresh)
-
-
-def list_missing(path: Path) -> tuple[Path, ...]:
-    """Return the directories of a path that are not there, the innermost first."""
-    return tuple(folder for folder in (path, *path.parents) if not folder.exists())
-
-
-def read_file_text(path: Path) -> str | None:
-    """Return a file's text; None if it cannot be read."""
-    try:
-        return read_file(path, LARGEST).decode("utf-8", "surrogateescape")
-    except OSError:
-        return None
