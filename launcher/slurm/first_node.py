@@ -31,14 +31,14 @@ from launcher.slurm.commands import MissingCommandError, ask_job
 from launcher.slurm.diagnosis import find_task_ends
 from launcher.slurm.first_node_guard import start_guards
 from launcher.slurm.job_request import JobRequest, read_job_request
-from launcher.slurm.node_order import NodeOrder, find_node_order, fold_in_order
+from launcher.slurm.node_order import NodeOrder, find_node_order
 from launcher.slurm.node_step import (
     collect_node_records,
     remove_caches,
     skip_step_ids,
     start_nodes,
 )
-from launcher.slurm.notation import parse_signal
+from launcher.slurm.notation import fold_in_order, parse_signal
 from launcher.slurm.slurm_environ import PORT_TAKEN, TRIALS, list_job_hosts, pick_port, pick_restart_port
 from launcher.slurm.srun import drop_prefix, has_begun, is_temporary
 from launcher.slurm.step_monitor import StepMonitor

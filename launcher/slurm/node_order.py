@@ -16,8 +16,6 @@ from launcher.text import name_some
 GROUP = re.compile(r"(?:^|\s)(?:SwitchName|BlockName|AggregatedBlock)=(\S+)")
 NODES = re.compile(r"(?:^|\s)Nodes=(\S+)")
 NUMBERS = re.compile(r"([0-9]+)")
-MAX_DIGITS = 18
-"""Digits of a number in a name that is folded; longer ones are taken for text."""
 SHOWN = 3
 """Names of nodes that a message tells."""
 
@@ -149,39 +147,6 @@ def keep_order(hosts: Sequence[str], why: str, *, warns: bool = False) -> NodeOr
     return NodeOrder(
         tuple(hosts), "slurm", why, (f"{why}: the nodes stay in SLURM's order",) if warns else ()
     )
-
-
-def fold_in_order(hosts: Iterable[str]) -> str:
-    """Return names in SLURM's form, in their order: `n0,n2,n[3-5]`; `expand_hosts` gives them back."""
-    spans: list[list[str]] = []
-    for host in hosts:
-        if spans and follows(spans[-1][-1], host):
-            spans[-1].append(host)
-        else:
-            spans.append([host])
-    return ",".join(fold_span(span) for span in spans)
-
-
-def follows(before: str, host: str) -> bool:
-    """Tell whether a name is the next after another: the same but for its number, which is one more."""
-    first, second = split_number(before), split_number(host)
-    if not (first and second) or first[0] != second[0] or int(second[1]) != int(first[1]) + 1:
-        return False
-    return second[1] == str(int(second[1])).zfill(len(first[1]))
-
-
-def fold_span(span: Sequence[str]) -> str:
-    """Return names that follow each other as one range."""
-    first, last = split_number(span[0]), split_number(span[-1])
-    if len(span) == 1 or not (first and last):
-        return span[0]
-    return f"{first[0]}[{first[1]}-{last[1]}]"
-
-
-def split_number(name: str) -> tuple[str, str] | None:
-    """Return a name without the number at its end, and that number; None if there is none."""
-    digits = len(name) - len(name.rstrip("0123456789"))
-    return (name[:-digits], name[-digits:]) if 0 < digits <= MAX_DIGITS else None
 
 
 TOPOLOGY_TIMEOUT = 10.0

@@ -25,7 +25,7 @@ from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER, LAUNCH_RENDEZVO
 from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.commands import ask_config, run_slurm
-from launcher.slurm.node_order import fold_in_order
+from launcher.slurm.notation import fold_in_order
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun import (
     CANCELLED,

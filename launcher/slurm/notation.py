@@ -151,24 +151,39 @@ def expand_ranges(text: str) -> Iterator[str]:
 
 
 def fold_hosts(names: Iterable[str]) -> str:
-    """Return names as SLURM writes them, `login,n[0-1,12]`: folded by the number at their ends."""
-    groups: dict[tuple[str, bool], list[str]] = {}
-    for name in names:
-        found = NUMBERED.fullmatch(name)
-        key, number = ((found[1], True), found[2]) if found else ((name, False), "")
-        groups.setdefault(key, []).append(number)
-    pieces = (name + (fold_numbers(numbers) if folds else "") for (name, folds), numbers in groups.items())
-    return ",".join(pieces)
+    """Return names as SLURM writes them, `login,n[0-1,12]`: in the order of the numbers at their ends."""
+    pairs = dict.fromkeys(map(split_number, names))
+    places = {name: place for place, name in enumerate(dict.fromkeys(name for name, _ in pairs))}
+    return fold_pairs(sorted(pairs, key=lambda pair: (places[pair[0]], len(pair[1]), pair[1])))
 
 
-def fold_numbers(numbers: Iterable[str]) -> str:
-    """Return numbers as ranges in brackets; a single one as it is."""
-    spans: list[tuple[str, str]] = []
-    for text in sorted(set(numbers), key=lambda text: (len(text), text)):
-        low, high = spans[-1] if spans else ("", "-1")
-        if low and text == str(int(high) + 1).zfill(len(low)):
-            spans[-1] = (low, text)
+def fold_in_order(names: Iterable[str]) -> str:
+    """Return names in SLURM's form and in their order: `n[0,2-5],m1`; `expand_hosts` gives them back."""
+    return fold_pairs(map(split_number, names))
+
+
+def split_number(name: str) -> tuple[str, str]:
+    """Return a name without the number at its end, and that number; empty if there is none."""
+    found = NUMBERED.fullmatch(name)
+    return (found[1], found[2]) if found else (name, "")
+
+
+def fold_pairs(pairs: Iterable[tuple[str, str]]) -> str:
+    """Fold what `split_number` gives: numbers that follow each other are ranges in brackets."""
+    pieces: list[str] = []
+    for (name, is_numbered), group in itertools.groupby(pairs, key=lambda pair: (pair[0], bool(pair[1]))):
+        spans: list[tuple[str, str]] = []
+        for _, number in group:
+            low, high = spans[-1] if spans else ("", "-1")
+            if low and number == str(int(high) + 1).zfill(len(low)):
+                spans[-1] = (low, number)
+            else:
+                spans.append((number, number))
+        words = [low if low == high else f"{low}-{high}" for low, high in spans]
+        if not is_numbered:
+            pieces += [name] * len(words)
+        elif len(spans) == 1 and spans[0][0] == spans[0][1]:
+            pieces.append(name + words[0])
         else:
-            spans.append((text, text))
-    words = [low if low == high else f"{low}-{high}" for low, high in spans]
-    return words[0] if len(spans) == 1 and spans[0][0] == spans[0][1] else f"[{','.join(words)}]"
+            pieces.append(f"{name}[{','.join(words)}]")
+    return ",".join(pieces)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from launcher.agent.endpoint import DEFAULT_LOCAL, LOWEST, read_client_ports
 from launcher.slurm.commands import list_members
-from launcher.slurm.node_order import find_node_order, fold_in_order, order_nodes, parse_topology
-from launcher.slurm.notation import expand_hosts, fold_hosts
+from launcher.slurm.node_order import find_node_order, order_nodes, parse_topology
+from launcher.slurm.notation import expand_hosts, fold_hosts, fold_in_order
 from launcher.slurm.slurm_environ import (
     TRIALS,
     clean_for_step,
