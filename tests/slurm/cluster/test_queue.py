@@ -52,15 +52,10 @@ def test_pending_running_and_ended_jobs(queue: Sandbox) -> None:
     assert (jobs[failed].state, jobs[failed].exit_code) == ("FAILED", 3)
     assert (jobs[killed].state, jobs[killed].exit_code) == ("FAILED", 137)
     assert set(jobs) == {held, runs, failed, killed}
+    assert ask_queue(["999998", "999999", "999998_3"]) == ask_queue(["999998"]) == ask_queue([]) == {}
     queue.run("scancel", held, runs)
     queue.wait(runs, "CANCELLED")
     assert ask_queue([runs])[runs].state == "CANCELLED"
-
-
-def test_an_unknown_job_alone_and_among_others_is_left_out(queue: Sandbox) -> None:
-    assert ask_queue(["999998"]) == {}
-    assert ask_queue(["999998", "999999", "999998_3"]) == {}
-    assert ask_queue([]) == {}
 
 
 def test_members_of_an_array_each_have_a_row(queue: Sandbox) -> None:

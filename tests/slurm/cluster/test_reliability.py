@@ -214,29 +214,3 @@ def test_a_time_limit_shorter_than_the_training(sandbox: Sandbox, tmp_path: Path
     assert run.await_end(timeout=400) == "succeeded"
     assert run.causes[-1] is None and set(run.causes[:-1]) == {"timeout"}
     assert_same_losses(run, whole)
-
-
-def test_names_paths_arguments_and_variables_of_every_kind(sandbox: Sandbox, tmp_path: Path) -> None:
-    here = tmp_path / 'a b\'s "c" $(d) é%j'
-    here.mkdir()
-    (here / "train it.py").write_text(
-        "import json, os, sys\n"
-        "json.dump([sys.argv[1:], os.environ['ODD']], open('seen-' + os.environ['RANK'], 'w'))\n"
-    )
-    arguments = ["", "a b", "'", '"', "$(touch hit)", "`x`", "é\n", "*", "--", "#"]
-    odd = 'x\'y "z" $(touch hit)\n;'
-    environ = {
-        "SBATCH_PARTITION": "nowhere",
-        "SBATCH_EXPORT": "NONE",
-        "SBATCH_ARRAY_INX": "0-3",
-        "SBATCH_TIMELIMIT": "1",
-        "SLURM_NTASKS": "7",
-        "SRUN_CPUS_PER_TASK": "99",
-        "ODD": odd,
-    }
-    name = r"""name="j'o \"b\" $x" """.strip()
-    settings = ("nodes=2", "nproc_per_node=1", name, "cluster.partition=main")
-    run = submit(sandbox, here, *settings, "--", "train it.py", *arguments, env=environ)
-    assert run.await_end() == "succeeded"
-    assert [json.loads((here / f"seen-{rank}").read_text()) for rank in (0, 1)] == [[arguments, odd]] * 2
-    assert not (here / "hit").exists()

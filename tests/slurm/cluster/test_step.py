@@ -2,8 +2,6 @@
 
 import json
 import os
-import pty
-import select
 import shlex
 import signal
 import subprocess
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 from launcher.runs.node_records import read_nodes
+from tests.launch.terminals import open_terminal
 from tests.seam import LAUNCH, Result, find_processes, find_run, wait_for, write_program
 from tests.slurm.cluster.conftest import Sandbox, demand_programs, start_sandbox
 
@@ -176,39 +175,17 @@ def test_nothing_is_left_of_a_head_that_is_killed(sandbox: Sandbox, tmp_path: Pa
 
 
 def test_ctrl_c_ends_the_ranks_and_not_srun(sandbox: Sandbox, tmp_path: Path) -> None:
-    words = [
-        "salloc",
-        "--quiet",
-        "--nodes=2",
-        *LAUNCH,
-        "nproc_per_node=1",
-        "--",
-        write_program(tmp_path, STAY),
-    ]
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(tmp_path)
-        os.execvpe("salloc", words, sandbox.environ)
-    shown = b""
-    pressed = False
-    while True:
-        ready, _, _ = select.select([terminal], [], [], 60)
-        assert ready, shown
-        try:
-            data = os.read(terminal, 4096)
-        except OSError:  # the other end is closed
-            break
-        shown += data
-        if b"UP" in shown and not pressed and count_up(find_run(tmp_path)) == 2:
-            os.write(terminal, b"\x03")
-            pressed = True
-        if not data:
-            break
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130, shown
-    run = find_run(tmp_path)
+    words = (*LAUNCH, "nproc_per_node=1", "--", write_program(tmp_path, STAY))
+    conf = sandbox.environ["SLURM_CONF"]
+    with open_terminal(tmp_path, "salloc", "--quiet", "--nodes=2", *words, SLURM_CONF=conf) as terminal:
+        terminal.expect("UP")
+        run = find_run(tmp_path)
+        wait_for(lambda: count_up(run) == 2, "the ranks")
+        terminal.type("\x03")
+        assert terminal.finish() == 130, terminal.text()
     for rank in range(2):
         assert (run / f"logs/0/rank-{rank}.out").read_text() == "UP\nGOT SIGINT\n"
-    assert b"srun: error" not in shown and b"Traceback" not in shown
+    assert "srun: error" not in terminal.text() and "Traceback" not in terminal.text()
     assert json.loads((run / "manifest.json").read_text())["outcome"]["state"] == "stopped"
     assert not find_processes(str(run))
 

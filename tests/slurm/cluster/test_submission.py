@@ -130,7 +130,8 @@ def test_a_program_gets_its_words_variables_and_secrets(sandbox: Sandbox, tmp_pa
     folder.mkdir()
     program = folder / "pro gram.sh"
     program.write_text(
-        '#!/bin/sh\nprintf "<%s>" "$@"\necho\nprintf "%s|%s|%s\\n" "$HF_TOKEN" "$ODD" "$FROM_SETUP"\n',
+        '#!/bin/sh\nprintf "<%s>" "$@"\necho\n'
+        'printf "%s|%s|%s|%s\\n" "$HF_TOKEN" "$ODD" "$FROM_SETUP" "$MINE"\n',
         encoding="utf-8",
     )
     program.chmod(0o755)
@@ -142,7 +143,7 @@ def test_a_program_gets_its_words_variables_and_secrets(sandbox: Sandbox, tmp_pa
         "cluster.additional.hold=true",
         *("env.HF_TOKEN=sesame-42", f"env.ODD={odd}", "--", "./pro gram.sh", *words),
         cwd=folder,
-        env={"SBATCH_EXPORT": "NONE", "FROM_SETUP": "no"},
+        env={"SBATCH_EXPORT": "NONE", "FROM_SETUP": "no", "MINE": odd},
     )
     assert done.code == 0, done
     job_id = find_job(done.out)
@@ -156,7 +157,7 @@ def test_a_program_gets_its_words_variables_and_secrets(sandbox: Sandbox, tmp_pa
     shown = "".join(
         path.read_text(encoding="utf-8") for path in sorted((run / "logs" / "0").glob("rank-0.out"))
     )
-    assert "".join(f"<{word}>" for word in words) + f"\nsesame-42|{odd}|yes\n" in shown + log
+    assert "".join(f"<{word}>" for word in words) + f"\nsesame-42|{odd}|yes|{odd}\n" in shown + log
     for path in run.rglob("*"):
         if path.is_file() and path.parent.name != "0" and not path.name.startswith("slurm-"):
             assert "sesame-42" not in path.read_text(encoding="utf-8"), path
