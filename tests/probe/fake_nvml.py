@@ -37,8 +37,10 @@ HEALTHY: dict[str, Any] = {
     "nvmlGpmQueryDeviceSupport": SimpleNamespace(isSupportedDevice=1),
     "nvmlGpmSampleGet": lambda _, sample: sample,
 }
-CONSTANTS = ("NVMLError", "NVML_CLOCK_SM", "NVML_TEMPERATURE_GPU", "nvmlMemory_v2")
-CONSTANTS += ("NVML_GPM_METRICS_GET_VERSION", "NVML_SUCCESS")
+CONSTANTS = (
+    *("NVMLError", "NVML_CLOCK_SM", "NVML_TEMPERATURE_GPU", "nvmlMemory_v2"),
+    *("NVML_GPM_METRICS_GET_VERSION", "NVML_SUCCESS"),
+)
 Changes = dict[int, Any]
 """Answers of a function by GPU: a value, an error to raise, or a function of the arguments."""
 
