@@ -25,9 +25,7 @@ from launcher.slurm.attempt_lifecycle import start_attempt
 from launcher.slurm.job_options import JobOptions, Option
 from launcher.slurm.job_request import (
     JobRequest,
-    find_secrets,
     make_job_request,
-    put_back,
     read_job_request,
     write_job_request,
 )
@@ -70,20 +68,6 @@ def test_a_request_that_cannot_be_read_names_the_file(tmp_path: Path, text: str 
         (tmp_path / "job.json").write_text(text)
     with pytest.raises(MachineError, match=r"job\.json cannot be read on .*: is the run directory on a"):
         read_job_request(tmp_path, {})
-
-
-@pytest.mark.parametrize(
-    ("whole", "masked", "hidden"),
-    [
-        ({"a": {"b": "s", "c": 1}}, {"a": {"b": "***", "c": 1}}, {"a": {"b": "s"}}),
-        (["a", "s"], ["a", "***"], {"1": "s"}),
-        ({"a": [{"b": "s"}]}, {"a": [{"b": "***"}]}, {"a": {"0": {"b": "s"}}}),
-        ({"a": ["s", "t"]}, {"a": ["***", "t"]}, {"a": {"0": "s"}}),
-    ],
-)
-def test_what_is_hidden_is_put_back(whole: object, masked: object, hidden: object) -> None:
-    assert find_secrets(whole, masked) == hidden
-    assert put_back(masked, hidden) == whole
 
 
 def test_a_manifest_that_the_job_has_written_meanwhile_stays(
