@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -127,7 +127,12 @@ def render_dry_run(script: Script, members: Sequence[Member], directory: str) ->
 def describe_member(spec: JobSpec, argv: Sequence[str]) -> Member:
     """Return what the script of a dry run has of one job, with variables in place of secrets."""
     secrets: list[str] = []
-    words = list(list_flags(argv))
+    words = []  # those that say where the configuration is, and settings
+    for before, word in zip(["", *argv], argv, strict=False):
+        if before in CONFIG_FLAGS:
+            words.append(f"{before} {shlex.quote(word)}")
+        elif "=" in word and word.partition("=")[0] in CONFIG_FLAGS:
+            words.append(shlex.quote(word))
     for word in spec.overrides:
         key = read_key(word)
         if key in DECIDED:
@@ -155,24 +160,15 @@ def describe_member(spec: JobSpec, argv: Sequence[str]) -> Member:
     return Member(run, spec.run_key != "runs_dir", tuple(words), tuple(program), tuple(secrets))
 
 
-def list_flags(argv: Sequence[str]) -> Iterator[str]:
-    """Give the words of a command line that say where the configuration is, for a shell."""
-    for before, word in zip(["", *argv], argv, strict=False):
-        if before in CONFIG_FLAGS:
-            yield f"{before} {shlex.quote(word)}"
-        elif "=" in word and word.partition("=")[0] in CONFIG_FLAGS:
-            yield shlex.quote(word)
-
-
 def render_header(script: Script, output: str) -> list[str]:
     """Write the remarks and the options, the log's among them."""
     log = (Option("open-mode", "append", "run_dir"), Option("output", output, "run_dir"))
-    return [SHEBANG, *map(render_remark, script.remarks), *map(render_option, (*script.options, *log))]
-
-
-def render_remark(text: str) -> str:
-    """Write a comment of one line, which holds nothing that could end it."""
-    return "# " + "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    # A comment of one line holds nothing that could end it.
+    remarks = (
+        "# " + "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+        for text in script.remarks
+    )
+    return [SHEBANG, *remarks, *map(render_option, (*script.options, *log))]
 
 
 def check_path(path: str) -> None:
@@ -250,24 +246,21 @@ def check_syntax(text: str, setup: Sequence[str]) -> None:
 
 
 def describe_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> tuple[str, ...]:
-    """Return the lines for a job, or for the members of an array; secrets are masked."""
+    """Return the lines for a job, or for the members of an array; secrets are masked.
+
+    Of srun's command, as the job's first node runs it, they have what is known before.
+    """
     lines = [f"Made by: {shlex.join(mask_words(['launch', *argv]))}"]
     for number, spec in enumerate(specs):
         member = f"Member {number}" if len(specs) > 1 else "Step"
-        lines.append(f"{member}: {shlex.join(mask_words(render_step_example(spec)))}")
-    if spares := specs[0].config.cluster.spares:
+        hosts = (EXAMPLE_HOSTS,) * spec.cluster.max_nodes
+        spares = (EXAMPLE_HOSTS,) * spec.config.cluster.spares
+        request, run = make_job_request(spec, ()), RunDir(EXAMPLE_RUN_DIR)
+        attempt = Attempt(request, run, os.environ, hosts, {}, requeues=True, spares=spares)
+        words = render_step(describe_node_step(attempt))
+        known = [word for word in words if not word.startswith("--nodelist=")]
+        lines.append(f"{member}: {shlex.join(mask_words(known))}")
+    if count := specs[0].config.cluster.spares:
         nodes = specs[0].cluster.max_nodes
-        lines.append(
-            f"Spare nodes: {spares} of {nodes + spares} (they wait, and replace nodes that are lost)"
-        )
+        lines.append(f"Spare nodes: {count} of {nodes + count} (they wait, and replace nodes that are lost)")
     return tuple(lines)
-
-
-def render_step_example(spec: JobSpec) -> tuple[str, ...]:
-    """Return srun's command, as the job's first node runs it, with what is known before."""
-    request = make_job_request(spec, ())
-    hosts = (EXAMPLE_HOSTS,) * spec.cluster.max_nodes
-    spares = (EXAMPLE_HOSTS,) * spec.config.cluster.spares
-    run = RunDir(EXAMPLE_RUN_DIR)
-    step = describe_node_step(Attempt(request, run, os.environ, hosts, {}, requeues=True, spares=spares))
-    return tuple(word for word in render_step(step) if not word.startswith("--nodelist="))

@@ -1,5 +1,6 @@
 """The order in which nodes get their ranks: neighbours in rank are neighbours in the network. Pure."""
 
+import contextlib
 import os
 import re
 from collections import Counter
@@ -49,17 +50,13 @@ def parse_topology(text: str) -> tuple[NodeGroup, ...]:
     What is between the groups need not be told: that follows from the nodes that they have in common. A line
     that cannot be read is left out, since an order is no reason to end a job.
     """
-    return tuple(group for line in text.splitlines() if (group := parse_group(line)))
-
-
-def parse_group(line: str) -> NodeGroup | None:
-    """Read a line as `SwitchName=s0 Level=0 LinkSpeed=1 Nodes=n[0-1]`; None for any other."""
-    name, nodes = GROUP.search(line), NODES.search(line)
-    try:
-        found = frozenset(expand_hosts(nodes[1])) if name and nodes and nodes[1] != "(null)" else frozenset()
-    except ValueError:
-        return None
-    return NodeGroup(name[1], found) if name and found else None
+    groups = []
+    for line in text.splitlines():
+        name, nodes = GROUP.search(line), NODES.search(line)
+        with contextlib.suppress(ValueError):
+            if name and nodes and nodes[1] != "(null)" and (found := frozenset(expand_hosts(nodes[1]))):
+                groups.append(NodeGroup(name[1], found))
+    return tuple(groups)
 
 
 def order_nodes(hosts: Sequence[str], groups: Iterable[NodeGroup]) -> tuple[str, ...]:
@@ -100,46 +97,40 @@ def order_by_topology(hosts: Sequence[str], groups: Collection[NodeGroup], *, as
     return NodeOrder(order_nodes(hosts, groups), "topology", why, (last,) if left else ())
 
 
-def order_by_names(hosts: Sequence[str], names: Sequence[str], path: str) -> NodeOrder:
-    """Order a job's nodes as a file names them; those that it does not name come last, by their names.
+def order_by_file(hosts: Sequence[str], setting: str, directory: str) -> NodeOrder:
+    """Order a job's nodes as a file of the user's names them; those that it does not name come last.
 
-    Nodes of the file that the job does not have are passed over: the file can be that of a whole cluster.
+    Each line of the file has a node, or SLURM's form for several; `#` begins a comment. Nodes that the job
+    does not have are passed over: the file can be that of a whole cluster.
     """
+    path = os.path.join(directory, Path(setting).expanduser())  # noqa: PTH118 - the directory can be relative
+    names: list[str] = []
+    try:
+        text = read_file(path, LARGEST_FILE, follow=True).decode("utf-8", "replace")
+    except OSError as error:
+        return keep_order(hosts, f"cluster.node_order={setting}: {error.strerror}", warns=True)
+    for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
+        found: tuple[str, ...] = ()
+        with contextlib.suppress(ValueError):
+            found = expand_hosts(line)
+        if not found or not line.isprintable() or len(line.split()) > 1:
+            return keep_order(hosts, f"cluster.node_order={setting}: {line[:80]!r} is no node", warns=True)
+        names += found
     positions: dict[str, int] = {}
     for number, name in enumerate(names):
         positions.setdefault(name, number)
     left = [host for host in hosts if host not in positions]
     if len(left) == len(hosts):
-        return keep_order(hosts, f"{path} names none of the job's nodes, such as {hosts[0]}", warns=True)
+        return keep_order(hosts, f"{setting} names none of the job's nodes, such as {hosts[0]}", warns=True)
     ordered = sorted(hosts, key=lambda host: (positions.get(host, len(names)), make_natural_key(host)))
     counts = Counter(names)
     twice = [host for host in ordered if counts[host] > 1]
     warnings = []
     if left:
-        warnings.append(f"{path} does not name {name_some(left, SHOWN)}, which come last")
+        warnings.append(f"{setting} does not name {name_some(left, SHOWN)}, which come last")
     if twice:
-        warnings.append(f"{path} names {name_some(twice, SHOWN)} more than once: the first place counts")
-    return NodeOrder(tuple(ordered), "file", path, tuple(warnings))
-
-
-def parse_host_file(text: str) -> tuple[str, ...]:
-    """Read a file with a node, or SLURM's form for several, on each line; `#` begins a comment.
-
-    Raises ValueError for a line that is no list of nodes.
-    """
-    lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    return tuple(host for line in lines if line for host in expand_line(line))
-
-
-def expand_line(line: str) -> tuple[str, ...]:
-    """Return the nodes of a line; raises ValueError."""
-    try:
-        hosts = expand_hosts(line)
-    except ValueError:
-        hosts = ()
-    if not hosts or not line.isprintable() or len(line.split()) > 1:
-        raise ValueError(f"{line[:80]!r} is no node")
-    return hosts
+        warnings.append(f"{setting} names {name_some(twice, SHOWN)} more than once: the first place counts")
+    return NodeOrder(tuple(ordered), "file", setting, tuple(warnings))
 
 
 def keep_order(hosts: Sequence[str], why: str, *, warns: bool = False) -> NodeOrder:
@@ -176,15 +167,3 @@ def find_node_order(
     except SchedulerError as error:
         return keep_order(hosts, f"the switches are not known ({error})", warns=asked)
     return order_by_topology(hosts, parse_topology(text), asked=asked)
-
-
-def order_by_file(hosts: Sequence[str], setting: str, directory: str) -> NodeOrder:
-    """Order nodes by a file of the user's."""
-    path = os.path.join(directory, Path(setting).expanduser())  # noqa: PTH118 - the directory can be relative
-    try:
-        names = parse_host_file(read_file(path, LARGEST_FILE, follow=True).decode("utf-8", "replace"))
-    except OSError as error:
-        return keep_order(hosts, f"cluster.node_order={setting}: {error.strerror}", warns=True)
-    except ValueError as error:
-        return keep_order(hosts, f"cluster.node_order={setting}: {error}", warns=True)
-    return order_by_names(hosts, names, setting)

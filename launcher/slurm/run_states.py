@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -131,18 +131,20 @@ def refuse_run_in_use(path: Path, *, submits: bool) -> None:
         return
     if take_dict(found, "outcome").get("state") not in OPEN:
         return
-    process = take_dict(found, "process")
+    process, job_id = take_dict(found, "process"), read_job(found)
     if process and check_process(process):
         refuse_two_runs(path, f"process {process.get('pid')}", "running", quote_word(str(path.absolute())))
+    if job_id is None or job_id == name_job(os.environ):
+        return  # runs in an allocation are judged by their processes
     try:
-        state, job_id = ask_running_job(found), str(read_job(found))
+        job = ask_queue([job_id]).get(job_id)
     except SchedulerError as error:
         if submits:
             raise
         logger.warning(f"whether run_dir={path} is still in use is not known: {error}")
         return
-    if state:
-        refuse_two_runs(path, f"job {job_id}", state, job_id)
+    if job and job.state not in ENDED:
+        refuse_two_runs(path, f"job {job_id}", job.state, job_id)
 
 
 def refuse_two_runs(path: Path, holder: str, state: str, target: str) -> None:
@@ -150,15 +152,3 @@ def refuse_two_runs(path: Path, holder: str, state: str, target: str) -> None:
     raise UsageError(
         f"run_dir={path} belongs to {holder}, which is {state}: wait for its end, or `launch cancel {target}`"
     )
-
-
-def ask_running_job(manifest: Mapping[str, object]) -> str | None:
-    """Return SLURM's state of a run's job if it has not ended; raises SchedulerError.
-
-    The job that this process is in is left out: runs in an allocation are judged by their processes.
-    """
-    job_id = read_job(manifest)
-    if job_id is None or job_id == name_job(os.environ):
-        return None
-    state = ask_queue([job_id]).get(job_id)
-    return state.state if state and state.state not in ENDED else None

@@ -13,12 +13,11 @@ from launcher.config.training import (
     settle_training,
 )
 from launcher.fit.gpus import GPU_TYPES, GpuType, find_gpu, split_words
-from launcher.fit.training import Device, ModelDimensions, NodeResources, Training
+from launcher.fit.training import Device, NodeResources, Training
 from launcher.launch.job import JobSpec
 from launcher.plan.model import Plan
 from launcher.slurm.job_options import JobOptions, read_nproc
 from launcher.slurm.notation import parse_gpus
-from launcher.slurm.resources import NodeKind
 
 
 def plan_snapshot(spec: JobSpec, chosen: JobOptions) -> Plan | None:
@@ -29,15 +28,12 @@ def plan_snapshot(spec: JobSpec, chosen: JobOptions) -> Plan | None:
     snapshot = config.cluster.machine or config.machine.snapshot
     if snapshot is None:
         return None
-    there = describe_there(config, snapshot, count_gpus(chosen))
+    ranks, gpus = config.nproc_per_node, count_gpus(chosen)
+    if gpus and ranks in ("auto", "gpu"):
+        ranks = gpus
+    there = replace(config, machine=MachineConfig("/", snapshot), nproc_per_node=ranks)
     machine = load_snapshot(snapshot)
     return plan(machine, make_request(there, spec.environ, machine))
-
-
-def describe_there(config: Settings, snapshot: str, gpus: int | None) -> Settings:
-    """Return the configuration of a node of a submitted job; `gpus` are those it asks for."""
-    ranks = gpus if gpus and config.nproc_per_node in ("auto", "gpu") else config.nproc_per_node
-    return replace(config, machine=MachineConfig("/", snapshot), nproc_per_node=ranks)
 
 
 def count_gpus(chosen: JobOptions) -> int | None:
@@ -64,11 +60,13 @@ def judge_submission(spec: JobSpec, chosen: JobOptions) -> JobSpec:
     site = describe_site(config, chosen)
     if site is None:
         return spec
-    settled = settle_training(
-        lambda one: make_site_request(replace(spec, config=one), model, site),
-        config,
-        is_bundled=spec.is_bundled,
-    )
+
+    def make_request_there(config: Settings) -> Training:
+        device = find_fit_device(config.fit, [], 0) if config.fit.gpu else site.device
+        shape = (site.ranks, spec.cluster.min_nodes)
+        return make_request_on(config, model, device, site.node, shape=shape, is_bundled=spec.is_bundled)
+
+    settled = settle_training(make_request_there, config, is_bundled=spec.is_bundled)
     return replace(settle_job(spec, settled), fit_model=None)
 
 
@@ -95,22 +93,16 @@ def describe_site(config: Settings, chosen: JobOptions) -> Site | None:
         return None
     largest = max(known, key=lambda found: found.memory_mib)
     ranks = read_nproc(config.nproc_per_node) or gpus
-    return Site(
-        Device(largest.name, largest.memory_mib, nvlink_domain=largest.nvlink_domain),
-        describe_share(config, max(fitting, key=lambda kind: kind.memory_mib), gpus),
-        ranks,
-    )
-
-
-def describe_share(config: Settings, kind: NodeKind, gpus: int) -> NodeResources:
-    """Return the GPUs' share of a node."""
+    kind = max(fitting, key=lambda kind: kind.memory_mib)
     share = gpus / kind.count_gpus()
-    return NodeResources(
+    node = NodeResources(
         cores=max(1, math.floor(kind.cores * share)),
         memory_kib=math.floor(kind.memory_mib * share) << 10,
         num_workers=config.dataloader.num_workers,
         worker_gib=float(config.dataloader.worker_gib),
     )
+    device = Device(largest.name, largest.memory_mib, nvlink_domain=largest.nvlink_domain)
+    return Site(device, node, ranks)
 
 
 def find_largest_gpu(name: str | None) -> GpuType | None:
@@ -120,11 +112,3 @@ def find_largest_gpu(name: str | None) -> GpuType | None:
     words = split_words(name)
     found = [find_gpu(name), *(gpu for gpu in GPU_TYPES if words and words <= set(gpu.name.split()))]
     return max(filter(None, found), key=lambda one: one.memory_mib, default=None)
-
-
-def make_site_request(spec: JobSpec, model: ModelDimensions, site: Site) -> Training:
-    """Return what is asked of a job on such nodes; raises UsageError."""
-    config = spec.config
-    device = find_fit_device(config.fit, [], 0) if config.fit.gpu else site.device
-    shape = (site.ranks, spec.cluster.min_nodes)
-    return make_request_on(config, model, device, site.node, shape=shape, is_bundled=spec.is_bundled)
