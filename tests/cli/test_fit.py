@@ -46,6 +46,7 @@ def test_a_loop_for_a_gpu_runs_without_one(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # no checkpoint of fake tensors
 
 
+@pytest.mark.slow
 def test_the_bundled_program_has_the_peak_that_torchs_tracker_sees(tmp_path: Path) -> None:
     words = ["program.device=cpu", "program.dtype=fp32", "program.batch_size=8", "program.num_workers=0"]
     found = fit_json(tmp_path, *words)
