@@ -39,8 +39,9 @@ ACTIVE_CPU = 0.05
 """Cores from which on a rank's tree is active: what waits uses less than 0.02."""
 _STARVING = 0.25
 """Seconds per second that a thread waits for a core; on a busy machine, one that only polls has 0.05."""
-_ACTIVE_BYTES = 1024.0
-"""The same in bytes a second: torch's store is asked for less by NCCL's monitor."""
+_ACTIVE_BYTES = 16 * 1024.0
+"""The same in bytes a second. A rank with torch's store asks it 100 times a second whether all others have
+joined (`TCPStore::waitForWorkers`), which is 5 kB/s with torch 2.13; NCCL's monitor asks it for less."""
 _THOROUGH = 6
 """Of so many samples one asks all threads; the others those that ran, or that had children."""
 

@@ -76,6 +76,26 @@ def test_stop_ends_the_job_with_a_code_of_its_own(tmp_path: Path) -> None:
         assert job.survivors() == []
 
 
+JOIN = """
+import os, sys
+
+if os.environ["RANK"] == "1":
+    sys.exit(0)
+import torch.distributed
+
+torch.distributed.init_process_group("gloo")
+"""
+
+
+def test_a_rank_that_asks_its_own_store_for_the_others_waits(tmp_path: Path) -> None:
+    """It does so 100 times a second over TCP, which is no activity."""
+    words = (*WORDS, "watch.on_hang=stop", "--", write_program(tmp_path, JOIN))
+    with start(tmp_path, *words) as job:
+        assert job.wait(90) == 124, job.read()
+        sentence = "has ended with exit code 0, and 1 rank waits in init_process_group"
+        assert f"rank 1 on {os.uname().nodename} {sentence}" in job.read()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_watcher_that_fails_is_no_harm_to_the_job(number: int, tmp_path: Path) -> None:
     program = write_program(tmp_path, "import os, time\nwhile not os.path.exists('go'): time.sleep(0.05)\n")
