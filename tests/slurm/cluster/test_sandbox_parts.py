@@ -51,6 +51,8 @@ def test_hosts_that_cannot_be_written_are_told_of_once_the_names_are_missing(
 ) -> None:
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
     monkeypatch.setattr(sandboxed.daemons.os, "access", lambda *_: False)
+    # Another sandbox of this machine may have given it the same names.
+    monkeypatch.setattr(sandboxed.daemons, "_resolves", lambda name: name not in ("n0", "n1"))
     for nodes, told in ((0, False), (2, True)):
         sandboxed.daemons.add_names(sandboxed.make(nodes=nodes))
         line = "'127.0.0.1 n0 n1 # sandbox /tmp/s' | sudo tee -a"
