@@ -1,14 +1,92 @@
-"""The search for the number of workers, over made-up programs."""
+"""The search for the number of workers, over made-up programs, and what bounds the searches."""
 
 import math
+import random
 import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 
-from launcher.inprocess.launch_inprocess.measurements import choose_block, find_error, is_enough
-from launcher.tune.search import bound_rate, choose_best, choose_next
+from launcher.cli.tune import find_max_workers
+from launcher.cli.tune_batch import expect_batch
+from launcher.config.program import BUNDLED
+from launcher.config.settings import FitConfig, Settings, TuneConfig
+from launcher.config.training import find_fit_model
+from launcher.inprocess.launch_inprocess.measurements import WARMUP, choose_block, find_error, is_enough
+from launcher.plan.model import DataloaderConfig, Limits, Plan, Request
+from launcher.plan.planner import plan
+from launcher.tune.search import bound_rate, choose_best, choose_next, price_all
 from launcher.tune.trials import Trial
-from tests.tune.curves import simulate
+from tests.plan.lab_machines import convert, load
+
+STEPS = 48
+KINDS = ("sleeping", "computing", "mixed", "soft")
+LOADS = (0.005, 0.05, 0.3, 1, 2, 3, 5, 8, 12)
+"""Seconds of loading for each second of computing."""
+
+Curve = Callable[[int], tuple[float, float]]
+"""Steps per second and share of waiting by the number of workers."""
+
+
+def make_curve(rng: random.Random, cores: int) -> Curve:
+    """A program whose loading sleeps, or needs cores that the training needs too, or saturates softly."""
+    compute = rng.uniform(0.02, 0.5)
+    load = compute * rng.choice(LOADS) * rng.uniform(0.8, 1.2)
+    kind, crowd = rng.choice(KINDS), rng.uniform(0, 0.05)
+    busy_share = {"computing": 1.0, "mixed": rng.uniform(0.2, 0.9)}.get(kind, 0.0)
+
+    def curve(workers: int) -> tuple[float, float]:
+        if workers == 0:
+            return 1 / (compute + load), load / (compute + load)
+        busy = 1 + workers * busy_share
+        slow = max(1, busy / cores)
+        step = compute * (1 + crowd * max(0, busy - cores)) if busy_share else compute
+        loaded = workers / (1 - busy_share + busy_share * slow) / load
+        rate = (step**4 + loaded**-4) ** -0.25 if kind == "soft" else min(1 / step, loaded)
+        return rate, max(0.0, 1 - rate * step)
+
+    return curve
+
+
+def measure(rng: random.Random, curve: Curve, workers: int, noise: float) -> Trial:
+    """A trial as the meter ends it, each step off by `noise` and the whole of it by half a percent."""
+    rate, wait = curve(workers)
+    warm = WARMUP if workers == 0 or wait > 0.1 else max(WARMUP, 2 * workers + 1)
+    drift, times = rng.gauss(1, 0.005), [0.0][:0]
+    while not is_enough(times, choose_block(workers), STEPS, math.inf):
+        times.append(drift / rate * max(0.1, rng.gauss(1, noise)))
+    seen = min(1.0, max(0.0, 1 - (1 - wait) * rng.gauss(1, 0.02))) if wait > 0.002 else wait
+    return Trial(workers, len(times) / sum(times), seen, len(times) + warm)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How a search went."""
+
+    quality: float
+    """The choice's true throughput over the best there is."""
+    cost: float
+    """Its steps over those of trying every number."""
+    tried: tuple[int, ...]
+
+
+def simulate(seed: int, most: int, noise: float) -> Search:
+    rng = random.Random(seed)
+    curve = make_curve(rng, max(2, most // 2))
+    trials: list[Trial] = []
+    price = price_all(most, STEPS)
+    while (count := choose_next(trials, most, price / 2)) is not None:
+        trials.append(measure(rng, curve, count, noise))
+    chosen = choose_best(trials)
+    assert chosen is not None
+    best = max(curve(count)[0] for count in range(most + 1))
+    return Search(
+        curve(chosen.value)[0] / best,
+        sum(trial.steps for trial in trials) / price,
+        tuple(trial.value for trial in trials),
+    )
+
 
 PROGRAMS = 250
 
@@ -92,3 +170,64 @@ def test_bursts_of_workers_are_no_noise() -> None:
     assert is_enough(bursts[:12], choose_block(4), 48, 99)
     assert find_error(bursts[:12]) > 0.3
     assert not is_enough(bursts[:13], choose_block(4), 48, 99)
+
+
+def plan_eight(limits: Limits) -> Plan:
+    """Eight ranks on a machine with 16 cores for each of them."""
+    machine = replace(convert(load("dgx-a100")), limits=limits)
+    return plan(machine, Request(nproc_per_node=8))
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "why"),
+    [
+        (Limits(), 32, "2 for each"),
+        (Limits(cpus=24), 6, "2 for each"),
+        (Limits(cpus=8), 4, "at least 4"),
+        (Limits(memory_kib=256 << 20), 16, "256 GiB of memory"),
+        (Limits(shm_kib=8 << 20), 5, "8.19e+03 MiB of /dev/shm"),
+        (Limits(files=1024), 8, "1024 open files"),
+        (Limits(files=64), 1, "64 open files"),
+    ],
+)
+def test_cores_memory_and_descriptors_bound_a_search(limits: Limits, most: int, why: str) -> None:
+    config = Settings(dataloader=DataloaderConfig(worker_gib=0.9, worker_shm_mib=102.4))
+    found, reason = find_max_workers(config, plan_eight(limits))
+    assert found == most
+    assert why in reason
+
+
+SETTINGS = Settings(
+    model={
+        **{"name": "tiny", "vocab_size": 256, "layers": 4, "hidden_size": 128, "heads": 4, "kv_heads": 2},
+        **{"intermediate_size": 384, "max_seq_len": 128},
+    },
+    program={"command": list(BUNDLED), "sections": ["model", "data"], "batch_size": 8, "seq_len": None},
+    tune=TuneConfig(max_batch=1 << 20),
+)
+
+
+def expect(
+    memory_mib: int, config: Settings = SETTINGS, program: tuple[str, ...] | None = None
+) -> int | None:
+    """What is expected to fit eight ranks on GPUs with so much memory; without any on two CPUs."""
+    machine = convert(load("dgx-a100"))
+    gpus = tuple(replace(gpu, memory_mib=memory_mib) for gpu in machine.gpus if memory_mib)
+    placed = plan(replace(machine, gpus=gpus), Request(nproc_per_node=8))
+    model = find_fit_model(config, program, ())
+    return expect_batch(config, placed, model, is_bundled=program is None, environ={})
+
+
+def test_a_gpu_is_expected_to_be_filled() -> None:
+    small, large = expect(8 << 10), expect(64 << 10)
+    assert small and large and large & (large - 1) == 0
+    assert small >= 64 and 6 * small < large <= 16 * small, "memory grows with the size"
+    assert expect(64 << 10, replace(SETTINGS, tune=TuneConfig(max_batch=100))) == 64
+    assert expect(64) == 1, "estimates can be off"
+
+
+def test_without_a_claim_nothing_is_expected() -> None:
+    assert expect(64 << 10, replace(SETTINGS, fit=FitConfig(check="off"))) is None
+    assert expect(64 << 10, program=("train.py",)) is None
+    assert expect(64 << 10, replace(SETTINGS, fit=FitConfig(gpu="abacus"))) is None
+    assert expect(0) is None

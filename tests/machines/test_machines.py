@@ -1,17 +1,20 @@
-"""`machine=NAME` on the command line: shipped machines, a team's own, and what of this machine counts."""
+"""Shipped machines: as they are described, planned as well as each allows, and chosen by `machine=NAME`."""
 
 import json
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
 
+from launcher.plan import planner
+from launcher.plan.model import Limits, Machine, Request, parse_machine, plan_to_json
 from tests.cli.test_completion import ask
-from tests.plan.lab_machines import fsroot, load
+from tests.plan.lab_machines import fsroot, load, score
 from tests.probe.machine_trees import short_lived
 from tests.seam import Launch
 
-from .build import NAMES, SHIPPED
+from .build import NAMES, SHIPPED, build_files, read_description
 
 
 def plan(launch: Launch, *words: str) -> dict[str, Any]:
@@ -170,3 +173,44 @@ def test_a_written_out_machine_is_planned_with_the_device_list(
 def test_a_rank_for_each_cpu_is_one_of_the_planned_machines(launch: Launch) -> None:
     made = plan(launch, "machine=a100_nosmt", "nproc_per_node=cpu")
     assert len(made["ranks"]) == 48
+
+
+WANTED = (
+    *("dgx_a100", "dgx_h100", "dgx_b200", "gh200", "gb200_nvl4", "oci_mi300x_8"),
+    *("aws_p3_16xlarge", "aws_p4d_24xlarge", "aws_p5_48xlarge", "gcp_a3_highgpu_8g"),
+    *("azure_ndv4", "azure_ndv5", "azure_ncv4", "cpu_2s"),
+)
+
+
+def load_shipped(name: str) -> Machine:
+    """A machine as it is shipped."""
+    return parse_machine((SHIPPED / f"{name}.json").read_text())
+
+
+def test_what_is_shipped_is_what_is_described() -> None:
+    shipped = {path.name for path in SHIPPED.iterdir()} - {"local.yaml"}
+    assert shipped == {f"{name}.{kind}" for name in NAMES for kind in ("json", "yaml")}
+    assert set(WANTED) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_shipped_files_are_those_that_the_descriptions_give(name: str) -> None:
+    for file, text in build_files(name).items():
+        assert (SHIPPED / file).read_text() == text, "make them anew: python -m tests.machines"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_measure_of_the_lab_holds(name: str) -> None:
+    data = {"name": name, **read_description(name)}
+    result = score.score(data, plan_to_json(planner.plan(load_shipped(name), Request())))
+    assert {measure for measure, pair in result.items() if not score.holds({measure: pair})} == set()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_snapshot_says_what_it_is_and_where_from_and_nothing_of_its_making(name: str) -> None:
+    machine = load_shipped(name)
+    assert machine.name and len(machine.source) > 60
+    assert (machine.limits, machine.warnings) == (Limits(), ())
+    assert {gpu.uuid for gpu in machine.gpus} <= {""}
+    text = (SHIPPED / f"{name}.json").read_text() + (SHIPPED / f"{name}.yaml").read_text()
+    assert gettempdir() not in text and "fffe:" not in text
