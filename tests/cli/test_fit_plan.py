@@ -109,6 +109,7 @@ def test_the_choice_does_not_depend_on_the_check(launch: Launch, words: Sequence
     assert {"--parallel=fsdp", "--grad-accumulation=1"} <= set(done.out.split())
 
 
+@pytest.mark.slow
 def test_a_run_has_the_values_and_goes_on_with_them(here: Path) -> None:
     def start(*words: str) -> str:
         done = run_outside([*words, "program.global_batch=6", "start.warm=false"], here)

@@ -117,6 +117,7 @@ def test_what_a_configuration_has_run_is_named_before_it_runs(here: Path) -> Non
     assert "conf/program/train.yaml has this run: sh -c 'cat said > seen'" in (here / "seen").read_text()
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_launchers_name_does_not_take_the_bundled_programs_place(here: Path) -> None:
     write(here / "launcher/__init__.py", "raise SystemExit('planted')\n")
     assert " -P -m launcher.programs.train " in run_installed(here, "dry_run=true")

@@ -15,7 +15,12 @@ def test_values(name: str, here: Path) -> None:
     assert outputs.render(name) == outputs.path_of(name).read_text(), MEANT
 
 
-@pytest.mark.parametrize("case", plans.CASES)
+def _mark(case: str) -> object:
+    """The shipped machines' measures are tested in `tests/machines`; their whole plans take a minute."""
+    return pytest.param(case, marks=pytest.mark.slow) if case.startswith("shipped/") else case
+
+
+@pytest.mark.parametrize("case", map(_mark, plans.CASES))
 def test_placement(case: str, here: Path) -> None:
     assert here.is_dir()
     assert plans.render(case) == plans.path_of(case).read_text(), MEANT

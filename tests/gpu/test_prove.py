@@ -5,11 +5,14 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from tests.seam import clean_environ
 
 PROVE = str(Path(__file__).with_name("prove"))
 
 
+@pytest.mark.slow
 def test_prove_runs_and_writes_its_summary(tmp_path: Path) -> None:
     words = [sys.executable, PROVE, "--cpu", "--output=found", "-k", "topo or torchs_parser or first_use"]
     done = subprocess.run(

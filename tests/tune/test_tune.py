@@ -16,6 +16,7 @@ from tests.tune.programs import ALONE, BATCHES, TRAINING
 from tests.tune.test_meter import list_living
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_agent")
 def test_two_ranks_are_tuned_and_later_runs_use_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
