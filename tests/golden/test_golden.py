@@ -20,7 +20,7 @@ def _mark(case: str) -> object:
     return pytest.param(case, marks=pytest.mark.slow) if case.startswith("shipped/") else case
 
 
-@pytest.mark.parametrize("case", map(_mark, plans.CASES))
+@pytest.mark.parametrize("case", [_mark(case) for case in plans.CASES])
 def test_placement(case: str, here: Path) -> None:
     assert here.is_dir()
     assert plans.render(case) == plans.path_of(case).read_text(), MEANT
