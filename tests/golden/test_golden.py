@@ -16,7 +16,7 @@ def test_values(name: str, here: Path) -> None:
 
 
 def _mark(case: str) -> object:
-    """The shipped machines' measures are tested in `tests/machines`; their whole plans take a minute."""
+    """The measures of shipped machines are tested in `tests/machines`; their whole plans are slow tests."""
     return pytest.param(case, marks=pytest.mark.slow) if case.startswith("shipped/") else case
 
 
