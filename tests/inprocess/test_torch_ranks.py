@@ -97,6 +97,7 @@ def train(*optimizers, steps=1):
 
 @pytest.mark.skipif(len(ALL) < 2, reason="one CPU has no room for workers of their own")
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_what_ranks_with_torch_do(tmp_path: Path) -> None:
     check_table("torch_ranks.toml", tmp_path, BEGIN)
     record = json.loads((tmp_path / "rank-0.memory.json").read_text())

@@ -66,6 +66,7 @@ def test_restart_when_the_others_have_left(tmp_path: Path) -> None:
         assert "the ranks were started anew: attempt 1" in job.read()
 
 
+@pytest.mark.slow
 def test_stop_ends_the_job_with_a_code_of_its_own(tmp_path: Path) -> None:
     words = (*WORDS, "watch.on_hang=stop", "--", write_program(tmp_path, PROGRAM))
     with start(tmp_path, *words, PYTHONPATH=AGENT) as job:

@@ -47,6 +47,7 @@ def test_two_ranks_are_tuned_and_later_runs_use_it(tmp_path: Path) -> None:
             assert "Traceback" not in err, err
 
 
+@pytest.mark.slow
 def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     words = [

@@ -125,6 +125,7 @@ def fetch(port: int, accept: str = "") -> str:
     return text.decode()
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_and_is_restarted(tmp_path: Path) -> None:
     textfile = tmp_path / "textfile"
     textfile.mkdir()
