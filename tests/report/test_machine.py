@@ -52,7 +52,7 @@ def test_a_probed_machine(name: str, launch: Callable[..., Result]) -> None:
 
 @pytest.mark.parametrize("name", ["dgx-a100", "odd", "hybrid"])
 def test_the_tree_of_a_machine(name: str) -> None:
-    """Switches, caches that are alike, what a job may not use, classes of cores, devices of unknown place."""
+    """Switches, caches that are alike, what a job may not use, devices of unknown place."""
     assert show(make(name)).splitlines() == TREES[name]
 
 
@@ -77,10 +77,9 @@ def test_what_is_out_of_the_ordinary() -> None:
             gb200,
             "NUMANodes 2,10,18,26  186 GiB each  no CPUs, GPU or expansion memory",
         ),
-        "distances of groups": (gb200, "nodes  0-1  2-33\n             0-1   40    80\n"),
-        "packages of a virtual machine stand in its one node": (
+        "packages of a virtual machine are in its one node": (
             Machine(virtual, (near,), (), everything, frozenset({0}), memory_kib=1 << 20),
-            "└── NUMANode 0  1 GiB  64 cores  PUs 0-63\n    └── 64 x Package  1 core each  PUs 0 to 63",
+            "64 packages, 1 NUMA node, 64 cores, 64 PUs\n└── NUMANode 0  1 GiB  64 cores  PUs 0-63\n",
         ),
         "a neighbour of which part is allowed stands apart": (
             replace(dgx, allowed_cpus=dgx.allowed_cpus - {5}),
@@ -122,9 +121,6 @@ def test_a_gpu_without_a_node_stands_by_the_cpus_next_to_it() -> None:
     far = frozenset(cpu.id for cpu in machine.cpus if cpu.node == 1)
     gpus = tuple(replace(gpu, node=None, local_cpus=far) if gpu.node else gpu for gpu in machine.gpus)
     assert show(replace(machine, gpus=gpus)) == show(machine)
-    hybrid = full_machines.read("hybrid")
-    cpus = tuple(replace(cpu, capacity=1024 - cpu.id % 3) for cpu in hybrid.cpus)
-    assert "capacity" not in show(replace(hybrid, cpus=cpus)), "favoured cores are no class"
 
 
 def test_explain_shows_each_cache_and_core() -> None:
@@ -151,7 +147,7 @@ def test_explain_shows_each_cache_and_core() -> None:
     ],
 )
 def test_distances(rows: list[tuple[int, ...]], lines: int) -> None:
-    """A matrix, merged where nodes are alike in both directions; one sentence where it has no order."""
+    """A matrix; one sentence where all nodes are alike, or where there are too many."""
     nodes = tuple(NumaNode(at, 1, True, tuple(enumerate(row))) for at, row in enumerate(rows))
     shown = show(replace(full_machines.read("hybrid"), nodes=nodes)).splitlines()
     at = next((number for number, line in enumerate(shown) if line.startswith("distances")), len(shown))
@@ -228,7 +224,6 @@ def test_any_name_can_be_drawn(name: str) -> None:
     nics = tuple(replace(nic, name=name) for nic in machine.nics)
     placed = plan(replace(machine, name=name, gpus=gpus, nics=nics), ask())
     texts = read_picture(placed)[1]
-    assert any(text.startswith("PCI switch") for text in texts)
     assert name in texts or not name.isprintable() or not 0 < len(name) < 60
     for form, beginning in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
         assert render_machine(placed, "", form).startswith(beginning)
@@ -239,8 +234,8 @@ def test_a_legend_of_many_ranks_ends_and_nothing_is_outside() -> None:
     picture = ElementTree.fromstring(document)
     texts = [text.text or "" for text in picture.iter(f"{SVG}text")]
     ranks = [text.split()[1] for text in texts if re.match(r"rank \d+ +(no )?GPU", text)]
-    assert ranks == [str(number) for number in range(256)]
-    assert "and 744 more ranks: launch plan lists them all" in texts
+    assert ranks == [str(number) for number in range(64)]
+    assert "and 936 more ranks: launch plan lists them all" in texts
     _, _, width, height = map(float, picture.get("viewBox", "").split())
     for path in picture.iter(f"{SVG}path"):
         places = re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path.get("d", ""))
