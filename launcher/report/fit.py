@@ -1,7 +1,6 @@
-"""`launch fit` and `launch tune` for people: whether a job fits, and the trials that say what is fastest."""
+"""`launch fit` for people: whether a job fits, and how fast it would be."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -10,9 +9,7 @@ from launcher.fit.advice import BudgetLine, SpeedEstimate
 from launcher.fit.choice import FitReport, StepFit, describe_choice, format_bytes
 from launcher.fit.training import Range, Training
 from launcher.report.tables import make_table, print_line
-from launcher.text import clean_text, count_things, describe_time, escape_text, format_size
-from launcher.tune.batch_search import BatchChoice
-from launcher.tune.trials import FAILED, FITS, TOO_LARGE, UNITS, Trial
+from launcher.text import clean_text, describe_time, escape_text
 
 _VERDICTS = {"fits": "fits", "tight": "tight, it may fit", "does_not_fit": "does not fit"}
 _VERDICT_STYLES = {"fits": "bold green", "tight": "bold yellow", "does_not_fit": "bold red"}
@@ -22,8 +19,6 @@ _RANGES, _NOTES = 44, 72
 _GIB, _MIB = 1 << 30, 1 << 20
 _YEAR = 365.25 * 86400
 _MOST_MODULES = 8
-_BAR = 40
-"""Columns of the longest bar."""
 
 
 def print_fit(console: Console, report: FitReport, *, memory_alone: bool = False) -> None:
@@ -250,107 +245,3 @@ def print_step_fit(console: Console, fit: StepFit, notes: tuple[str, ...]) -> No
         verdict = f"{said}: {total.expected / _GIB:.2f} GiB expected {span} {of}"
     for line in filter(None, (verdict, fit.learned, *notes)):
         console.print(escape_text(clean_text(line)), markup=False, highlight=False, soft_wrap=True)
-
-
-# Tuning
-
-
-def announce_trial(console: Console, text: str) -> contextlib.AbstractContextManager[object]:
-    """Show what is being tried: only on a terminal, where the line is removed again."""
-    if not console.is_terminal:
-        return contextlib.nullcontext()
-    return console.status(Text(text), spinner="dots" if console.encoding.startswith("utf") else "line")
-
-
-def format_rate(rate: float) -> str:
-    """Return a throughput with three digits."""
-    return f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
-
-
-def describe_workers(trial: Trial) -> str:
-    """Return a trial of a number of workers in a line."""
-    workers = count_things(trial.value, "worker")
-    if trial.reason:
-        return f"{workers}: {trial.reason}"
-    unit = UNITS[trial.unit]
-    rate = f"{format_rate(trial.rate)} {unit}/s, {trial.wait:.0%} of the time waiting for data"
-    return f"{workers}: {rate} ({trial.steps} {unit})"
-
-
-def tabulate_workers(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
-    """Return the rows of the table with its head, in the order of the workers."""
-    ordered = sorted(trials, key=lambda trial: trial.value)
-    unit = UNITS[next((trial for trial in ordered if trial.rate), ordered[0]).unit]
-    rows: list[tuple[str, ...]] = [("workers", f"{unit}/s", "waiting for data", "memory", unit)]
-    for trial in ordered:
-        cells = ["-"] * 4
-        if not trial.reason:
-            memory = format_size(trial.memory_kib) if trial.memory_kib else "unknown"
-            cells = [format_rate(trial.rate), f"{trial.wait:.0%}", memory, str(trial.steps)]
-        rows.append((str(trial.value), *cells))
-    return rows
-
-
-def print_workers(console: Console, trials: Sequence[Trial], chosen: int | None) -> None:
-    """Print the table of the trials, and a plot: bars as long as throughput, and what waiting costs."""
-    _print_rows(console, tabulate_workers(trials), {str(chosen): "chosen"})
-    measured = sorted((trial for trial in trials if trial.rate), key=lambda trial: trial.value)
-    if not measured:
-        return
-    full, waiting = ("█", "░") if console.encoding.startswith("utf") else ("#", ".")
-    best = max(trial.rate for trial in measured)
-    console.print()
-    for trial in measured:
-        length = round(_BAR * trial.rate / best)
-        possible = min(best, trial.rate / max(1 - trial.wait, 1e-3))  # without its waiting
-        lost = round(_BAR * possible / best) - length
-        bar = Text(f"{trial.value:>7}  ").append(full * length, "green").append(waiting * lost, "yellow")
-        console.print(bar.append(f" {format_rate(trial.rate)}"))
-    console.print(f"{full} {UNITS[measured[0].unit]}/s  {waiting} what waiting for data costs of the best")
-
-
-def _print_rows(console: Console, rows: Sequence[Sequence[str]], remarks: Mapping[str, str]) -> None:
-    """Print a table with its head; a remark stands behind the row that begins with its key."""
-    head, *body = rows
-    table = make_table((*head, ""), right=head, wrapped=("",))
-    for row in body:
-        table.add_row(*row, Text(remarks.get(row[0], "")))
-    console.print(table)
-
-
-_BATCH_VERDICTS = {FITS: "fits", TOO_LARGE: "does not fit", FAILED: "fails, not for memory"}
-
-
-def describe_batch_size(trial: Trial) -> str:
-    """Return a trial of a batch size in a line."""
-    use = f", {format_size(trial.use_kib)}" if trial.use_kib else ""
-    if trial.verdict != FITS or not trial.rate:
-        return f"batch {trial.value}: {_BATCH_VERDICTS[trial.verdict]}{use}: {trial.reason}"
-    rate = f"{format_rate(trial.rate)} sequences/s"
-    return f"batch {trial.value}: {rate}{use} ({trial.steps} {UNITS[trial.unit]})"
-
-
-def tabulate_batches(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
-    """Return the rows of the table with its head, in the order of the size.
-
-    Without a GPU the memory has no limit in it, which is then the machine's.
-    """
-    rows: list[tuple[str, ...]] = [("batch", "sequences/s", "±", "step", "memory", "of")]
-    for trial in sorted(trials, key=lambda trial: trial.value):
-        rate = [format_rate(trial.rate), f"{trial.error:.1%}"] if trial.rate else ["-", "-"]
-        step = f"{trial.step_seconds:.3g} s" if trial.step_seconds else "-"
-        use = format_size(trial.use_kib) if trial.use_kib else "-"
-        total = format_size(trial.gpu_total_kib) if trial.gpu_total_kib else "-"
-        rows.append((str(trial.value), *rate, step, use, total))
-    return rows if any(trial.gpu_total_kib for trial in trials) else [row[:-1] for row in rows]
-
-
-def print_batches(console: Console, trials: Sequence[Trial], choice: BatchChoice) -> None:
-    """Print the table of the trials, each with what it is."""
-    sizes = {"largest": choice.largest, "largest with 5% to spare": choice.largest_with_margin}
-    sizes["fastest"] = choice.fastest
-    remarks = {}
-    for trial in trials:
-        named = ", ".join(name for name, size in sizes.items() if size == trial.value)
-        remarks[str(trial.value)] = named if trial.verdict == FITS else _BATCH_VERDICTS[trial.verdict]
-    _print_rows(console, tabulate_batches(trials), remarks)

@@ -4,7 +4,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.codec import load
@@ -46,15 +46,15 @@ class Trial:
     value: int
     """Workers of a rank, or sequences of a rank in a micro-step."""
     rate: float = 0.0
-    """Steps per second, of micro-batches sequences per second of all ranks; 0 if they were not measured."""
+    """What is made in a second; 0 if that was not measured."""
     wait: float = 0.0
     """Share of the time in which a rank waited for data."""
     steps: int = 0
     """Steps that it took, those that do not count among them."""
     memory_kib: int = 0
     """The most memory of all ranks and their workers; 0 if unknown."""
-    unit: str = "step"
-    """A key of UNITS."""
+    unit: str = "steps"
+    """What `rate` counts: `steps` of the optimizer, `batches` if there is none, `sequences` of all ranks."""
     verdict: str = FITS
     reason: str = ""
     """Why it does not fit, or has failed, or could not be timed."""
@@ -136,23 +136,11 @@ def read_records(folder: Path) -> list[Record]:
 
 def measure_workers(records: Sequence[Record], workers: int, ranks: int) -> Trial:
     """Return what a number of workers has measured; raises MeasureError if that says nothing."""
-    _check_ranks(records, ranks)
+    trial = _measure(records, workers, ranks)
     _check_loaders(records, workers)
-    short = min(records, key=lambda record: len(record.times))
-    if len(short.times) < FEWEST:
-        unit = short.unit if short.steps == 1 else UNITS[short.unit]
-        raise MeasureError(
-            f"the program ended after {short.steps} {unit} of rank {short.rank}, too"
-            f" few to measure: let it run for {2 * workers + 20} at least"
-        )
-    return Trial(
-        workers,
-        rate=1 / max(record.step_seconds for record in records),
-        wait=_share_wait(records),
-        steps=max(record.steps for record in records),
-        memory_kib=sum(record.memory_kib for record in records),
-        unit=records[0].unit,
-    )
+    if not trial.rate:
+        raise MeasureError(f"{trial.reason} to measure: let it run for {2 * workers + 20} at least")
+    return replace(trial, memory_kib=sum(record.memory_kib for record in records))
 
 
 def measure_batch(records: Sequence[Record], batch: int, ranks: int) -> Trial:
@@ -160,39 +148,21 @@ def measure_batch(records: Sequence[Record], batch: int, ranks: int) -> Trial:
 
     A program that came to its end after a few steps fits, and has no throughput.
     """
-    _check_ranks(records, ranks)
-    short = min(records, key=lambda record: len(record.times))
-    if short.steps < 2:
-        raise MeasureError(
-            f"the program ended after {short.steps} {short.unit} of rank {short.rank}: it has too little data"
-        )
-    is_timed = len(short.times) >= FEWEST
-    slowest = max(records, key=lambda record: record.step_seconds) if is_timed else short
-    times, seconds = slowest.times, slowest.step_seconds
+    trial = _measure(records, batch, ranks)
+    if trial.steps < 2:
+        raise MeasureError(f"{trial.reason}: it has too little data to be tried")
+    slowest = max(records, key=lambda record: record.step_seconds)
     loaders = [loader for record in records for loader in record.loaders]
     # A loader of single items may give whole batches as such: its size of 1 says nothing.
     size = max(loaders, key=lambda loader: loader.batches).batch_size if loaders else None
     loader_batch = size if size is not None and size > 1 else 0
-    per_step = (slowest.batches / len(times) if is_timed else 0.0) or 1.0
-    fullest = max(records, key=lambda record: record.gpu_reserved_kib + record.gpu_other_kib)
-    is_spread = len(times) > 1 and seconds > 0
-    return Trial(
-        batch,
-        rate=ranks * (loader_batch or batch) * per_step / seconds if is_timed else 0.0,
-        error=statistics.stdev(times) / seconds / math.sqrt(len(times)) if is_spread else 0.0,
-        step_seconds=seconds,
-        steps=max(record.steps for record in records),
-        unit=records[0].unit,
-        memory_kib=sum(record.peak_kib for record in records),
-        gpu_kib=fullest.gpu_reserved_kib + fullest.gpu_other_kib,
-        gpu_total_kib=fullest.gpu_total_kib,
-        loader_batch=loader_batch,
-        reason="" if is_timed else f"the program ended after {short.steps} steps, too few to time",
-    )
+    per_step = slowest.batches / len(slowest.times) if slowest.times else 0.0
+    rate = trial.rate * ranks * (loader_batch or batch) * (per_step or 1.0)
+    return replace(trial, rate=rate, unit="sequences", loader_batch=loader_batch)
 
 
-def _check_ranks(records: Sequence[Record], ranks: int) -> None:
-    """Raise MeasureError if a rank has measured nothing."""
+def _measure(records: Sequence[Record], value: int, ranks: int) -> Trial:
+    """Return what the ranks have measured, as slow as the slowest; without a rate after too few steps."""
     missing = sorted(set(range(ranks)) - {record.rank for record in records})
     if len(missing) == ranks:
         raise MeasureError(
@@ -203,6 +173,25 @@ def _check_ranks(records: Sequence[Record], ranks: int) -> None:
         raise MeasureError(
             f"rank {missing[0]} of {ranks} measured nothing: it has neither an optimizer nor a DataLoader"
         )
+    short = min(records, key=lambda record: len(record.times))
+    slowest = max(records, key=lambda record: record.step_seconds)
+    fullest = max(records, key=lambda record: record.gpu_reserved_kib + record.gpu_other_kib)
+    is_timed = len(short.times) >= FEWEST
+    trial = Trial(
+        value,
+        steps=max(record.steps for record in records) if is_timed else short.steps,
+        memory_kib=sum(record.peak_kib for record in records),
+        unit=UNITS[short.unit],
+        gpu_kib=fullest.gpu_reserved_kib + fullest.gpu_other_kib,
+        gpu_total_kib=fullest.gpu_total_kib,
+    )
+    if not is_timed:
+        unit = short.unit if short.steps == 1 else UNITS[short.unit]
+        few = f"the program ended after {short.steps} {unit} of rank {short.rank}, too few"
+        return replace(trial, reason=few)
+    times, seconds = slowest.times, slowest.step_seconds
+    error = statistics.stdev(times) / seconds / math.sqrt(len(times))
+    return replace(trial, rate=1 / seconds, step_seconds=seconds, error=error, wait=_share_wait(records))
 
 
 def _check_loaders(records: Sequence[Record], workers: int) -> None:

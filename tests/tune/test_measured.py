@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launcher.cli.tune_batch import read_argument, set_argument
+from launcher.cli.tune import read_argument, set_argument
 from launcher.tune.trials import (
     Loader,
     MeasureError,
@@ -103,7 +103,7 @@ def test_a_short_program_fits_and_has_no_throughput() -> None:
     short: dict[str, Any] = {"times": (1.0,), "waits": (0.0,), "steps": 5, "ended": True}
     trial = measure_batch([make_record(**short)], 64, 1)
     assert (trial.verdict, trial.rate) == ("fits", 0.0) and "after 5 steps" in trial.reason
-    with pytest.raises(MeasureError, match="after 1 step of rank 0: it has too little data"):
+    with pytest.raises(MeasureError, match="after 1 step of rank 0, too few: it has too little data"):
         measure_batch([make_record(**{**short, "steps": 1})], 64, 1)
 
 
