@@ -91,7 +91,7 @@ def test_a_start_loads_little_until_the_ranks_are_started(tmp_path: Path) -> Non
     (tmp_path / "x.py").touch()
     script = """
 import os, sys
-from launcher.agent.direct_agent import DirectAgent
+from launcher.launch.direct_agent import DirectAgent
 def begin(self):
     print("LOADED", *sys.modules, flush=True)
     os._exit(0)
@@ -101,7 +101,7 @@ from launcher.cli.main import main
 main()
 """
     loaded = list_modules(script, tmp_path)
-    assert {"launcher.agent.local_agent", "launcher.plan.planner"} <= loaded
+    assert {"launcher.launch.local_agent", "launcher.plan.planner"} <= loaded
     assert not {name.partition(".")[0] for name in loaded} & {
         *("rich", "psutil", "asyncio", "torch", "numpy", "submitit")
     }

@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.agent.read_ahead import reading_ahead
 from launcher.cli.early_start import EarlyStart
 from launcher.cli.job_warnings import (
     name_files,
@@ -33,6 +32,7 @@ from launcher.config.settings import Settings
 from launcher.config.start import check_command, choose_agent, choose_cluster
 from launcher.errors import LaunchError, UsageError
 from launcher.launch.job import Job, JobSpec, render_start
+from launcher.launch.warm.read_ahead import reading_ahead
 from launcher.plan.model import plan_to_json
 from launcher.protocol import name_host
 from launcher.runs.memory_records import keep_prediction
@@ -325,7 +325,7 @@ def _execute_here(
 
 def make_agent_on_machine(request: "AgentRequest", early: EarlyStart | None = None) -> "Agent":
     """Return the agent for ranks on this machine that `launch` starts itself."""
-    from launcher.agent.local_agent import make_local_agent
+    from launcher.launch.local_agent import make_local_agent
 
     return make_local_agent(request, early.take if early else None)
 

@@ -15,7 +15,7 @@ def become_warm(text: str) -> None:
     """Be the process from which ranks are forked; returns in each rank, before the program's first line."""
     root, before = os.path.abspath(f"{FOLDER}/../.."), frozenset(sys.modules)
     sys.path.insert(0, root)
-    server = __import__("launcher.agent.warm_server.serving").agent.warm_server.serving
+    server = __import__("launcher.launch.warm.serving").launch.warm.serving
     server.serve_ranks(text, FOLDER, root, before)
 
 

@@ -1,1 +1,1 @@
-"""Carries a plan out."""
+"""Starts a node's ranks, by exec, by fork of a process with torch, or by torchrun, and supervises them."""

@@ -13,11 +13,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from launcher.agent.coordinator import Coordinator
-from launcher.agent.endpoint import is_port_free, read_client_ports
 from launcher.config.start import parse_endpoint
 from launcher.errors import EXIT_MACHINE, EXIT_SCHEDULER, LaunchError, MachineError, SchedulerError
 from launcher.files import open_below
+from launcher.launch.coordinator import Coordinator
+from launcher.launch.endpoint import is_port_free, read_client_ports
 from launcher.launch.job import choose_restarts
 from launcher.launch.processes import adopt_orphans, end_leftovers
 from launcher.launch.signals import KILL_GRACE, catch_signals, name_signal

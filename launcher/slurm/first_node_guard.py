@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.agent.liveness import ALIVE_PERIOD, OWN_GAP, SILENCE
 from launcher.errors import LaunchError, SchedulerError
 from launcher.launch.signals import FORWARDED
 from launcher.protocol import LAUNCH_ATTEMPT, name_host
@@ -35,6 +34,7 @@ from launcher.slurm.attempt_lifecycle import finish_attempt
 from launcher.slurm.commands import ask_job, ask_node_states, is_down, run_slurm
 from launcher.slurm.diagnosis import has_succeeded
 from launcher.slurm.job_request import read_job_request
+from launcher.slurm.liveness import ALIVE_PERIOD, OWN_GAP, SILENCE
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.spares import ask_addresses, is_frozen, try_connection
 from launcher.slurm.srun import Step, render_step

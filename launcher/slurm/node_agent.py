@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from launcher.agent.group_messages import NodeReport, render_task_report
 from launcher.config.settings import SLURM_KINDS
 from launcher.launch.ending import NodeEnd, add_oom_kills, check_success, describe_failure, judge_end
 from launcher.launch.job import Job
@@ -22,6 +21,7 @@ from launcher.report.viewer import OutputViewer, ViewOptions
 from launcher.runs.node_records import NodeRecord, RankFailure, write_node
 from launcher.runs.rank_logs import Follower, read_tail
 from launcher.runs.run_directory import RunDir, release_space, reserve_space
+from launcher.slurm.group_messages import NodeReport, render_task_report
 from launcher.slurm.node_control import can_write
 from launcher.slurm.node_job import AgentMaker
 from launcher.slurm.slurm_environ import TaskIdentity

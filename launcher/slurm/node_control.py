@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from launcher.agent.coordinator import GroupStart, JobEnd, Order
-from launcher.agent.group_messages import ASK_ALIVE, NodeReport, parse_group_order, render_task_report
-from launcher.agent.liveness import ALIVE_PERIOD
+from launcher.launch.coordinator import GroupStart, JobEnd, Order
 from launcher.launch.signal_channel import SignalChannel
+from launcher.slurm.group_messages import ASK_ALIVE, NodeReport, parse_group_order, render_task_report
+from launcher.slurm.liveness import ALIVE_PERIOD
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from launcher.agent.rank_starter import RankStarter
-from launcher.agent.read_ahead import reading_ahead
 from launcher.config.program import find_program
 from launcher.config.settings import Settings
 from launcher.config.start import AgentChoice, Cluster, check_port_free, parse_endpoint
@@ -17,7 +15,9 @@ from launcher.errors import MachineError
 from launcher.launch.agent import Agent, AgentRequest, TorchrunAgent, check_open_files, preload_agent
 from launcher.launch.job import Job, build_agent_environ, choose_restarts, render_agent
 from launcher.launch.monitor import RankMonitor
+from launcher.launch.rank_starter import RankStarter
 from launcher.launch.signal_channel import SignalChannel
+from launcher.launch.warm.read_ahead import reading_ahead
 from launcher.launch.watching import keep_watch_folder
 from launcher.plan.model import Plan
 from launcher.runs.memory_records import keep_prediction
@@ -54,14 +54,14 @@ def prepare_agent_maker(
             return TorchrunAgent(begin, log, monitor.find_ranks)
 
         return make_torchrun
-    from launcher.agent.warm_process import choose_starter
+    from launcher.launch.warm.warm_process import choose_starter
 
     by_exec = RankStarter(log, reads_stdin=False)
     starter = choose_starter(by_exec, program, request.config.start, variables)
 
     def make_own_agent(job: Job, _monitor: RankMonitor, channel: SignalChannel) -> Agent:
-        from launcher.agent.direct_agent import DirectAgent
-        from launcher.agent.endpoint import is_port_free
+        from launcher.launch.direct_agent import DirectAgent
+        from launcher.launch.endpoint import is_port_free
         from launcher.slurm.node_control import NodeControl
 
         restarts = choose_restarts(job.config, job.environ) or 0

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 
-from launcher.agent.coordinator import Coordinator, GroupStart, JobEnd, Order
-from launcher.agent.group_messages import NodeReport, find_report, render_order
 from launcher.errors import SchedulerError
+from launcher.launch.coordinator import Coordinator, GroupStart, JobEnd, Order
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signal_channel import KILL_WAIT, LOST, make_signal_channel, write_line_to_tasks
 from launcher.launch.signals import FORWARDED, STOPPING
@@ -25,6 +24,7 @@ from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER, LAUNCH_RENDEZVO
 from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.commands import ask_config, run_slurm
+from launcher.slurm.group_messages import NodeReport, find_report, render_order
 from launcher.slurm.notation import fold_in_order
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun import (

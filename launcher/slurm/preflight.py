@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.agent.endpoint import read_client_ports
 from launcher.config.settings import Settings
+from launcher.launch.endpoint import read_client_ports
 from launcher.launch.signals import STOPPING
 from launcher.preflight.checks import (
     Answers,

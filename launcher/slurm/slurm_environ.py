@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from launcher.agent.endpoint import list_ports
+from launcher.launch.endpoint import list_ports
 from launcher.protocol import (
     LAUNCH_ATTEMPT,
     LAUNCH_NODE_ORDER,

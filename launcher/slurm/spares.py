@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from launcher.agent.group_messages import ASK_ALIVE, NodeReport
-from launcher.agent.liveness import Liveness, Loss
 from launcher.errors import SchedulerError
 from launcher.runs.manifest import stamp_time
 from launcher.runs.node_records import read_nodes
 from launcher.slurm.attempt import Attempt, try_write_manifest
 from launcher.slurm.attempt_end import classify_kill
 from launcher.slurm.commands import ask_config, ask_job, ask_node_fields
+from launcher.slurm.group_messages import ASK_ALIVE, NodeReport
+from launcher.slurm.liveness import Liveness, Loss
 from launcher.slurm.node_step import NodeStep, StepGroup
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun import Step, render_step

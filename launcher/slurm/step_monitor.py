@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from launcher.agent.liveness import OWN_GAP
 from launcher.errors import SchedulerError
 from launcher.launch.signals import KILL_GRACE, STOPPING, SignalQueue, StopStages, name_signal
 from launcher.runs.node_records import NodeRecord, read_nodes
@@ -17,6 +16,7 @@ from launcher.slurm.attempt import Attempt, is_taken_over
 from launcher.slurm.attempt_end import StepReport, choose_stop_time
 from launcher.slurm.attempt_lifecycle import prepare_for_kill
 from launcher.slurm.commands import ask_job, ask_node_states, is_down
+from launcher.slurm.liveness import OWN_GAP
 from launcher.slurm.node_step import NodeStep
 from launcher.slurm.notation import parse_signal
 from launcher.slurm.slurm_environ import PORT_TAKEN

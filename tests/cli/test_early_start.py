@@ -127,7 +127,7 @@ def test_the_ranks_are_forked_from_the_process_that_was_started_early(folder: Pa
     (folder / "x.py").write_text(program)
     script = f"""
 import sys
-from launcher.agent import local_agent, rank_starter
+from launcher.launch import local_agent, rank_starter
 def refuse(*_):
     raise AssertionError("another warm process, or a rank by exec")
 local_agent.choose_starter = rank_starter.RankStarter.start_rank = refuse

@@ -9,15 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.agent.coordinator import GroupNode, GroupStart, JobEnd
-from launcher.agent.group_messages import (
-    NUMBERS,
-    NodeReport,
-    find_report,
-    parse_group_order,
-    render_order,
-    render_task_report,
-)
+from launcher.launch.coordinator import GroupNode, GroupStart, JobEnd
 from launcher.launch.processes import RankSet, list_children, list_ranks, read_signals
 from launcher.launch.signal_channel import (
     KILL_WAIT,
@@ -27,6 +19,14 @@ from launcher.launch.signal_channel import (
     write_line_to_tasks,
 )
 from launcher.launch.signals import StopStages, limit_grace
+from launcher.slurm.group_messages import (
+    NUMBERS,
+    NodeReport,
+    find_report,
+    parse_group_order,
+    render_order,
+    render_task_report,
+)
 
 START = GroupStart(3, (GroupNode("n1", 8), GroupNode("gpu-12.cluster", 4)), "n1", 29500)
 ORDER = render_order(START)

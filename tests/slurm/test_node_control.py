@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from launcher.agent.coordinator import Coordinator, GroupNode, GroupStart, JobEnd
-from launcher.agent.group_messages import NodeReport, find_report, render_order
+from launcher.launch.coordinator import Coordinator, GroupNode, GroupStart, JobEnd
 from launcher.launch.signal_channel import make_signal_channel, open_signal_channel, write_line_to_tasks
+from launcher.slurm.group_messages import NodeReport, find_report, render_order
 from launcher.slurm.node_control import NodeControl
 from launcher.slurm.node_step import StepGroup, TaskWriter
 

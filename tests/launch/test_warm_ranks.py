@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.rank_starter import close_on_exec
-from launcher.agent.warm_process import WarmStarter
-from tests.agent.warm_ranks import PROGRAM, Ranks, open_ranks
+from launcher.launch.rank_starter import close_on_exec
+from launcher.launch.warm.warm_process import WarmStarter
+from tests.launch.warm_ranks import PROGRAM, Ranks, open_ranks
 
 SURROUNDINGS = """
 import sys

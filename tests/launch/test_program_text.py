@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.program_text import MOST_BYTES, MOST_FILES, TOO_MUCH, ProgramText, read_program
+from launcher.launch.warm.program_text import MOST_BYTES, MOST_FILES, TOO_MUCH, ProgramText, read_program
 
 PROGRAMS: dict[str, tuple[bool, Mapping[str, str]]] = {
     "torch": (True, {"x.py": "import os\nimport torch\n"}),

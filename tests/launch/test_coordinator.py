@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.agent.coordinator import (
+from launcher.launch.coordinator import (
     LOSS_PATIENCE,
     PORT_TRIALS,
     Coordinator,

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent import warm_process
-from launcher.agent.python_program import ExecNeededError, find_python_program, split_command
-from launcher.agent.warm_process import WarmProcess
-from launcher.agent.warm_server.serving import find_device
-from tests.agent.warm_ranks import Ranks, find_refusal, open_ranks
+from launcher.launch.warm import warm_process
+from launcher.launch.warm.python_program import ExecNeededError, find_python_program, split_command
+from launcher.launch.warm.serving import find_device
+from launcher.launch.warm.warm_process import WarmProcess
+from tests.launch.warm_ranks import Ranks, find_refusal, open_ranks
 from tests.seam import clean_environ
 
 REFUSED_IMPORTS = {
@@ -119,7 +119,7 @@ def test_it_ends_with_its_launcher(tmp_path: Path, modules: str) -> None:
     (tmp_path / "sleeping.py").write_text("import time\ntime.sleep(60)")
     code = f"""
 import os, sys, time
-from launcher.agent.warm_process import WarmProcess
+from launcher.launch.warm.warm_process import WarmProcess
 names = {["json"] if modules == "json" else ["sleeping"]!r}
 environ = {{**os.environ, "PYTHONPATH": {str(tmp_path)!r}}}
 warm = WarmProcess.start([sys.executable, "-c", "0"], environ, names)

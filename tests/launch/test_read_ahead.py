@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.read_ahead import reading_ahead, start_read_ahead
+from launcher.launch.warm.read_ahead import reading_ahead, start_read_ahead
 from tests.probe.in_namespace import run_in_namespace
 from tests.seam import clean_environ
 
@@ -76,7 +76,7 @@ def test_the_process_ends_with_the_launcher_though_a_disk_does_not_answer(tmp_pa
     found = run_in_namespace(
         """
 import time
-from tests.agent.test_read_ahead import LIBRARY
+from tests.launch.test_read_ahead import LIBRARY
 device = mount_stuck(folder / "stuck", reads=False)
 library = folder / "packages" / LIBRARY
 library.parent.mkdir(parents=True)
@@ -84,7 +84,7 @@ library.write_bytes(b"x")
 (library.parent / "libc10.so").symlink_to(folder / "stuck" / "libc10.so")
 (library.parents[1] / "stuck.py").symlink_to(folder / "stuck" / "stuck.py")
 script = (
-    "import os, sys; from launcher.agent.read_ahead import start_read_ahead;"
+    "import os, sys; from launcher.launch.warm.read_ahead import start_read_ahead;"
     "environ = {**os.environ, 'PYTHONPATH': sys.argv[1]};"
     "print(start_read_ahead('on', ('x.py',), environ).pid, flush=True); os._exit(0)"
 )

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from launcher.agent.program_text import read_program
-from launcher.agent.python_program import ExecNeededError, find_python_program
-from launcher.agent.rank_starter import RankStart, RankStarter
 from launcher.config.settings import StartConfig
 from launcher.launch.processes import adopt_orphans
+from launcher.launch.rank_starter import RankStart, RankStarter
+from launcher.launch.warm.program_text import read_program
+from launcher.launch.warm.python_program import ExecNeededError, find_python_program
 from launcher.protocol import LAUNCH_WARM
 from launcher.rank.hook import FOLDER
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from launcher.agent.coordinator import Coordinator, Order
-from launcher.agent.direct_agent import DirectAgent
-from launcher.agent.endpoint import make_endpoint_finder
-from launcher.agent.rank_starter import RankStarter
-from launcher.agent.warm_process import WarmProcess, WarmStarter, choose_starter
 from launcher.launch.agent import AgentRequest
+from launcher.launch.coordinator import Coordinator, Order
+from launcher.launch.direct_agent import DirectAgent
+from launcher.launch.endpoint import make_endpoint_finder
 from launcher.launch.job import choose_restarts, shares_terminal
+from launcher.launch.rank_starter import RankStarter
+from launcher.launch.warm.warm_process import WarmProcess, WarmStarter, choose_starter
 
 TakeWarm = Callable[[Sequence[str], Mapping[str, str]], WarmProcess | None]
 """Gives the warm process for a program's argv and environment."""

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launcher.agent.coordinator import GroupNode, GroupStart
-from launcher.agent.direct_agent import make_rank_variables
-from launcher.agent.endpoint import find_free_port
+from launcher.launch.coordinator import GroupNode, GroupStart
+from launcher.launch.direct_agent import make_rank_variables
+from launcher.launch.endpoint import find_free_port
 from tests.seam import clean_environ, start, write_program
 
 DUMP = """

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from importlib.machinery import all_suffixes
 
-from launcher.agent.python_program import (
+from launcher.launch.warm.python_program import (
     ALLOCATOR,
     THREADS,
     ExecNeededError,
@@ -19,7 +19,7 @@ from launcher.agent.python_program import (
     find_python_program,
     list_changed_variables,
 )
-from launcher.agent.warm_server.serving import PR_SET_NAME, Preloaded, RankRequest, list_mapped_files
+from launcher.launch.warm.serving import PR_SET_NAME, Preloaded, RankRequest, list_mapped_files
 from launcher.protocol import LAUNCH_GC
 from launcher.rank.hook import is_hooked
 from launcher.rank.shim import exec_program, prepare_rank, print_notice

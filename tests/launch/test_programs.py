@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.frames import (
+from tests.launch.frames import (
     Case,
     Ran,
     copy_programs,

@@ -45,7 +45,7 @@ def start_read_ahead(mode: str, argv: Sequence[str], environ: Mapping[str, str])
     `mode` is `start.read_ahead`: `auto` reads nothing if the largest library is cached, or if the program
     does not use torch. What fails here ends no start: then nothing is read ahead.
     """
-    from launcher.agent.program_text import read_program
+    from launcher.launch.warm.program_text import read_program
 
     if mode == "off" or (mode == "auto" and (text := read_program(argv, environ)) and not text.uses_torch):
         return None

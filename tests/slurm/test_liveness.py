@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher.agent.liveness import BEGINNING, SILENCE, Liveness, Loss
+from launcher.slurm.liveness import BEGINNING, SILENCE, Liveness, Loss
 
 HOSTS = ("a", "b", "c")
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.agent.python_program import ExecNeededError
-from launcher.agent.rank_starter import RankStart, RankStarter, close_on_exec
-from launcher.agent.warm_process import WarmProcess
+from launcher.launch.rank_starter import RankStart, RankStarter, close_on_exec
+from launcher.launch.warm.python_program import ExecNeededError
+from launcher.launch.warm.warm_process import WarmProcess
 from tests.seam import clean_environ
 
 PROGRAM = "program.py"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.machinery import PathFinder
 
-from launcher.agent.python_program import ExecNeededError
+from launcher.launch.warm.python_program import ExecNeededError
 
 OWN = ("launcher", "launch_inprocess", "sitecustomize")
 """Packages of ours, which the program does not see."""
@@ -105,7 +105,7 @@ def serve_ranks(text: str, hook: str, root: str, before: frozenset[str]) -> None
         settings = json.loads(text)
         with open("/proc/self/comm", "rb") as file:
             name = file.read().rstrip(b"\n")
-        from launcher.agent.warm_server.becoming import become_rank
+        from launcher.launch.warm.becoming import become_rank
 
         _end_with_launcher(int(settings["launcher"]))
         sys.path.remove(root)  # the imports find what the program's find

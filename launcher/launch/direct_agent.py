@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from launcher.agent.coordinator import GroupStart, JobEnd, Order
-from launcher.agent.rank_starter import RankStart, RankStarter, close_on_exec
 from launcher.launch.agent import Agent, AgentRequest
+from launcher.launch.coordinator import GroupStart, JobEnd, Order
 from launcher.launch.job import choose_restarts
 from launcher.launch.processes import RankProcess, RankSet
+from launcher.launch.rank_starter import RankStart, RankStarter, close_on_exec
 from launcher.launch.signals import KILL_GRACE
 from launcher.protocol import LAUNCH_PARENT
 from launcher.runs.node_records import name_error_file

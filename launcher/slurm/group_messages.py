@@ -8,8 +8,8 @@ import json
 import re
 from dataclasses import asdict, dataclass
 
-from launcher.agent.coordinator import GroupStart, JobEnd, Order
 from launcher.codec import load
+from launcher.launch.coordinator import GroupStart, JobEnd, Order
 
 NUMBERS = {"ready": 1, "failed": 3, "ended": 1, "taken": 1, "alive": 0, "signalled": 1}
 """How many numbers each kind of report has."""

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from launcher.agent.python_program import ExecNeededError, find_python_program
 from launcher.files import read_file
+from launcher.launch.warm.python_program import ExecNeededError, find_python_program
 
 MOST_FILES = 60
 MOST_BYTES = 1 << 21
