@@ -3,9 +3,7 @@
 import logging
 import math
 import signal
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +11,7 @@ from launcher.launch.agent import Agent
 from launcher.launch.ending import NodeEnd
 from launcher.launch.job import may_restart
 from launcher.launch.monitor import RankMonitor
-from launcher.launch.processes import Death, RankProcess, RankSet, adopt_orphans, end_leftovers, reap_orphans
+from launcher.launch.processes import Death, RankSet, adopt_orphans, end_leftovers, reap_orphans
 from launcher.launch.signal_channel import SignalChannel
 from launcher.launch.signals import (
     FORWARDED,
@@ -27,7 +25,6 @@ from launcher.launch.signals import (
     name_signal,
 )
 from launcher.launch.watching import Watching
-from launcher.text import escape_text
 
 logger = logging.getLogger(__name__)
 
@@ -37,75 +34,6 @@ LOST_GRACE = 10.0
 """Seconds in which ranks may notice by themselves that a node was lost."""
 HEARING = 0.5
 """Seconds in which an agent says that it was sent a signal."""
-LATE = 60.0
-"""Seconds for which a rank is idle after a peer has ended with 0 until that is told."""
-LATE_LOOK = 5.0
-"""Seconds between two looks at such ranks."""
-IDLE_TICKS, IDLE_BYTES = 10, 1 << 14
-"""CPU (clock ticks) and bytes that an idle rank may use between two looks: our own questions cost some."""
-
-
-@dataclass(slots=True)
-class LateRanks:
-    """Tells once of each rank that stays, idle, though a peer has ended with 0, and where its threads wait.
-
-    It may be stuck in the interpreter's end, where no Python stack tells why.
-    """
-
-    next_look: float = 0.0
-    """Monotonic time."""
-    thread: threading.Thread | None = None
-    """The last one that looked: reading /proc can block."""
-    idle: dict[int, tuple[float, int, int]] = field(default_factory=dict)
-    """By PID: since when such a rank is idle, and the CPU and bytes that it had used at the last look."""
-
-    def look(self, ranks: RankSet, host: str) -> None:
-        """Look at such ranks if it is time."""
-        if time.monotonic() < self.next_look:
-            return
-        self.next_look = time.monotonic() + LATE_LOOK
-        ended = {death.process.attempt for death in ranks.deaths if death.exitcode == 0}
-        late = [process for process in ranks.alive.values() if process.attempt in ended]
-        if late and not (self.thread and self.thread.is_alive()):
-            self.thread = threading.Thread(target=self.report, args=(late, host), daemon=True)
-            self.thread.start()
-
-    def report(self, late: Sequence[RankProcess], host: str) -> None:
-        """Look at the ranks, and tell of those that have been idle for long."""
-        now = time.monotonic()
-        # Few jobs need it, and importing it takes long.
-        from launcher.watch.procfs import list_descendants, look_at_process
-
-        for process in late:
-            looks = [look_at_process(pid) for pid in (process.pid, *list_descendants(process.pid))]
-            ticks = sum(look.ticks for look in looks)
-            moved = sum(look.bytes_moved for look in looks)
-            since, ticks_before, moved_before = self.idle.get(process.pid, (now, ticks, moved))
-            used = abs(ticks - ticks_before) > IDLE_TICKS or abs(moved - moved_before) > IDLE_BYTES
-            if used and since < math.inf:
-                since = now  # also where a child has ended, and its counters with it
-            if now - since >= LATE:
-                since = math.inf
-                logger.info(
-                    f"rank {process.rank} on {host} has been idle for {LATE:.0f} s after a peer ended with 0:"
-                    f" {describe_waits(process.pid)}"
-                )
-            self.idle[process.pid] = since, ticks, moved
-
-
-def describe_waits(pid: int) -> str:
-    """Say in which system calls the threads of a process wait: the main one, then the others by name."""
-    from launcher.watch.procfs import list_threads, read_system_call
-
-    try:
-        threads = list_threads(pid)
-    except OSError:
-        return "it is ending"
-    calls = {tid: read_system_call(pid, f"task/{tid}/syscall") or "no system call" for tid, _ in threads}
-    others = Counter(f"{name} in {calls[tid]}" for tid, name in threads if tid != pid)
-    texts = [f"{count} of {text}" if count > 1 else text for text, count in others.items()]
-    main = f"its main thread is in {calls.get(pid, 'no system call')}"
-    return escape_text(f"{main}, its other threads: {', '.join(texts)}" if texts else main)
 
 
 @dataclass(slots=True)
@@ -144,7 +72,6 @@ class Supervisor:
     """The hang for which ranks were ended, until they have started anew."""
     agent_heard: bool = False
     """SLURM has sent the agent the stopping signal by itself."""
-    late: LateRanks = field(default_factory=LateRanks)
 
     @property
     def ranks(self) -> RankSet:
@@ -219,8 +146,6 @@ class Supervisor:
             if self.is_starved and not self.starved and self.is_starved():
                 self.starved = ranks.signal_groups(signal.SIGKILL)
             self.attend_watcher()
-            if self.stop is None:
-                self.late.look(ranks, self.monitor.job.host)
             if not self.monitor.is_busy():
                 reap_orphans({*agent.children, *self.list_own()})
         self.watch_new_ranks()

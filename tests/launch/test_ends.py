@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -337,29 +335,3 @@ def test_a_launch_that_was_killed_is_not_running(tmp_path: Path) -> None:
         shown = run_status(tmp_path)
         assert shown["state"] == "lost" and "is gone, and left no word" in str(shown["reason"])
         wait_for(lambda: not started.survivors(), "the ranks' end")
-
-
-LOCKED = """
-import os, threading
-if os.environ["RANK"] == "1":
-    lock = threading.Lock()
-    lock.acquire()
-    threading.Thread(target=lock.acquire, daemon=True).start()
-    print("waits", flush=True)
-    lock.acquire()
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_stays_idle_after_its_peer_is_told_with_what_it_waits_in(tmp_path: Path) -> None:
-    with start(tmp_path, "nproc_per_node=2", "--", write_program(tmp_path, LOCKED)) as started:
-        line = (
-            f"rank 1 on {HOST} has been idle for 60 s after a peer ended with 0: its main thread is in futex"
-        )
-        wait_for(lambda: line in started.read(), "the line", 150, started.read)
-        time.sleep(12)
-        assert started.read().count("has been idle") == 1
-        assert "other threads: " in started.read()
-        assert started.process.poll() is None
-        started.process.send_signal(signal.SIGTERM)
-        assert started.wait() == 128 + signal.SIGTERM
