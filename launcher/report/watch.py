@@ -5,25 +5,18 @@ Everything here is text of rich's; `live.py` shows it on a terminal, and `print_
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from launcher.report.runs import STATE_COLOURS
-from launcher.report.tables import (
-    fit_columns,
-    make_table,
-    shorten_age,
-    shorten_bytes,
-    shorten_seconds,
-)
+from launcher.report.tables import fit_columns, make_table, shorten_age, shorten_bytes, shorten_seconds
 from launcher.runs.run_status import RunStatus
 from launcher.text import clean_text, count_things, describe_time, name_some, strip_sequences
-from launcher.watch.metrics import METRICS, Metric
-from launcher.watch.model import Frame, GpuSample, ProcessState, Rank
+from launcher.watch.metrics import METRICS
+from launcher.watch.model import GpuSample, ProcessState, Rank
 from launcher.watch.run_reader import NodeView, RankDetails, RunSnapshot
 from launcher.watch.stragglers import explain_straggler
 
@@ -38,6 +31,8 @@ _JUDGES_LATE = 30.0
 """Seconds after which what the judging node has written is no longer the state of now."""
 _LONGEST, _LONGEST_NAME = 400, 16
 """Characters of a sentence, and of a host's name."""
+_MOST_LINES = 30
+"""Last lines of a rank that are shown."""
 _DROPS = (
     *("power", "clock", "net", "temp", "cpu", "own", "p99", "sm", "rss", "delay", "mem", "held by"),
     *("gpu", "p50", "xid", "data", "step", "others", "last", "phase"),
@@ -45,16 +40,11 @@ _DROPS = (
 """Titles in the order in which columns are left out if the terminal is narrow."""
 _IN_HEADING = ("rank", "node", "phase", "last", "mem", "power", "clock")
 """Columns that the heading and the GPU's line of an open rank have."""
-SLOWEST = ""
-"""The order without a column's title: the slowest first."""
 _REASONS = {
     "applications_clocks_setting": "app clocks",
     "sw_power_cap": "power cap",
-    "hw_slowdown": "hw slowdown",
-    "sync_boost": "sync boost",
     "sw_thermal_slowdown": "thermal",
     "hw_thermal_slowdown": "hw thermal",
-    "hw_power_brake": "power brake",
     "hw_power_brake_slowdown": "power brake",
     "display_clock_setting": "display",
 }
@@ -85,26 +75,7 @@ class View:
     """Why there is no table, or what else is to be said."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A line of the table: a rank, or a node with its ranks."""
-
-    view: NodeView
-    ranks: tuple[Rank, ...]
-    """The slowest first; one in a rank's row."""
-    is_node: bool = False
-    _cells: dict[str, "Cell | None"] = field(default_factory=dict, compare=False)
-
-    def read(self, column: "Column") -> "Cell | None":
-        """Return what a column shows of it; None for nothing."""
-        if column.title not in self._cells:
-            self._cells[column.title] = column.read(self)
-        return self._cells[column.title]
-
-    @property
-    def key(self) -> tuple[str, int | None]:
-        """What it is known by: the node, and the rank if it is one's."""
-        return self.view.report.host, None if self.is_node else self.ranks[0].rank
+# The table
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,110 +84,41 @@ class Cell:
 
     text: str
     value: float | str
-    """Orders rows."""
+    """Orders rows: the worst, which comes first, is the greatest, of columns in _LEAST_FIRST the least."""
     style: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """A column; the worst, which comes first, is the greatest, unless it is `ascending`."""
+class Row:
+    """A line of the table: a rank, or a node with its ranks."""
 
-    title: str
-    letter: str
-    """Sorts by it."""
-    meaning: str
-    width: int
-    """Least characters, so that columns stay where they are."""
-    read: Callable[[Row], Cell | None]
-    ascending: bool = False
-    is_text: bool = False
+    view: NodeView
+    ranks: tuple[Rank, ...]
+    """The slowest first; one in a rank's row."""
+    is_node: bool
+    cells: Mapping[str, Cell]
+    """By title; what is not known is left out."""
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """What it is known by: the node, and the rank if it is one's."""
+        return self.view.report.host, None if self.is_node else self.ranks[0].rank
 
 
-# Columns
-
-
-def _figure(metric: Metric, get: Callable[[Rank], float | None] | None = None) -> Column:
-    """Return the column of a metric of the worst of a row's ranks; `get` computes what is no rank's field."""
-    read_rank, show = get or metric.read, _SHOW[metric.unit]
-
-    def read(row: Row) -> Cell | None:
-        values = [value for rank in row.ranks if (value := read_rank(rank)) is not None]
-        if not values:
-            return None
-        value = min(values) if metric.is_least else max(values)
-        style = ALARM if value >= metric.alarm else WARN if value >= metric.warn else ""
-        return Cell(show(value), value, style)
-
-    meaning = metric.meaning + (f" in {metric.unit}" if metric.unit in ("W", "MHz") else "")
-    return Column(metric.title, metric.letter, meaning, metric.width, read, ascending=metric.is_least)
+_ORDER = (
+    *("rank", "node", "phase", "step", "last", "p50", "p99", "own", "data", "others", "cpu", "delay", "rss"),
+    *("gpu", "sm", "mem", "power", "temp", "clock", "held by", "xid", "net"),
+)
+"""Titles from left to right."""
+_WIDTHS = {"rank": 4, "node": 6, "phase": 8, "last": 4, "own": 5, "mem": 4, "held by": 8, "xid": 3, "net": 6}
+_WIDTHS |= {metric.title: metric.width for metric in METRICS}
+"""Least characters of columns, so that they stay where they are."""
+_TEXTS = ("node", "phase", "held by")
+_LEAST_FIRST = ("rank", "node", "phase", "held by", "xid", *(one.title for one in METRICS if one.is_least))
 
 
 def _share(share: float) -> str:
     return f"{share * 100:.0f}%"
-
-
-def _cores(number: float) -> str:
-    return f"{number:.2f}" if number < 0.1 else f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
-
-
-def _measure_own(rank: Rank) -> float | None:
-    """Return the seconds of a step that a rank does not wait for others; all of them if that is unknown."""
-    return None if rank.p50 is None else rank.p50 * (1 - min(1.0, rank.wait_share or 0.0))
-
-
-def _measure_gpu_memory(rank: Rank) -> float | None:
-    """Return the share of its GPU's memory that is used."""
-    if rank.gpu is None or rank.gpu.memory_used is None or not rank.gpu.memory_total:
-        return None
-    return rank.gpu.memory_used / rank.gpu.memory_total
-
-
-def _read_rank(row: Row) -> Cell | None:
-    return Cell(str(row.ranks[0].rank), row.ranks[0].rank) if row.ranks else None
-
-
-def _read_node(row: Row) -> Cell:
-    return Cell(clean_text(row.view.report.host, _LONGEST_NAME), row.view.report.node_rank)
-
-
-def _read_phase(row: Row) -> Cell:
-    """Show what the rank does, and that it, or its node, is gone; of several ranks the one that is unlike."""
-    if row.view.is_silent:
-        return Cell(f"silent {shorten_age(row.view.age)}", "!silent", ALARM)
-    if not row.ranks:
-        return Cell("no ranks", "", "dim")
-    rank = min(row.ranks, key=lambda one: (not one.exit_code, one.phase == "training", one.rank))
-    if rank.exit_code:
-        return Cell(f"exit {rank.exit_code}", "!exit", ALARM)
-    style = {"training": "", "ended": "dim", "exited": "dim", "unwatched": "dim"}.get(rank.phase, "cyan")
-    return Cell(clean_text(rank.phase, _LONGEST_NAME), rank.phase, style)
-
-
-def _read_age(row: Row) -> Cell | None:
-    ages = [row.view.measure_step_age(rank.step_age) for rank in row.ranks if rank.step_age is not None]
-    if not ages:
-        return None
-    limit = row.view.report.limit
-    return Cell(shorten_age(max(ages)), max(ages), ALARM if limit is not None and max(ages) > limit else "")
-
-
-def _read_reasons(row: Row) -> Cell | None:
-    names = dict.fromkeys(name for rank in row.ranks if rank.gpu for name in rank.gpu.event_reasons)
-    if not names:
-        return None
-    shown = ", ".join(_REASONS.get(name, clean_text(name.replace("_", " "))) for name in names)
-    style = "" if all(name in _HARMLESS for name in names) else ALARM
-    return Cell(clean_text(shown, _LONGEST_NAME), ("" if style else "~") + shown, style)
-
-
-def _read_xids(row: Row) -> Cell | None:
-    xids = dict.fromkeys(str(xid) for rank in row.ranks if rank.gpu for xid in rank.gpu.xids)
-    return Cell(clean_text(",".join(xids), _LONGEST_NAME), -len(xids), ALARM) if xids else None
-
-
-def _read_network(row: Row) -> Cell | None:
-    rate = sum(rate for _, rate in row.view.report.nic_rates)
-    return Cell(f"{shorten_bytes(rate)}/s", rate) if row.view.report.nic_rates else None
 
 
 _SHOW: Mapping[str, Callable[[float], str]] = {
@@ -224,56 +126,70 @@ _SHOW: Mapping[str, Callable[[float], str]] = {
     "share": _share,
     "s/s": _share,
     "s": shorten_seconds,
-    "cores": _cores,
+    "cores": lambda number: f"{number:.{2 if number < 0.1 else 1 if number < 9.95 else 0}f}",
     "bytes": shorten_bytes,
     "W": "{:.0f}W".format,
     "C": "{:.0f}C".format,
     "MHz": str,
 }
 """How a value of a unit is shown."""
-_OWN = Metric("", "time of a step without waiting for other ranks", "s", title="own", letter="O", width=5)
-_MEMORY = Metric(
-    "", "share of its GPU's memory in use", "share", title="mem", letter="E", warn=0.95, alarm=0.99
-)
-_FIGURES = {metric.title: _figure(metric) for metric in METRICS if metric.title}
-_STEP = next(metric for metric in METRICS if metric.field == "step")
-_FIGURES["step"] = _figure(_STEP, lambda rank: rank.step or None)
-_FIGURES |= {"own": _figure(_OWN, _measure_own), "mem": _figure(_MEMORY, _measure_gpu_memory)}
-_ORDER = ("p50", "p99", "own", "data", "others", "cpu", "delay", "rss")
-_GPU_ORDER = ("gpu", "sm", "mem", "power", "temp", "clock")
-COLUMNS = (
-    Column("rank", "R", "the rank; of a node the slowest one", 4, _read_rank, True),
-    Column("node", "N", "its node", 6, _read_node, True, True),
-    Column("phase", "H", "what it does, or since when its node is silent", 8, _read_phase, True, True),
-    _FIGURES["step"],
-    Column("last", "L", "how long ago its last step was", 4, _read_age),
-    *(_FIGURES[title] for title in (*_ORDER, *_GPU_ORDER)),
-    Column("held by", "B", "why its clocks are low", 8, _read_reasons, True, True),
-    Column("xid", "X", "errors of its GPU", 3, _read_xids, True),
-    Column("net", "I", "what the node's NICs receive and send", 6, _read_network),
-)
-"""From left to right."""
 
 
-# Rows
+def _measure_own(rank: Rank) -> float | None:
+    """Return the seconds of a step that a rank does not wait for others; all of them if that is unknown."""
+    return None if rank.p50 is None else rank.p50 * (1 - min(1.0, rank.wait_share or 0.0))
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """How rows are sorted."""
-
-    title: str = SLOWEST
-    """A column's."""
-    reverse: bool = False
+def _make_row(view: NodeView, ranks: Sequence[Rank], *, is_node: bool) -> Row:
+    """Return the row of a rank, or of a node with the worst of its ranks' figures."""
+    report = view.report
+    cells = {"node": Cell(clean_text(report.host, _LONGEST_NAME), report.node_rank)}
+    cells["phase"] = Cell("no ranks", "", "dim")
+    gpus = [rank.gpu for rank in ranks if rank.gpu]
+    for metric in METRICS if ranks else ():
+        values = [value for rank in ranks if (value := metric.read(rank)) is not None]
+        if metric.title and values and (metric.title != "step" or any(values)):
+            value = min(values) if metric.is_least else max(values)
+            style = ALARM if value >= metric.alarm else WARN if value >= metric.warn else ""
+            cells[metric.title] = Cell(_SHOW[metric.unit](value), value, style)
+    if ranks:
+        cells["rank"] = Cell(str(ranks[0].rank), ranks[0].rank)
+        unlike = min(ranks, key=lambda one: (not one.exit_code, one.phase == "training", one.rank))
+        styles = {"training": "", "ended": "dim", "exited": "dim", "unwatched": "dim"}
+        style = styles.get(unlike.phase, "cyan")
+        cells["phase"] = Cell(clean_text(unlike.phase, _LONGEST_NAME), unlike.phase, style)
+        if unlike.exit_code:
+            cells["phase"] = Cell(f"exit {unlike.exit_code}", "!exit", ALARM)
+    if view.is_silent:
+        cells["phase"] = Cell(f"silent {shorten_age(view.age)}", "!silent", ALARM)
+    if ages := [view.measure_step_age(rank.step_age) for rank in ranks if rank.step_age is not None]:
+        is_late = report.limit is not None and max(ages) > report.limit
+        cells["last"] = Cell(shorten_age(max(ages)), max(ages), ALARM if is_late else "")
+    if owns := [own for rank in ranks if (own := _measure_own(rank)) is not None]:
+        cells["own"] = Cell(shorten_seconds(max(owns)), max(owns))
+    with_memory = [gpu for gpu in gpus if gpu.memory_used is not None and gpu.memory_total]
+    if used := [(gpu.memory_used or 0) / (gpu.memory_total or 1) for gpu in with_memory]:
+        style = ALARM if max(used) >= 0.99 else WARN if max(used) >= 0.95 else ""
+        cells["mem"] = Cell(_share(max(used)), max(used), style)
+    if reasons := dict.fromkeys(name for gpu in gpus for name in gpu.event_reasons):
+        shown = ", ".join(_REASONS.get(name, clean_text(name.replace("_", " "))) for name in reasons)
+        style = "" if all(name in _HARMLESS for name in reasons) else ALARM
+        cells["held by"] = Cell(clean_text(shown, _LONGEST_NAME), ("" if style else "~") + shown, style)
+    if xids := dict.fromkeys(str(xid) for gpu in gpus for xid in gpu.xids):
+        cells["xid"] = Cell(clean_text(",".join(xids), _LONGEST_NAME), -len(xids), ALARM)
+    if report.nic_rates:
+        rate = sum(rate for _, rate in report.nic_rates)
+        cells["net"] = Cell(f"{shorten_bytes(rate)}/s", rate)
+    return Row(view, tuple(ranks), is_node, cells)
 
 
 @dataclass(frozen=True, slots=True)
 class TableView:
-    """The rows and columns of a snapshot, sorted, as a terminal or a page of paper takes them."""
+    """The rows and columns of a snapshot, sorted."""
 
     rows: list[Row]
-    columns: list[Column]
-    order: Order
+    titles: list[str]
+    sort: str
     culprits: frozenset[int]
     """Ranks that hold the others up, in a hang that goes on."""
     stragglers: frozenset[int]
@@ -281,44 +197,35 @@ class TableView:
     def fit(self, width: int) -> dict[str, int]:
         """Return the titles of the columns that fit, with their widths; the least important go."""
         sizes = {
-            column.title: max(
-                len(column.title) + (column.title == self.order.title),
-                column.width,
-                *(len(cell.text) for row in self.rows if (cell := row.read(column))),
+            title: max(
+                *(len(title), _WIDTHS[title], 0),
+                *(len(row.cells[title].text) for row in self.rows if title in row.cells),
             )
-            for column in self.columns
+            for title in self.titles
         }
-        drops = [*(title for title in _DROPS if title != self.order.title), self.order.title]
+        drops = [*(title for title in _DROPS if title != self.sort), self.sort]
         return fit_columns(sizes, drops, width)
 
-    def render(self, width: int, rows: Sequence[Row] | None = None, chosen: Row | None = None) -> Table:
-        """Return the table of some rows, or of all; what stands out is marked by its rank, or its node."""
-        widths = self.fit(width)
-        columns = [column for column in self.columns if column.title in widths]
-        table = make_table(widths, widths=widths)
-        for column, shown in zip(columns, table.columns, strict=True):
-            is_sorted = column.title == self.order.title
-            mark = ("^" if column.ascending != self.order.reverse else "v") if is_sorted else ""
-            shown.header = Text(column.title + mark, "bold underline" if is_sorted else "bold")
-            shown.min_width = widths[column.title]
-            shown.justify = "left" if column.is_text else "right"
-        for row in self.rows if rows is None else rows:
-            ranks = {rank.rank for rank in row.ranks}
-            mark = ALARM if ranks & self.culprits else f"bold {WARN}" if ranks & self.stragglers else ""
-            cells = []
-            for column in columns:
-                cell = row.read(column) or Cell("-", "", "dim")
-                style = (mark if column.title in ("rank", "node") else "") or cell.style
-                cells.append(Text(cell.text, f"{style} dim" if row.view.is_silent else style))
-            table.add_row(*cells, style="reverse" if row is chosen else "")
-        return table
+    def render_row(self, row: Row, titles: Iterable[str]) -> list[Text]:
+        """Return the cells of a row; what stands out is marked by its rank, or its node."""
+        ranks = {rank.rank for rank in row.ranks}
+        mark = ALARM if ranks & self.culprits else f"bold {WARN}" if ranks & self.stragglers else ""
+        texts = []
+        for title in titles:
+            cell = row.cells.get(title) or Cell("-", "", "dim")
+            style = (mark if title in ("rank", "node") else "") or cell.style
+            style = f"{style} dim" if row.view.is_silent else style
+            texts.append(Text(cell.text, style, justify="left" if title in _TEXTS else "right"))
+        return texts
 
 
-def arrange(snapshot: RunSnapshot, order: Order, host: str | None = None) -> TableView:
+def arrange(snapshot: RunSnapshot, sort: str = "", host: str | None = None) -> TableView:
     """Return the rows of a job, or of one of its nodes, each a node if there are many ranks.
 
-    The worst come first, those without a value last, and equal ones by rank. Columns without a value are left
-    out, and of a job on one node that node's name.
+    They are sorted by the column `sort`, the worst first, or else the slowest: who holds the others up, who
+    is gone, stragglers, and then those with the longest own time; own times that hardly differ do not order
+    rows, which would change places with each report. Those without a value come last, and equal ones by rank.
+    Columns without a value are left out, and of a job on one node that node's name.
     """
     job = snapshot.job
     hang = job.hangs[-1] if job and job.hangs and job.state == "hanging" else None
@@ -335,53 +242,35 @@ def arrange(snapshot: RunSnapshot, order: Order, host: str | None = None) -> Tab
     for view in nodes:
         ranks = view.report.ranks
         if by_node or not ranks:
-            rows.append(Row(view, tuple(sorted(ranks, key=order_rank)), is_node=True))
+            rows.append(_make_row(view, sorted(ranks, key=order_rank), is_node=True))
         else:
-            rows += [Row(view, (rank,)) for rank in ranks]
+            rows += [_make_row(view, (rank,), is_node=False) for rank in ranks]
     rows.sort(key=lambda row: min((rank.rank for rank in row.ranks), default=0))
-    column = next((column for column in COLUMNS if column.title == order.title), None)
-    if column is None:
-        rows = _sort_slowest(rows, culprits, stragglers)
-        rows = rows[::-1] if order.reverse else rows
-    else:
-        cells = [(row.read(column), row) for row in rows]
-        known = [(cell.value, row) for cell, row in cells if cell]
-        known.sort(key=lambda pair: pair[0], reverse=column.ascending == order.reverse)
-        rows = [row for _, row in known] + [row for cell, row in cells if not cell]
-    several = by_node or any(row.view.report.nodes > 1 for row in rows)
-    columns = [
-        column
-        for column in COLUMNS
-        if (column.title == order.title or any(row.read(column) for row in rows))
-        and (column.title != "node" or several)
-    ]
-    if by_node:  # what a node's row is about comes first
-        columns.sort(key=lambda column: column.title != "node")
-    return TableView(rows, columns, order, culprits, stragglers)
+    usual = median([float(row.cells["own"].value) for row in rows if "own" in row.cells] or [0.0])
 
-
-def _sort_slowest(rows: Sequence[Row], culprits: frozenset[int], stragglers: frozenset[int]) -> list[Row]:
-    """Put first who holds the others up, who is gone, stragglers, and then those with the longest own time.
-
-    Own times that hardly differ do not order rows, which would change places with each report.
-    """
-    times = {
-        row.key: max((time for rank in row.ranks if (time := _measure_own(rank)) is not None), default=None)
-        for row in rows
-    }
-    usual = median([time for time in times.values() if time is not None] or [0.0])
-
-    def slowness(row: Row) -> tuple[bool, bool, bool, bool, int]:
+    def order_slowest(row: Row) -> tuple[bool, bool, bool, bool, int]:
         ranks = {rank.rank for rank in row.ranks}
+        own = float(row.cells["own"].value) if "own" in row.cells else 0.0
         return (
             not ranks & culprits,
             not row.view.is_silent,
             not any(rank.exit_code for rank in row.ranks),
             not ranks & stragglers,
-            -round((times[row.key] or 0.0) / usual * _BUCKETS) if usual else 0,
+            -round(own / usual * _BUCKETS) if usual else 0,
         )
 
-    return sorted(rows, key=slowness)
+    if sort:
+        known = [row for row in rows if sort in row.cells]
+        known.sort(key=lambda row: row.cells[sort].value, reverse=sort not in _LEAST_FIRST)
+        rows = known + [row for row in rows if sort not in row.cells]
+    else:
+        rows.sort(key=order_slowest)
+    several = by_node or any(row.view.report.nodes > 1 for row in rows)
+    titles = [title for title in _ORDER if title == sort or any(title in row.cells for row in rows)]
+    titles = [title for title in titles if title != "node" or several]
+    if by_node:  # what a node's row is about comes first
+        titles.sort(key=lambda title: title != "node")
+    return TableView(rows, titles, sort, culprits, stragglers)
 
 
 def find_rank(snapshot: RunSnapshot, rank: int | None) -> Row | None:
@@ -389,7 +278,7 @@ def find_rank(snapshot: RunSnapshot, rank: int | None) -> Row | None:
     for view in snapshot.nodes:
         for one in view.report.ranks:
             if one.rank == rank:
-                return Row(view, (one,))
+                return _make_row(view, (one,), is_node=False)
     return None
 
 
@@ -504,32 +393,32 @@ def _list_findings(view: View) -> Iterator[tuple[str, str]]:
 
 
 def list_rank_lines(row: Row, details: RankDetails | None, width: int) -> list[Text]:
-    """Return which rank it is, what it does, its figures, and what it has of what was planned."""
+    """Return which rank it is, what it does, its figures, its placement, its stack and its last lines."""
     (rank,) = row.ranks
-    cells = {column.title: cell for column in COLUMNS if (cell := row.read(column))}
     parts = [
         Text(f"rank {rank.rank} on {clean_text(row.view.report.host)}", "bold"),
         Text(f"local rank {rank.local_rank}"),
         Text(f"PID {rank.pid}"),
-        Text(cells["phase"].text, cells["phase"].style),
+        Text(row.cells["phase"].text, row.cells["phase"].style),
     ]
-    if last := cells.get("last"):
+    if last := row.cells.get("last"):
         parts.append(Text(f"last step {last.text} ago", last.style))
     figures = [
-        Text.assemble((f"{title} ", "dim"), (cell.text, cell.style))
-        for title, cell in cells.items()
-        if title not in _IN_HEADING
+        Text.assemble((f"{title} ", "dim"), (row.cells[title].text, row.cells[title].style))
+        for title in _ORDER
+        if title in row.cells and title not in _IN_HEADING
     ]
     lines = [*_pack(parts, width), *_pack(figures, width)]
     if rank.gpu:
         lines += _pack([Text(text) for text in _describe_gpu(rank.gpu)], width)
     lines += [Text(f"note: {clean_text(note, _LONGEST)}", "dim") for note in rank.notes]
-    if details and details.placement:
+    if details is None or details.rank != rank.rank:
+        return lines
+    if details.placement:
         as_planned = "" if details.differences else ", as planned"
         lines.append(Text(f"placement: {clean_text(details.placement, _LONGEST)}{as_planned}"))
-    for difference in details.differences if details else ():
-        lines.append(Text(clean_text(difference, _LONGEST), WARN))
-    return lines
+    lines += [Text(clean_text(difference, _LONGEST), WARN) for difference in details.differences]
+    return [*lines, *_list_stack_lines(details, width), *_list_output_lines(details)]
 
 
 def _describe_gpu(gpu: GpuSample) -> Iterator[str]:
@@ -546,20 +435,22 @@ def _describe_gpu(gpu: GpuSample) -> Iterator[str]:
         yield f"{gpu.pcie_replays} PCIe replays"
 
 
-def list_stack_lines(details: RankDetails, width: int) -> list[Text]:
-    """Return the stacks of the rank's threads, the main one first, and when they were taken."""
+def _list_stack_lines(details: RankDetails, width: int) -> Iterator[Text]:
+    """Give the stacks of the rank's threads, the main one first, and when they were taken."""
     snapshot = details.snapshot
     if snapshot is None:
-        return [Text("stack: none was taken yet (t asks the node for one)", "dim")]
+        yield Text("stack: none was taken yet (t asks the node for one)", "dim")
+        return
     process = snapshot.process
     when = f"stack {shorten_age(snapshot.age)} ago ({snapshot.origin})"
-    lines = [Text(f"{when}: {describe_process(process)}")]
+    yield Text(f"{when}: {describe_process(process)}")
     for stack in sorted(process.stacks, key=lambda one: not one.is_current):
         if len(process.stacks) > 1:
             name = "main thread" if stack.is_current else f"thread {clean_text(stack.thread)}"
-            lines.append(Text(f"  {name}", "dim"))
-        lines += [Text(f"  {_describe_frame(frame, width - 2)}") for frame in stack.frames]
-    return lines
+            yield Text(f"  {name}", "dim")
+        for frame in stack.frames:
+            text = f"{clean_text(frame.file, 2000)}:{frame.line}, {clean_text(frame.function)}"
+            yield Text(f"  {text}" if len(text) <= width - 2 else f"  ...{text[5 - width :]}")
 
 
 def describe_process(process: ProcessState) -> str:
@@ -571,22 +462,14 @@ def describe_process(process: ProcessState) -> str:
     return " ".join(words)
 
 
-def _describe_frame(frame: Frame, width: int) -> str:
-    """Return a line of a stack: `data.py:88, read_shard`; of a long path the end."""
-    text = f"{clean_text(frame.file, 2000)}:{frame.line}, {clean_text(frame.function)}"
-    return text if len(text) <= width else f"...{text[3 - width :]}"
-
-
-def list_output_lines(details: RankDetails) -> list[Text]:
-    """Return the rank's last lines, without what a terminal acts on."""
-    if not details.lines:
-        return [Text("it has printed nothing", "dim")]
-    lines = [Text(f"last lines (std{details.stream})", "dim")]
-    for line in details.lines:
+def _list_output_lines(details: RankDetails) -> Iterator[Text]:
+    """Give the rank's last lines, without what a terminal acts on."""
+    title = f"last lines (std{details.stream})" if details.lines else "it has printed nothing"
+    yield Text(title, "dim")
+    for line in details.lines[-_MOST_LINES:]:
         text = strip_sequences(line.expandtabs())[:2000]
         text = "".join(char if char.isprintable() else "?" for char in text)
-        lines.append(Text(text, no_wrap=True, overflow="ellipsis"))
-    return lines
+        yield Text(text, no_wrap=True, overflow="ellipsis")
 
 
 def print_once(console: Console, view: View, rank: int | None) -> None:
@@ -597,11 +480,13 @@ def print_once(console: Console, view: View, rank: int | None) -> None:
     row = find_rank(view.snapshot, rank)
     if row is not None:
         lines = [lines[0], Text(), *list_rank_lines(row, view.details, console.width)]
-        if view.details:
-            lines += [*list_stack_lines(view.details, console.width), *list_output_lines(view.details)]
     for line in lines:
         console.print(line)
-    table = arrange(view.snapshot, Order())
-    if row is None and table.rows:
+    found = arrange(view.snapshot)
+    if row is None and found.rows:
+        widths = found.fit(console.width)
+        table = make_table(widths, right={*widths} - {*_TEXTS}, widths=widths)
+        for one in found.rows:
+            table.add_row(*found.render_row(one, widths))
         console.print()
-        console.print(table.render(console.width))
+        console.print(table)

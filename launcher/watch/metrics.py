@@ -40,7 +40,6 @@ class Metric:
     prometheus: str = ""
     is_counter: bool = False
     title: str = ""
-    letter: str = ""
     width: int = 4
     warn: float = inf
     alarm: float = inf
