@@ -41,7 +41,7 @@ def write_run_report(call: Call) -> int:
     if find_spec("jinja2") is None:  # which torch brings along
         raise MachineError(f"launch report needs jinja2: {INSTALL}")
     if find_spec("matplotlib") is None:
-        logger.warning(f"without matplotlib the page has no charts, their figures as tables alone: {INSTALL}")
+        logger.warning(f"without matplotlib the page has no charts: {INSTALL}")
     if config.save is not None:
         check_target("save", config.save)
     from launcher.report.page import render_report

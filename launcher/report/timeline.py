@@ -4,7 +4,6 @@ Everything is read once for the page, and any part of it may be missing or damag
 the epoch, unless they say that they count from the start.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from numpy.typing import NDArray
 from launcher import codec
 from launcher.files import LARGEST, read_file
 from launcher.runs.manifest import read_manifest, read_time
-from launcher.runs.progress import read_mtime
-from launcher.runs.rank_logs import list_attempts
 from launcher.runs.run_records import RunRecords, read_run
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.text import count_things, describe_time
@@ -37,31 +34,24 @@ _FEWEST_ROWS, _MOST_ROWS = 12, 2000
 """Samples of a node that are read."""
 _MOST_HANGS = 20
 """Hangs whose evidence is read."""
-_MOST_CHECKPOINTS = 1000
 _DAY = 86400.0
 """Seconds before a run's start, or after its end, from which on a report's time is damage."""
-_SAME_START = 5.0
-"""Seconds that the filesystem's clock and the nodes' may differ."""
 _MOST_BINS = 160
 """Bins of a chart: more than one for each six pixels of it are not told apart."""
-_FEW_HOSTS = 8
-"""Nodes up to which each has to report in each bin."""
 _LARGEST_VALUE = 1e15
 """Numbers above this are damage: no bytes, seconds or watts of a rank."""
 _LONGEST_GAP = 3.0
 """Intervals between two reports that count as time of the later one; what is longer is a gap."""
 
-EVENT_KINDS = ("hang", "straggler", "restart", "requeue", "checkpoint")
-"""In the order in which they are shown."""
 ACTIVITIES = ("compute", "waiting for others", "data", "saving", "evaluating", "starting", "hanging")
-"""Where a rank's time goes, in the order in which charts and tables have it."""
-_WHOLE_PHASES = {
+"""Where a rank's time goes, in the order in which the chart has it; waiting that is not known is compute."""
+_PHASES = {
     **dict.fromkeys(("starting", "joining", "compiling"), "starting"),
+    **dict.fromkeys(("ended", "exited", "unwatched"), ""),
     "saving": "saving",
     "evaluating": "evaluating",
 }
-"""Phases that take all of a rank's time, with the activity that they are."""
-_GONE = ("ended", "exited", "unwatched")
+"""Phases that take all of a rank's time, with the activity that they are; none for a rank that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +59,7 @@ class Event:
     """Something that happened."""
 
     kind: str
-    """One of EVENT_KINDS."""
+    """`hang`, `straggler`, `restart` or `requeue`."""
     time: float
     text: str
     until: float | None = None
@@ -120,7 +110,7 @@ def read_account(path: Path) -> RunAccount:
     job = read_job_state(path)
     hangs = _list_hangs(path, job)
     told = [event for node in metrics for event in node.events]
-    events = _list_events(path, status, samples, job, told, hangs, end)
+    events = _list_events(status, job, told, hangs, end)
     return RunAccount(
         status=status,
         manifest=read_manifest(path),
@@ -128,7 +118,7 @@ def read_account(path: Path) -> RunAccount:
         reports=reports,
         samples=tuple(samples),
         job=job,
-        hangs=tuple((hang, _read_hang_evidence(path, hang.number)) for hang in hangs[:_MOST_HANGS]),
+        hangs=tuple((hang, _read(path, hang.number)) for hang in hangs[:_MOST_HANGS]),
         events=tuple(sorted(events, key=lambda event: event.time)),
         begin=begin,
         end=end,
@@ -154,15 +144,13 @@ def _list_hangs(path: Path, job: JobState | None) -> list[Hang]:
     return [found[number] for number in sorted(found) if 0 < number < 10**6]
 
 
-def _read_hang_evidence(path: Path, number: int) -> tuple[NodeEvidence, ...]:
+def _read(path: Path, number: int) -> tuple[NodeEvidence, ...]:
     """Return what the nodes gathered for a hang."""
     return read_evidence(hang_path(path, number), number) or read_evidence(watch_path(path), number)
 
 
 def _list_events(
-    path: Path,
     status: RunStatus,
-    samples: Sequence[NodeReport],
     job: JobState | None,
     told: Sequence[MetricsEvent],
     hangs: Sequence[Hang],
@@ -175,8 +163,9 @@ def _list_events(
             why = f" ({before.reason})" if before.reason else ""
             text = f"requeued{why}" if requeued else f"started again after it had {before.state}{why}"
             yield Event("requeue" if requeued else "restart", start, text)
-    for one in told:  # where the files that say more are gone
-        if (one.event == "hang" and not hangs) or (one.event == "straggler" and not job):
+    for one in told:  # hangs and stragglers are told where the files that say more are gone
+        known = {"hang": bool(hangs), "straggler": bool(job), "restart": False}
+        if not known.get(one.event, True):
             yield Event(one.event, one.time, one.sentence)
     for hang in hangs:
         until = end if hang.recovered is None else hang.recovered
@@ -186,45 +175,6 @@ def _list_events(
     for found in job.stragglers if job else ():
         text = f"rank {found.rank} on {found.host}, {100 * found.excess:.0f}% slower: {found.detail}"
         yield Event("straggler", found.time, text)
-    yield from _list_restarts(path, samples, [read_time(one.started) for one in status.attempts])
-    yield from _list_checkpoints(path, samples)
-
-
-def _list_restarts(
-    path: Path, samples: Sequence[NodeReport], starts: Sequence[float | None]
-) -> Iterator[Event]:
-    """Give the restarts of the ranks within an attempt of the job; `starts` are those of the attempts."""
-    first: dict[int, float] = {}
-    for sample in samples:
-        first[sample.attempt] = min(first.get(sample.attempt, sample.time), sample.time)
-    found = []
-    for number in sorted(list_attempts(path)):
-        begun = first.get(number) or read_mtime(path / "logs" / str(number))
-        if number and begun is not None:
-            found.append(Event("restart", begun, f"the ranks were started again (restart {number})"))
-    for start in starts[1:]:
-        # The first ranks after a start of the job are part of it.
-        same = next((one for one in found if start is not None and one.time >= start - _SAME_START), None)
-        found = [one for one in found if one is not same]
-    yield from found
-
-
-def _list_checkpoints(path: Path, samples: Sequence[NodeReport]) -> Iterator[Event]:
-    """Give when checkpoints were written into the run directory, or else when ranks were saving."""
-    times: list[float] = []
-    try:
-        entries = itertools.islice((path / "checkpoints").iterdir(), _MOST_CHECKPOINTS)
-        times = [written for entry in entries if (written := read_mtime(entry)) is not None]
-    except OSError:
-        pass
-    if not times:
-        saving = False
-        for sample in samples:
-            now = any(state.phase == "saving" for state in sample.ranks)
-            if now and not saving:
-                times.append(sample.time)
-            saving = now
-    yield from (Event("checkpoint", when, "") for when in times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,24 +197,10 @@ class Bins:
 
 
 def choose_bins(account: RunAccount) -> Bins:
-    """Choose bins as fine as the reports are dense, _MOST_BINS at most; there is one at least.
-
-    Of many nodes, of which each is read for other times, they are as fine as all nodes' reports together.
-    """
-    samples, begin = account.samples, account.begin
-    span = max(account.end - begin, 1.0)
-    plain = max(1, min(_MOST_BINS, int(span / _find_interval(samples))))
-    counts = [plain]
-    if len({sample.host for sample in samples}) > _FEW_HOSTS:
-        counts = [plain * factor for factor in range(16, 0, -1) if plain * factor <= _MOST_BINS] or [plain]
-
-    def measure_fill(bins: Bins) -> float:
-        return len({*bins.find(samples).tolist()} - {-1}) / bins.count
-
-    coarse = Bins(begin, span / plain, plain)
-    full = 0.9 * measure_fill(coarse)
-    finer = (Bins(begin, span / count, count) for count in counts)
-    return next((bins for bins in finer if measure_fill(bins) >= full), coarse)
+    """Choose bins as fine as the reports are dense, _MOST_BINS at most; there is one at least."""
+    span = max(account.end - account.begin, 1.0)
+    count = max(1, min(_MOST_BINS, int(span / _find_interval(account.samples))))
+    return Bins(account.begin, span / count, count)
 
 
 def _group_by_host(samples: Sequence[NodeReport]) -> dict[str, list[NodeReport]]:
@@ -326,27 +262,17 @@ class RankTime:
     host: str
     seconds: Series
     """For each of ACTIVITIES."""
-    knows_waits: bool = True
-    """Its waiting for others was measured; else that is in `compute`."""
-
-    @property
-    def shares(self) -> Series:
-        """The same as shares of its whole time."""
-        shares: Series = self.seconds / self.seconds.sum()
-        return shares
 
 
 def share_time(account: RunAccount) -> list[RankTime]:
-    """Return where each rank's time went, by rank.
+    """Return where each rank's time went, the slowest first: the one that others wait for waits least itself.
 
     The time from one report of a node to the next is counted by what the later one says: all of it for the
     phase that the rank is in, and while it trains by its shares of waiting.
     """
     hangs = [(event.time, event.until or event.time) for event in account.events if event.kind == "hang"]
     longest = _LONGEST_GAP * _find_interval(account.samples)
-    found: dict[int, Series] = {}
-    hosts: dict[int, str] = {}
-    blind: set[int] = set()
+    found: dict[int, RankTime] = {}
     for host, reports in _group_by_host(account.samples).items():
         before = None
         for report in reports:
@@ -354,26 +280,19 @@ def share_time(account: RunAccount) -> list[RankTime]:
             seconds, before = min(max(past, 0.0), longest), report.time
             hanging = any(begin <= report.time <= end for begin, end in hangs)
             for state in report.ranks:
-                hosts[state.rank] = host
-                shares = _share_activities(state, hanging)
-                found[state.rank] = found.get(state.rank, np.zeros(len(ACTIVITIES))) + shares * seconds
-                if state.phase in ("training", "loading") and state.wait_share is None:
-                    blind.add(state.rank)
-    return [
-        RankTime(rank, hosts[rank], found[rank], rank not in blind)
-        for rank in sorted(found)
-        if found[rank].sum()
-    ]
+                known = found.setdefault(state.rank, RankTime(state.rank, host, np.zeros(len(ACTIVITIES))))
+                known.seconds[:] += _share_activities(state, hanging) * seconds
+    waits = ACTIVITIES.index("waiting for others")
+    times = [one for one in found.values() if one.seconds.sum()]
+    return sorted(times, key=lambda one: (one.seconds[waits] / one.seconds.sum(), one.rank))
 
 
 def _share_activities(state: Rank, hanging: bool) -> Series:
     """Return the share of each of ACTIVITIES in what a rank does; all 0 for one that is gone."""
     shares = dict.fromkeys(ACTIVITIES, 0.0)
-    whole = "hanging" if hanging else _WHOLE_PHASES.get(state.phase)
-    if state.phase in _GONE:
-        pass
-    elif whole:
-        shares[whole] = 1.0
+    if (whole := _PHASES.get(state.phase)) is not None or hanging:
+        if name := ("hanging" if hanging and whole != "" else whole):
+            shares[name] = 1.0
     else:
         waits = _limit_share(state.wait_share)
         data = min(_limit_share(1.0 if state.phase == "loading" else state.data_share), 1.0 - waits)
@@ -384,14 +303,3 @@ def _share_activities(state: Rank, hanging: bool) -> Series:
 def _limit_share(value: float | None) -> float:
     """Return a share between 0 and 1; 0 for none."""
     return min(max(value, 0.0), 1.0) if value is not None and isfinite(value) else 0.0
-
-
-def order_slowest(times: Sequence[RankTime]) -> list[RankTime]:
-    """Sort ranks, the slowest first: the one that others wait for is the one that waits least itself.
-
-    Where waits are not known, it is the one that has trained longest.
-    """
-    if all(one.knows_waits for one in times):
-        waits = ACTIVITIES.index("waiting for others")
-        return sorted(times, key=lambda one: (one.shares[waits], one.rank))
-    return sorted(times, key=lambda one: (-one.seconds[0] - one.seconds[2], one.rank))

