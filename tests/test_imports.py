@@ -101,7 +101,7 @@ from launcher.cli.main import main
 main()
 """
     loaded = list_modules(script, tmp_path)
-    assert {"launcher.launch.local_agent", "launcher.plan.planner"} <= loaded
+    assert {"launcher.launch.local_run", "launcher.plan.planner"} <= loaded
     assert not {name.partition(".")[0] for name in loaded} & {
         *("rich", "psutil", "asyncio", "torch", "numpy", "submitit")
     }

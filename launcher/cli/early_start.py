@@ -16,8 +16,8 @@ from launcher.errors import UsageError
 from launcher.protocol import LAUNCH_WATCH
 
 if TYPE_CHECKING:
+    from launcher.launch.warm.process import WarmProcess
     from launcher.launch.warm.read_ahead import Reader
-    from launcher.launch.warm.warm_process import WarmProcess
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class EarlyStart:
         """Return the process, whose owner is now the caller, if it was started for this program and
         environment; else end it, and return None.
         """
-        from launcher.launch.warm.python_program import ExecNeededError, check_environment
+        from launcher.launch.warm.program import ExecNeededError, check_environment
 
         if self.warm is not None and self.argv == tuple(argv):
             with contextlib.suppress(ExecNeededError):
@@ -78,9 +78,9 @@ def start_early(command: Command, environ: Mapping[str, str]) -> Iterator[EarlyS
     early = EarlyStart(find_early_program(command, environ) or ())
     try:
         if early.argv:
-            from launcher.launch.warm.python_program import ExecNeededError
+            from launcher.launch.warm.process import WarmProcess
+            from launcher.launch.warm.program import ExecNeededError
             from launcher.launch.warm.read_ahead import start_read_ahead
-            from launcher.launch.warm.warm_process import WarmProcess
 
             inherited = {name: value for name, value in environ.items() if name != LAUNCH_WATCH}
             # As `launcher.launch.job.build_agent_environ` has them.
@@ -102,7 +102,7 @@ def find_early_program(command: Command, environ: Mapping[str, str]) -> tuple[st
     another. Whether its ranks run here and are forked is decided later.
     """
     from launcher.config.program import BUNDLED, resolve_program
-    from launcher.launch.warm.program_text import read_program
+    from launcher.launch.warm.program import read_program
 
     words = [word for word in command.words if word not in RUN_FLAGS]
     if command.verb != "run" or DRY in words:

@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from launcher.fit.training import ModelDimensions
-    from launcher.launch.agent import Agent, AgentRequest
     from launcher.plan.model import Plan
     from launcher.report.viewer import OutputViewer
     from launcher.runs.run_directory import RunDir
@@ -297,7 +295,7 @@ def _execute_here(
     `helpers` are PIDs of processes of ours.
     """
     from launcher.launch import local_run
-    from launcher.launch.agent import check_open_files
+    from launcher.launch.torchrun_agent import check_open_files
     from launcher.probe.limits import count_oom_kills
 
     check_open_files()
@@ -318,16 +316,9 @@ def _execute_here(
         manifest,
         _make_viewer,
         count_oom_kills,
-        make_direct=partial(make_agent_on_machine, early=early),
+        take_warm=early.take,
         helpers=helpers,
     )
-
-
-def make_agent_on_machine(request: "AgentRequest", early: EarlyStart | None = None) -> "Agent":
-    """Return the agent for ranks on this machine that `launch` starts itself."""
-    from launcher.launch.local_agent import make_local_agent
-
-    return make_local_agent(request, early.take if early else None)
 
 
 def _predict_memory(spec: JobSpec, plan: "Plan") -> int:

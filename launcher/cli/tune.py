@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from launcher.cli.job_warnings import name_files, report_config_programs, unset_settings
 from launcher.cli.output_files import check_target, explain, write_file
-from launcher.cli.run import make_agent_on_machine, plan_job, settle_fit, specify_job, try_anew
+from launcher.cli.run import plan_job, settle_fit, specify_job, try_anew
 from launcher.cli.verbs import Call, print_json
 from launcher.config.compose import read_values, resolve
 from launcher.config.config_file import render_config
@@ -26,12 +26,12 @@ from launcher.config.run_path import choose_run_path
 from launcher.config.settings import Settings
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_file
-from launcher.launch.agent import AgentRequest, check_open_files
 from launcher.launch.ending import complete_manifest, explain_failure, judge_end
 from launcher.launch.job import Job, JobSpec, build_agent_environ, render_start
 from launcher.launch.local_run import AGENT_LINES, make_agent, prepare_run, write_plan
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.supervisor import Supervisor
+from launcher.launch.torchrun_agent import check_open_files
 from launcher.plan.model import Plan, plan_to_json
 from launcher.plan.resources import limit_workers
 from launcher.probe.limits import count_oom_kills, find_usable_memory, is_memory_low
@@ -454,7 +454,7 @@ def _run_trial(strategy: Strategy, trial: JobSpec, value: int, argv: Sequence[st
     viewer = TrialViewer(f"trying {strategy.argument(value)} …")
     monitor = RankMonitor(job, run, viewer, count_oom_kills, manifest)
     environ = build_agent_environ(job.config, job.cluster, job.environ, run, job.host)
-    agent = make_agent(AgentRequest(job, run, environ), monitor, make_agent_on_machine)
+    agent = make_agent(monitor, environ)
     timeout = trial.config.tune.timeout
     supervisor = Supervisor(monitor, agent, deadline=time.monotonic() + timeout, is_starved=is_memory_low)
     try:

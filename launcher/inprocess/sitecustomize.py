@@ -15,7 +15,7 @@ def become_warm(text: str) -> None:
     """Be the process from which ranks are forked; returns in each rank, before the program's first line."""
     root, before = os.path.abspath(f"{FOLDER}/../.."), frozenset(sys.modules)
     sys.path.insert(0, root)
-    server = __import__("launcher.launch.warm.serving").launch.warm.serving
+    server = __import__("launcher.launch.warm.server").launch.warm.server
     server.serve_ranks(text, FOLDER, root, before)
 
 

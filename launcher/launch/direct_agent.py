@@ -5,19 +5,23 @@ import logging
 import math
 import os
 import signal
+import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-from launcher.launch.agent import Agent, AgentRequest
-from launcher.launch.coordinator import GroupStart, JobEnd, Order
-from launcher.launch.job import choose_restarts
+from launcher.launch.coordinator import Coordinator, GroupStart, JobEnd, Order
+from launcher.launch.endpoint import make_endpoint_finder
+from launcher.launch.job import Job, choose_restarts, render_shim, shares_terminal
 from launcher.launch.processes import RankProcess, RankSet
-from launcher.launch.rank_starter import RankStart, RankStarter, close_on_exec
-from launcher.launch.signals import KILL_GRACE
+from launcher.launch.signals import FORWARDED, KILL_GRACE, STOPPING
+from launcher.launch.torchrun_agent import open_log
+from launcher.launch.warm.process import NOT_FORKED, WarmProcess, start_warm
+from launcher.launch.warm.program import ExecNeededError
 from launcher.protocol import LAUNCH_PARENT
 from launcher.runs.node_records import name_error_file
+from launcher.runs.run_directory import RunDir, closing_descriptor
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,8 @@ FAILED = 1
 nobody knows, since another process has reaped it."""
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 """torchrun's default of `--signals-to-handle`, which it leaves in its ranks' environment."""
+TakeWarm = Callable[[Sequence[str], Mapping[str, str]], WarmProcess | None]
+"""Gives the warm process that was started before for a program's argv and environment."""
 
 
 class GroupControl(Protocol):
@@ -33,15 +39,12 @@ class GroupControl(Protocol):
 
     def report_ready(self, local_size: int) -> None:
         """Take that this node can start so many ranks."""
-        ...
 
     def report_failure(self, restart: int, rank: int, exitcode: int) -> None:
         """Take that a rank of start number `restart` has failed (-n for signal n)."""
-        ...
 
     def report_end(self, restart: int) -> None:
         """Take that all ranks of this node have ended with 0."""
-        ...
 
     def take_orders(self) -> Iterable[Order]:
         """Return the orders since the last call."""
@@ -49,15 +52,53 @@ class GroupControl(Protocol):
 
 
 @dataclass(slots=True)
-class DirectAgent(Agent):
-    """Does what `control` orders: starts ranks by `starter`, reaps them, ends all if one has failed."""
+class LocalControl:
+    """Decides for the one node of a job."""
 
-    request: AgentRequest
+    coordinator: Coordinator
+    orders: list[Order | None] = field(default_factory=list)
+
+    def report_ready(self, local_size: int) -> None:
+        """Order the first start."""
+        self.orders.append(self.coordinator.note_ready(self.coordinator.hosts[0], local_size))
+
+    def report_failure(self, restart: int, _rank: int, _exitcode: int) -> None:
+        """Order another start, or the end."""
+        self.orders.append(self.coordinator.note_failure(self.coordinator.hosts[0], restart))
+
+    def report_end(self, restart: int) -> None:
+        """Order the end."""
+        self.orders.append(self.coordinator.note_end(self.coordinator.hosts[0], restart))
+
+    def take_orders(self) -> Iterable[Order]:
+        """Return the orders since the last call."""
+        taken, self.orders = self.orders, []
+        return [order for order in taken if order is not None]
+
+
+@dataclass(slots=True)
+class DirectAgent:
+    """Does what `control` orders: starts ranks, reaps them, ends all if one has failed."""
+
+    job: Job
+    run: RunDir
+    environ: Mapping[str, str]
+    """Each rank's, before the agent's own variables (see `launcher.launch.job.build_agent_environ`)."""
     run_id: str
     """`TORCHELASTIC_RUN_ID`, what torchrun calls --rdzv-id."""
-    starter: RankStarter
     control: GroupControl
+    warm: WarmProcess | None = None
+    """Ranks are forked from it, unless something is against that; the first reason is told."""
+    may_restart: bool = True
+    has_terminal: bool = False
+    """The job's one rank has a pseudo-terminal."""
+    reads_stdin: bool = False
+    """Ranks have this process's stdin, as torchrun's have; else they have an empty one."""
+
+    label: ClassVar[str] = "launch"
+    """Its name in messages."""
     ranks: RankSet = field(default_factory=RankSet)
+    """All ranks that the supervisor has found."""
     start: GroupStart | None = None
     """The newest start."""
     group: list[RankProcess] = field(default_factory=list)
@@ -78,14 +119,14 @@ class DirectAgent(Agent):
     """A signal has ended the ranks, and nothing starts any more."""
 
     @property
-    def pids(self) -> Collection[int]:
-        """PIDs of the starter's own processes."""
-        return self.starter.pids
+    def children(self) -> Collection[int]:
+        """PIDs of the ranks, and of the warm process: nobody else may reap them."""
+        return {*(rank.pid for rank in self.group), *self.pids}
 
     @property
-    def children(self) -> Collection[int]:
-        """PIDs of the ranks."""
-        return {rank.pid for rank in self.group}
+    def pids(self) -> Collection[int]:
+        """PIDs of processes of its own, which it ends itself and which are no leftovers."""
+        return (self.warm.process.pid,) if self.warm and self.warm.process.poll() is None else ()
 
     @property
     def alive(self) -> list[RankProcess]:
@@ -94,16 +135,22 @@ class DirectAgent(Agent):
 
     @property
     def descriptors(self) -> Collection[int]:
-        """What the starter waits for, if ranks are to be started."""
-        return self.starter.descriptors if isinstance(self.order, GroupStart) else ()
+        """The warm process's channel, if ranks wait for its imports."""
+        is_waiting = isinstance(self.order, GroupStart) and not self.is_ready
+        return (self.warm.channel.fileno(),) if is_waiting and self.warm else ()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ranks can be started without waiting."""
+        return self.warm is None or self.warm.is_ready
 
     def begin(self) -> None:
         """Start the ranks, if the node's part is to begin at once; raises OSError."""
         close_on_exec()
-        self.control.report_ready(len(self.request.job.plan.ranks))
+        self.control.report_ready(len(self.job.plan.ranks))
         for order in self.control.take_orders():
             self.order = order
-        if isinstance(self.order, GroupStart) and self.starter.is_ready:
+        if isinstance(self.order, GroupStart) and self.is_ready:
             self.start_group(self.order)
 
     def poll(self) -> int | None:
@@ -137,7 +184,7 @@ class DirectAgent(Agent):
 
     def take_order(self, order: Order) -> None:
         """End the ranks for an order. If another node has taken their place, they write nothing any more."""
-        self.order, host = order, self.request.job.host
+        self.order, host = order, self.job.host
         if not self.group:
             return
         if isinstance(order, GroupStart) and order.find_group_rank(host) is None:
@@ -148,7 +195,7 @@ class DirectAgent(Agent):
     def end_group(self, patience: float | None = None) -> None:
         """Ask the ranks to end by SIGTERM, if that was not done yet; `patience` can shorten their time."""
         is_new = self.kill_at == math.inf
-        seconds: float = self.request.job.config.torchrun.shutdown_timeout
+        seconds: float = self.job.config.torchrun.shutdown_timeout
         if patience is not None:
             seconds = min(patience, seconds)
         self.kill_at = min(self.kill_at, time.monotonic() + seconds)
@@ -173,7 +220,7 @@ class DirectAgent(Agent):
                 logger.info(f"not ended by SIGKILL, since they wait in the kernel: rank {names}")
                 self.exitcode = FAILED
         elif isinstance(self.order, GroupStart) and not self.stopped:
-            if self.starter.is_ready:
+            if self.is_ready:
                 try:
                     self.start_group(self.order)
                 except OSError as error:
@@ -184,7 +231,7 @@ class DirectAgent(Agent):
 
     def start_group(self, start: GroupStart) -> None:
         """Start this node's ranks of a start, if it has any; raises OSError, and kills what was started."""
-        job, run = self.request.job, self.request.run
+        job, run = self.job, self.run
         self.close_group()
         self.order, self.is_reported, self.start = None, False, start
         self.kill_at, self.killed = math.inf, False
@@ -200,15 +247,37 @@ class DirectAgent(Agent):
         try:
             for local_rank in range(start.nodes[group_rank].local_size):
                 rank = start.count_ranks_before(group_rank) + local_rank
-                own = make_rank_variables(start, group_rank, local_rank, self.request.environ)
+                own = make_rank_variables(start, group_rank, local_rank, self.environ)
                 own["TORCHELASTIC_ERROR_FILE"] = str(name_error_file(run, rank, attempt))
-                environ = {**self.request.environ, **own, **more}
-                pid = self.starter.start_rank(RankStart(local_rank, job.program, environ))
-                has_terminal = self.request.has_terminal
-                self.group.append(RankProcess(rank, local_rank, attempt, pid, has_terminal))
+                pid = self.start_rank({**self.environ, **own, **more})
+                self.group.append(RankProcess(rank, local_rank, attempt, pid, self.has_terminal))
         except OSError:
             self.signal_group(signal.SIGKILL)
             raise
+        if self.warm and not self.may_restart:
+            self.warm.close()  # it takes memory
+            self.warm = None
+
+    def start_rank(self, environ: Mapping[str, str]) -> int:
+        """Fork a rank from the warm process, or execute it, and return its PID; raises OSError.
+
+        What it prints before the shim has opened its own logs goes to the agent's log.
+        """
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(open_log(self.run.agent_log(self.job.host)))
+            stdin = 0
+            if not self.reads_stdin:
+                null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                stdin = stack.enter_context(closing_descriptor(null))
+            streams = (stdin, log, log)
+            if self.warm:
+                try:
+                    return self.warm.fork_rank(self.job.program, environ, streams)
+                except ExecNeededError as error:
+                    logger.info(NOT_FORKED.format(error))
+                self.warm.close()
+                self.warm = None
+            return spawn_rank(self.job.program, environ, streams)
 
     def close_group(self) -> None:
         """Kill what is left of the groups of ranks that have failed or were ended, and reap these."""
@@ -234,9 +303,37 @@ class DirectAgent(Agent):
         self.exitcode = -signal.SIGKILL
 
     def close(self) -> None:
-        """Reap what has ended, and end the starter's processes."""
+        """Reap what has ended, and end the warm process."""
         self.close_group()
-        self.starter.close()
+        if self.warm:
+            self.warm.close()
+
+
+def spawn_rank(argv: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> int:
+    """Execute the shim for a program's argv, in a session of its own, and return its PID; raises OSError.
+
+    It ends with this process. Signals that `launch` passes on would end the shim: they are blocked until it
+    has the program's own dispositions. Those that end a job are as torchrun's ranks have them: not ignored,
+    even with nohup.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return os.posix_spawn(
+        sys.executable,
+        render_shim(argv),
+        environ,
+        file_actions=[(os.POSIX_SPAWN_DUP2, stream, number) for number, stream in enumerate(streams)],
+        setsid=True,
+        setsigmask=(*mask, *FORWARDED),
+        setsigdef=(*STOPPING, signal.SIGPIPE),
+    )
+
+
+def close_on_exec() -> None:
+    """Keep descriptors beyond stderr that this process was started with from its children."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names are what is wanted
+        if int(name) > 2:
+            with contextlib.suppress(OSError):
+                os.set_inheritable(int(name), False)
 
 
 def reap(pid: int) -> None:
@@ -274,3 +371,36 @@ def make_rank_variables(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         **({"OMP_NUM_THREADS": "1"} if local_size > 1 and "OMP_NUM_THREADS" not in environ else {}),
     }
+
+
+def make_local_agent(
+    job: Job,
+    run: RunDir,
+    environ: Mapping[str, str],
+    take_warm: TakeWarm | None = None,
+    *,
+    has_terminal: bool = False,
+) -> DirectAgent:
+    """Return the agent of a job's one node.
+
+    `take_warm` gives a warm process that was started before this, if there is one for the program.
+    """
+    restarts = choose_restarts(job.config, job.environ) or 0
+    host, _, port = job.cluster.endpoint.rpartition(":")
+    endpoint = (host.strip("[]"), int(port)) if job.config.rdzv_endpoint else None
+    # What the plan gives to all ranks alike is there for what an import reads.
+    pairs = [set(rank.env) for rank in job.plan.ranks]
+    known = {**environ, **(dict(sorted(set.intersection(*pairs))) if pairs else {})}
+    warm = take_warm(job.program, known) if take_warm else None
+    coordinator = Coordinator((job.host,), 1, restarts, make_endpoint_finder(endpoint))
+    return DirectAgent(
+        job,
+        run,
+        environ,
+        run.id,
+        LocalControl(coordinator),
+        warm or start_warm(job.program, job.config.start, known),
+        may_restart=restarts > 0,
+        has_terminal=has_terminal,
+        reads_stdin=not shares_terminal(job),
+    )

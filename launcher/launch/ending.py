@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from launcher.config.settings import SLURM_KINDS, NotifyConfig
 from launcher.errors import EXIT_HANG, EXIT_MACHINE
-from launcher.launch.agent import ENDED
 from launcher.launch.job import Job
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.processes import Death, RankProcess
@@ -111,8 +110,7 @@ class NodeEnd:
     def describe_agent(self) -> str:
         """Say how an agent ended that failed by itself, with its last words."""
         code = self.agent_code
-        log = (line.strip() for line in self.agent_log if not line.startswith(ENDED))
-        said = [line for line in log if any(map(str.isalpha, line))]
+        said = [line.strip() for line in self.agent_log if any(map(str.isalpha, line))]
         how = name_signal(-code) if code < 0 else f"code {code}: {said[-1] if said else 'it printed nothing'}"
         memory = f", {self.memory}" if self.memory else ""
         return f"{self.label}'s agent ended with {how}{memory}"

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from launcher.errors import EXIT_MACHINE, MachineError
-from launcher.launch.agent import Agent, AgentRequest, TorchrunAgent, open_agent
+from launcher.launch.direct_agent import TakeWarm, make_local_agent
 from launcher.launch.ending import report_end
 from launcher.launch.job import Job, JobSpec, build_agent_environ, render_agent, shares_terminal
 from launcher.launch.monitor import RankMonitor, Viewer
-from launcher.launch.supervisor import Supervisor
+from launcher.launch.supervisor import Agent, Supervisor
 from launcher.launch.terminal import open_terminal
+from launcher.launch.torchrun_agent import TorchrunAgent
 from launcher.launch.watching import keep_watch_folder, watch_node
 from launcher.runs.manifest import describe_start, write_manifest
 from launcher.runs.rank_logs import measure_file, read_tail
@@ -39,13 +40,13 @@ def execute_job(
     make_viewer: Callable[[Job, RunDir], Viewer],
     count_oom_kills: Callable[[], int],
     *,
-    make_direct: Callable[[AgentRequest], Agent],
+    take_warm: TakeWarm | None = None,
     helpers: Collection[int] = (),
 ) -> int:
     """Run a job here to its end and return the exit code; raises MachineError before that.
 
-    The run directory holds the plan. `make_direct` gives the agent of `agent=direct`; `helpers` are PIDs of
-    processes of ours.
+    The run directory holds the plan. `take_warm` gives a warm process that was started before this, if there
+    is one for the program; `helpers` are PIDs of processes of ours.
     """
     monitor = RankMonitor(job, run, make_viewer(job, run), count_oom_kills, manifest)
     log = run.agent_log(job.host)
@@ -63,8 +64,7 @@ def execute_job(
                 monitor.use_terminal(terminal)
                 environ |= terminal.variables
                 helpers = (*helpers, terminal.guard.pid)
-            request = AgentRequest(job, run, environ, has_terminal=terminal is not None)
-            agent = make_agent(request, monitor, make_direct)
+            agent = make_agent(monitor, environ, take_warm, has_terminal=terminal is not None)
             pressed = terminal.pressed if terminal else {}
             supervisor = Supervisor(monitor, agent, watching=watching, helpers=helpers, pressed=pressed)
             end = supervisor.run()
@@ -89,15 +89,20 @@ def execute_job(
 
 
 def make_agent(
-    request: AgentRequest, monitor: RankMonitor, make_direct: Callable[[AgentRequest], Agent]
+    monitor: RankMonitor,
+    environ: Mapping[str, str],
+    take_warm: TakeWarm | None = None,
+    *,
+    has_terminal: bool = False,
 ) -> Agent:
-    """Return what starts a job's ranks on this machine."""
-    if request.job.agent.kind == "direct":
-        return make_direct(request)
-    job, run, environ = request.job, request.run, request.environ
-    command, log = render_agent(job, run.id), run.agent_log(job.host)
+    """Return what starts a job's ranks on this machine, with variables of `build_agent_environ`."""
+    job, run = monitor.job, monitor.run
+    if job.agent.kind == "direct":
+        return make_local_agent(job, run, environ, take_warm, has_terminal=has_terminal)
     stdin = subprocess.DEVNULL if shares_terminal(job) else None
-    return TorchrunAgent(lambda: open_agent(command, environ, log, stdin), log, monitor.find_ranks)
+    return TorchrunAgent(
+        render_agent(job, run.id), environ, run.agent_log(job.host), stdin, monitor.find_ranks
+    )
 
 
 def prepare_run(spec: JobSpec, argv: Sequence[str], hosts: Sequence[str]) -> tuple[RunDir, dict[str, object]]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from launcher.launch.agent import Agent
+from launcher.launch.direct_agent import DirectAgent
 from launcher.launch.ending import NodeEnd
 from launcher.launch.job import may_restart
 from launcher.launch.monitor import RankMonitor
@@ -24,10 +24,13 @@ from launcher.launch.signals import (
     limit_grace,
     name_signal,
 )
+from launcher.launch.torchrun_agent import TorchrunAgent
 from launcher.launch.watching import Watching
 
 logger = logging.getLogger(__name__)
 
+Agent = DirectAgent | TorchrunAgent
+"""Starts a node's ranks, waits for them, ends all if one has failed, and starts them again."""
 TICK = 0.05
 """Seconds between two looks for new ranks and signals."""
 LOST_GRACE = 10.0
@@ -109,12 +112,10 @@ class Supervisor:
                 agent.close()
         status = agent.poll()
         code = -signal.SIGKILL if status is None else status
-        exits, number = agent.read_exits(), self.first_signal
-        deaths = tuple(
-            death if death.exitcode is not None else replace(death, exitcode=exits.get(death.process.pid))
-            for death in self.ranks.deaths
-        )
-        return NodeEnd(code, deaths, number, self.signal_time, tuple(left), self.hang, agent.label)
+        deaths = tuple(self.ranks.deaths)
+        if code == 0:  # torchrun may have looked at a rank before this process
+            deaths = tuple(replace(death, exitcode=death.exitcode or 0) for death in deaths)
+        return NodeEnd(code, deaths, self.first_signal, self.signal_time, tuple(left), self.hang, agent.label)
 
     def list_own(self) -> set[int]:
         """Return the PIDs of processes of the launcher's own."""
@@ -135,7 +136,7 @@ class Supervisor:
             fresh = ranks.deaths[known:]
             self.handle_key_signals(fresh)
             self.report_failures(fresh)
-            if self.control and self.stop is None and fresh and agent.was_signalled():
+            if self.control and self.stop is None and fresh and self.has_agent_heard():
                 self.handle_slurm_signal(signal.SIGTERM)  # the agent alone got it, and has ended a rank
             self.handle_signals(inbox)
             self.handle_commands()
@@ -257,12 +258,18 @@ class Supervisor:
         deadline, agent = time.monotonic() + HEARING, self.agent
         if self.stop is None:
             self.record_first_signal(number, by_first_node=False)
-            waits = agent.gets_signals
-            while waits and not self.agent_heard and time.monotonic() < deadline and agent.poll() is None:
+            is_torchrun = isinstance(agent, TorchrunAgent)
+            while (
+                is_torchrun and not self.agent_heard and time.monotonic() < deadline and agent.poll() is None
+            ):
                 self.ranks.poll((), TICK)  # what a rank ended with is known until the agent looks
-                self.agent_heard = agent.was_signalled()
+                self.agent_heard = self.has_agent_heard()
         kill_wait = self.control.kill_wait if self.control else None
         self.handle_stop_signal(number, limit_grace(self.grace, kill_wait))
+
+    def has_agent_heard(self) -> bool:
+        """Tell whether a stopping signal has reached torchrun, a process of its own, past this one."""
+        return isinstance(self.agent, TorchrunAgent) and self.agent.was_signalled()
 
     def handle_commands(self) -> None:
         """Do what the first node asks: stop by its signals, pass others on to the ranks that catch them."""

@@ -2,21 +2,20 @@
 
 import os
 import socket
-import sys
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.config.program import find_program
 from launcher.config.settings import Settings
 from launcher.config.start import AgentChoice, Cluster, check_port_free, parse_endpoint
 from launcher.errors import MachineError
-from launcher.launch.agent import Agent, AgentRequest, TorchrunAgent, check_open_files, preload_agent
 from launcher.launch.job import Job, build_agent_environ, choose_restarts, render_agent
 from launcher.launch.monitor import RankMonitor
-from launcher.launch.rank_starter import RankStarter
 from launcher.launch.signal_channel import SignalChannel
+from launcher.launch.torchrun_agent import TorchrunAgent, check_open_files
 from launcher.launch.warm.read_ahead import reading_ahead
 from launcher.launch.watching import keep_watch_folder
 from launcher.plan.model import Plan
@@ -29,7 +28,10 @@ from launcher.slurm.job_request import JobRequest, read_job_request
 from launcher.slurm.node_control import start_alive_sender
 from launcher.slurm.slurm_environ import PORT_TAKEN, TaskIdentity, drop_task_variables, read_task_identity
 
-AgentMaker = Callable[[Job, RankMonitor, SignalChannel], Agent]
+if TYPE_CHECKING:
+    from launcher.launch.supervisor import Agent
+
+AgentMaker = Callable[[Job, RankMonitor, SignalChannel], "Agent"]
 """Gives the agent of a planned node."""
 
 
@@ -47,29 +49,26 @@ def prepare_agent_maker(
     """
     run_id, log = f"{run.id}-{task.step}-{task.attempt}", run.agent_log(task.host)
     if request.agent != "direct":
-        preloaded = preload_agent(sys.executable, variables, log)
 
-        def make_torchrun(job: Job, monitor: RankMonitor, _channel: SignalChannel) -> Agent:
-            begin = partial(preloaded.begin, render_agent(job, run_id))
-            return TorchrunAgent(begin, log, monitor.find_ranks)
+        def make_torchrun(job: Job, monitor: RankMonitor, _channel: SignalChannel) -> "Agent":
+            # stdin brings the first node's commands, which are not for the agent.
+            command = render_agent(job, run_id)
+            return TorchrunAgent(command, variables, log, subprocess.DEVNULL, monitor.find_ranks)
 
         return make_torchrun
-    from launcher.launch.warm.warm_process import choose_starter
+    from launcher.launch.warm.process import start_warm
 
-    by_exec = RankStarter(log, reads_stdin=False)
-    starter = choose_starter(by_exec, program, request.config.start, variables)
+    warm = start_warm(program, request.config.start, variables)
 
-    def make_own_agent(job: Job, _monitor: RankMonitor, channel: SignalChannel) -> Agent:
+    def make_own_agent(job: Job, _monitor: RankMonitor, channel: SignalChannel) -> "Agent":
         from launcher.launch.direct_agent import DirectAgent
         from launcher.launch.endpoint import is_port_free
         from launcher.slurm.node_control import NodeControl
 
         restarts = choose_restarts(job.config, job.environ) or 0
         may_restart = restarts > 0 or job.config.cluster.spares > 0
-        if not may_restart:
-            starter.expect_ranks(len(job.plan.ranks))
         control = NodeControl(job.host, channel, may_restart, is_port_free)
-        return DirectAgent(AgentRequest(job, run, variables), run_id, starter, control)
+        return DirectAgent(job, run, variables, run_id, control, warm, may_restart)
 
     return make_own_agent
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.launch.warm.program_text import MOST_BYTES, MOST_FILES, TOO_MUCH, ProgramText, read_program
+from launcher.launch.warm.program import MOST_BYTES, MOST_FILES, ProgramText, read_program
 
 PROGRAMS: dict[str, tuple[bool, Mapping[str, str]]] = {
     "torch": (True, {"x.py": "import os\nimport torch\n"}),
@@ -65,26 +65,26 @@ PROGRAMS: dict[str, tuple[bool, Mapping[str, str]]] = {
 
 
 BEFORE: dict[str, str] = {
-    "import os\nos.environ['OMP_NUM_THREADS'] = '2'": "x.py:2 sets OMP_NUM_THREADS",
-    "import os\nos.environ.setdefault( 'TORCH_LOGS', '1')": "x.py:2 sets TORCH_LOGS",
-    "from os import environ\nenviron['MKL_CBWR'] += ':x'": "x.py:2 sets MKL_CBWR",
-    "import os\nos.environ.pop('KMP_BLOCKTIME', 0)": "x.py:2 sets KMP_BLOCKTIME",
-    "import os\nos.putenv('OMP_SCHEDULE', 'static')": "x.py:2 sets OMP_SCHEDULE",
+    "import os\nos.environ['OMP_NUM_THREADS'] = '2'": "x.py:2 sets variables",
+    "import os\nos.environ.setdefault( 'TORCH_LOGS', '1')": "x.py:2 sets variables",
+    "from os import environ\nenviron['MKL_CBWR'] += ':x'": "x.py:2 sets variables",
+    "import os\nos.environ.pop('KMP_BLOCKTIME', 0)": "x.py:2 sets variables",
+    "import os\nos.putenv('OMP_SCHEDULE', 'static')": "x.py:2 sets variables",
     "import os\nos.environ[name] = '1'": "sets variables",
     "import os\nos.environ[f'TORCH_{x}'] = '1'": "sets variables",
     "import os\nos.environ.update(A='1')": "sets variables",
     "import os\nos.environ |= {}": "sets variables",
     "import os\ndel os.environ['A']": "sets variables",
-    "import sys\nsys.path.insert(0, 'x')": "x.py:2 changes sys.path",
-    "import sys\nsys.path[:0] = ['x']": "changes sys.path",
-    "import sys\nsys.path = ['x']": "changes sys.path",
-    "import sys\nmine = sys.path": "changes sys.path",
-    "from sys import argv, path": "changes what sys has",
-    "import sys as s": "changes what sys has",
-    "import sys\nsys.modules['torch'] = None": "changes sys.modules",
-    "import sys\nsys.meta_path.insert(0, F())": "changes how modules are imported",
-    "import builtins\nbuiltins.__import__ = f": "changes how modules are imported",
-    "import site\nsite.addsitedir('x')": "changes how modules are imported",
+    "import sys\nsys.path.insert(0, 'x')": "x.py:2 changes what imports find",
+    "import sys\nsys.path[:0] = ['x']": "changes what imports find",
+    "import sys\nsys.path = ['x']": "changes what imports find",
+    "import sys\nmine = sys.path": "changes what imports find",
+    "from sys import argv, path": "changes what imports find",
+    "import sys as s": "changes what imports find",
+    "import sys\nsys.modules['torch'] = None": "changes what imports find",
+    "import sys\nsys.meta_path.insert(0, F())": "changes what imports find",
+    "import builtins\nbuiltins.__import__ = f": "changes what imports find",
+    "import site\nsite.addsitedir('x')": "changes what imports find",
     "import threading\nthreading.settrace(f)": "watches what runs",
     "import sys\nsys.addaudithook(f)": "watches what runs",
     "if 1:\n    import cProfile": "watches what runs",
@@ -172,8 +172,6 @@ def test_what_is_too_large_to_look_through_is_not_taken_for_harmless(tmp_path: P
         own = {"x.py": "import own, two\nimport torch\n", "own.py": large[:size], "two.py": large[:size]}
         write_files(tmp_path, own)
         found = read(str(tmp_path / "x.py"))
-        assert (found.uses_torch, found.obstacle) == (True, TOO_MUCH)
+        assert found.uses_torch and found.obstacle == "its files are too many, or too large, to look through"
     write_files(tmp_path, {"own.py": "import torch\n" + line * 9, "two.py": ""})
     assert read(str(tmp_path / "x.py")).obstacle == ""
-    write_files(tmp_path, {"own.py": "a\0b"})
-    assert read(str(tmp_path / "x.py")).obstacle == "own.py is no text"

@@ -1,6 +1,5 @@
 """A program in a forked rank is as it is by itself: what it sees, what it prints, how it ends."""
 
-import contextlib
 import json
 import os
 import re
@@ -12,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.launch.rank_starter import close_on_exec
-from launcher.launch.warm.warm_process import WarmStarter
 from tests.launch.warm_ranks import PROGRAM, Ranks, open_ranks
 
 SURROUNDINGS = """
@@ -221,22 +218,6 @@ def test_ways_to_start_a_program(tmp_path: Path, argv: tuple[str, ...]) -> None:
         by_exec, forked = ranks.exec(), ranks.fork()
     assert (forked.code, forked.out, forked.err) == (by_exec.code, by_exec.out, by_exec.err)
     assert forked.out or argv[-1] == "none.py"
-
-
-@pytest.mark.parametrize("refused", [False, True])
-def test_the_warm_process_ends_with_the_last_rank_that_is_to_start(tmp_path: Path, refused: bool) -> None:
-    with open_ranks(tmp_path, modules=["json"]) as ranks:
-        close_on_exec()
-        starter = WarmStarter(tmp_path / "logs" / "agent.log", reads_stdin=False, warm=ranks.warm)
-        starter.expect_ranks(2)
-        ranks.write("print('on')")
-        alive = []
-        variables = {"PYTHONHASHSEED": "5"} if refused else {}
-        with contextlib.chdir(tmp_path):
-            for _ in range(2):
-                assert ranks.collect(starter.start_rank(ranks.make_start(variables))).out == "on\n"
-                alive.append(bool(starter.pids))
-    assert alive == [True, False]
 
 
 THREADS = """

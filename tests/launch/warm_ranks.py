@@ -4,13 +4,13 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.launch.rank_starter import RankStart, RankStarter, close_on_exec
-from launcher.launch.warm.python_program import ExecNeededError
-from launcher.launch.warm.warm_process import WarmProcess
+from launcher.launch.direct_agent import close_on_exec, spawn_rank
+from launcher.launch.warm.process import WarmProcess
+from launcher.launch.warm.program import ExecNeededError
 from tests.seam import clean_environ
 
 PROGRAM = "program.py"
@@ -57,20 +57,15 @@ class Ranks:
     def begin_fork(self, **variables: str) -> int:
         """Fork a rank and return its PID; raises ExecNeededError."""
         with open(os.devnull) as null:  # noqa: PTH123
-            return self.warm.fork_rank(self.make_start(variables), (null.fileno(),) * 3)
+            return self.warm.fork_rank(self.argv, {**self.environ, **variables}, (null.fileno(),) * 3)
 
     def exec(self, code: str | None = None, **variables: str) -> Ended:
         """Run the program by exec."""
         if code is not None:
             self.write(code)
         close_on_exec()  # as the agent does
-        starter = RankStarter(self.folder / "logs" / "agent.log", reads_stdin=False)
-        with contextlib.chdir(self.folder):
-            return self.collect(starter.start_rank(self.make_start(variables)))
-
-    def make_start(self, variables: Mapping[str, str]) -> RankStart:
-        """Make a start of the program with some variables more."""
-        return RankStart(0, self.argv, {**self.environ, **variables})
+        with contextlib.chdir(self.folder), open(os.devnull) as null:  # noqa: PTH123
+            return self.collect(spawn_rank(self.argv, {**self.environ, **variables}, (null.fileno(),) * 3))
 
     def collect(self, pid: int, rank: int = 0) -> Ended:
         """Wait for a rank, and take its logs."""

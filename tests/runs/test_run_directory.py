@@ -16,7 +16,7 @@ import pytest
 
 from launcher import files
 from launcher.config.run_path import choose_id
-from launcher.launch.agent import open_agent
+from launcher.launch.torchrun_agent import open_log
 from launcher.runs.manifest import read_own_manifest
 from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.rank_logs import read_tail
@@ -201,8 +201,8 @@ def test_anothers_log_is_not_written_to(tmp_path: Path) -> None:
     run = open_run_dir(tmp_path / "run", None)
     run.agent_log("box").write_text("")
     give_away(run.agent_log("box"))
-    with pytest.raises(PermissionError, match="it belongs to"):
-        open_agent(["true"], {}, run.agent_log("box"), None, ())
+    with pytest.raises(PermissionError, match="it belongs to"), open_log(run.agent_log("box")):
+        pass
 
 
 def make_runs(folder: Path, uid: int) -> list[str]:

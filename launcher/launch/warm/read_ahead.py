@@ -14,13 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 LARGEST_LIBRARY = "torch/lib/libtorch_cpu.so"
-LIBRARIES = ("torch/lib/lib*.so*", "torch/_C*.so", "nvidia/*/lib/lib*.so.*")
+READ = ("torch/lib/lib*.so*", "torch/_C*.so", "nvidia/*/lib/lib*.so.*", "torch/**/*.py*")
+"""The libraries come first."""
 BEGINNING = 64 << 20
-"""Bytes that are read of a library. Symbols and relocations come first, 17 MiB of libtorch_cpu.so."""
-SAMPLE = 16 << 20
-"""Bytes by which the largest library is judged to be cached."""
+"""Bytes that are read of a file. Symbols and relocations come first, 17 MiB of libtorch_cpu.so."""
 CHUNK = 1 << 20
-"""Bytes of one read."""
 THREADS = 16
 """Reads at the same time: a network filesystem answers many as fast as one."""
 Reader = subprocess.Popen[bytes]
@@ -45,7 +43,7 @@ def start_read_ahead(mode: str, argv: Sequence[str], environ: Mapping[str, str])
     `mode` is `start.read_ahead`: `auto` reads nothing if the largest library is cached, or if the program
     does not use torch. What fails here ends no start: then nothing is read ahead.
     """
-    from launcher.launch.warm.program_text import read_program
+    from launcher.launch.warm.program import read_program
 
     if mode == "off" or (mode == "auto" and (text := read_program(argv, environ)) and not text.uses_torch):
         return None
@@ -54,24 +52,17 @@ def start_read_ahead(mode: str, argv: Sequence[str], environ: Mapping[str, str])
     packages = sorted(glob.glob(f"{glob.escape(str(prefix))}/lib/python3*/*-packages"))
     folders = [*environ.get("PYTHONPATH", "").split(os.pathsep), *packages]
     folder = next((folder for folder in folders if os.path.isfile(f"{folder}/{LARGEST_LIBRARY}")), "")
-    if not folder or (mode == "auto" and _is_cached(f"{folder}/{LARGEST_LIBRARY}")):
+    if not folder:
         return None
-    command, null = (sys.executable, "-I", "-S", __file__, folder), subprocess.DEVNULL
     with contextlib.suppress(OSError):
+        if mode == "auto":
+            with contextlib.suppress(OSError), open(f"{folder}/{LARGEST_LIBRARY}", "rb") as file:
+                for offset in range(0, 16 << 20, 2 << 20):  # reads that do not wait
+                    os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
+                return None
+        command, null = (sys.executable, "-I", "-S", __file__, folder), subprocess.DEVNULL
         return Reader(command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True)
     return None
-
-
-def _is_cached(path: str) -> bool:
-    """Tell whether a library's beginning is in the page cache, by reads that do not wait.
-
-    Network filesystems have none: what is read again then is read from memory.
-    """
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        for offset in range(0, SAMPLE, SAMPLE // 8):
-            os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
-        return True
-    return False
 
 
 def main(folder: str) -> None:
@@ -81,24 +72,20 @@ def main(folder: str) -> None:
 
     os.nice(5)  # the ranks come first
     Thread(target=lambda: (os.read(0, 1), os._exit(0)), daemon=True).start()
-    folder = glob.escape(folder)
     with ThreadPoolExecutor(THREADS) as pool:
-        for pattern in LIBRARIES:
-            for path in glob.glob(f"{folder}/{pattern}"):
+        for pattern in READ:
+            for path in glob.iglob(f"{glob.escape(folder)}/{pattern}", recursive=True):
                 for offset in range(0, min(BEGINNING, os.path.getsize(path)), CHUNK):
                     pool.submit(_read, path, offset)
-        for path in glob.iglob(f"{folder}/torch/**/*.py*", recursive=True):
-            pool.submit(_read, path, 0)
 
 
 def _read(path: str, offset: int) -> None:
-    """Read a part of a file; of a source, an import asks for its time and size alone."""
-    if path.endswith(".py"):
+    """Read a part of a file."""
+    if path.endswith(".py"):  # of a source, an import asks for its time and size alone
         os.stat(path)
-        return
-    with open(path, "rb", buffering=0) as file:
-        file.seek(offset)
-        file.read(CHUNK)
+    else:
+        with open(path, "rb", buffering=0) as file:
+            os.pread(file.fileno(), CHUNK, offset)
 
 
 if __name__ == "__main__":

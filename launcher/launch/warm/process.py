@@ -1,0 +1,167 @@
+"""The client of the warm process: the program's interpreter, which has imported torch and forks the ranks."""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from launcher.config.settings import StartConfig
+from launcher.launch.processes import adopt_orphans
+from launcher.launch.warm.program import ExecNeededError, find_python_program, read_program
+from launcher.protocol import LAUNCH_WARM
+from launcher.rank.hook import FOLDER
+
+logger = logging.getLogger(__name__)
+
+NOT_FORKED = "the ranks are not forked from a process with torch: {}"
+TORCH = "torch"
+FORK_TIMEOUT = 60.0
+"""Seconds in which a rank is forked, or its start fails."""
+MAX_REPLY = 1 << 16
+END_GRACE = 2.0
+LAST_LINE = 200
+
+
+@dataclass(slots=True)
+class WarmProcess:
+    """The program's interpreter on this node, held before the program's first line, with torch imported."""
+
+    process: "subprocess.Popen[bytes]"
+    channel: socket.socket
+    output: int
+    """A descriptor of what it has written to stderr."""
+    refusal: str = ""
+    """Why nothing can be forked from it; empty as long as that is not known."""
+    ready: bool = False
+
+    @classmethod
+    def start(
+        cls,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        modules: Sequence[str] = (TORCH,),
+        directory: str | Path = ".",
+    ) -> Self:
+        """Start the interpreter for a program's argv (without the shim); returns while it imports modules.
+
+        `environ` is what the ranks will have, as far as it is known. To be called in the main thread, since
+        the kernel ends the process with the thread that started it. Raises ExecNeededError if ranks of this
+        program cannot be forked, or if the process cannot be started.
+        """
+        program = find_python_program(list(argv), dict(environ))
+        adopt_orphans()
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        output = [os.memfd_create(f"launch-warm-{name}") for name in ("out", "err")]
+        settings = {"socket": other.fileno(), "launcher": os.getpid(), "preload": [*modules]}
+        path = os.pathsep.join([FOLDER, *filter(None, [environ.get("PYTHONPATH")])])
+        try:
+            process = subprocess.Popen(
+                program.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output[0],
+                stderr=output[1],
+                cwd=directory,
+                env={**environ, "PYTHONPATH": path, LAUNCH_WARM: json.dumps(settings)},
+                pass_fds=[other.fileno()],
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            own.close()
+            os.close(output[1])
+            raise ExecNeededError(f"the warm process cannot be started ({error})") from None
+        finally:
+            other.close()
+            os.close(output[0])
+        return cls(process, own, output[1])
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `fork_rank` returns at once: the imports are over, or have failed."""
+        return self.read_state(0)
+
+    def read_state(self, timeout: float | None) -> bool:
+        """Read whether the imports are over, if that is told within a time (s)."""
+        if not self.ready and not self.refusal:
+            with contextlib.suppress(TimeoutError):
+                message = self.receive(timeout)
+                self.ready, self.refusal = "ready" in message, str(message.get("refused", ""))
+        return self.ready or bool(self.refusal)
+
+    def fork_rank(self, argv: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> int:
+        """Fork a rank, with these descriptors as stdin, stdout and stderr, and return its PID.
+
+        It is a child of this process then, in a session of its own, and carries out the shim's steps. Waits
+        for the imports. Raises ExecNeededError, now and from then on if the process has ended, and OSError if
+        it does not answer: nobody knows then whether there is a rank.
+        """
+        self.read_state(None)
+        if self.refusal:
+            raise ExecNeededError(self.refusal)
+        # What it is started with is a file, since variables can be longer than a packet.
+        with os.fdopen(os.memfd_create("launch-rank"), "w") as file, contextlib.suppress(OSError):
+            json.dump({"argv": argv, "environ": environ}, file)
+            file.flush()
+            socket.send_fds(self.channel, [b"rank"], [file.fileno(), *streams])
+        try:
+            message = self.receive(FORK_TIMEOUT)
+        except TimeoutError:
+            self.close("the warm process does not answer")
+            raise OSError(self.refusal) from None
+        if "pid" not in message:
+            raise ExecNeededError(str(message["refused"]))
+        return int(str(message["pid"]))
+
+    def receive(self, timeout: float | None) -> dict[str, object]:
+        """Wait for a message: that of its end, if the process has ended; raises TimeoutError."""
+        poller = select.poll()
+        poller.register(self.channel, select.POLLIN)
+        if not poller.poll(None if timeout is None else timeout * 1000):
+            raise TimeoutError("no answer in time")
+        with contextlib.suppress(OSError):
+            if text := self.channel.recv(MAX_REPLY):
+                message: dict[str, object] = json.loads(text)
+                return message
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_GRACE)
+        said = os.pread(self.output, MAX_REPLY, max(0, os.fstat(self.output).st_size - MAX_REPLY))
+        lines = [line.strip() for line in said.decode(errors="replace").split("\n") if line.strip()]
+        code = self.process.returncode
+        how = f"signal {-code}" if code and code < 0 else f"code {code}"
+        self.close(f"the warm process has ended ({how})" + (f": {lines[-1][:LAST_LINE]}" if lines else ""))
+        return {"refused": self.refusal}
+
+    def close(self, reason: str = "the warm process is closed") -> None:
+        """End the process. Ranks that were forked go on, and one that is on its way does not start."""
+        self.refusal = self.refusal or reason
+        self.channel.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self.output >= 0:
+            os.close(self.output)
+            self.output = -1
+
+
+def start_warm(argv: Sequence[str], config: StartConfig, environ: Mapping[str, str]) -> WarmProcess | None:
+    """Start a warm process for a program; None if its ranks are to be executed.
+
+    That is so with `start.warm=off`, for a program that does not use torch, unless it has modules to preload,
+    and for one that cannot be forked, of which a line tells.
+    """
+    text = read_program(argv, environ, to_the_end=bool(config.preload))
+    if config.warm == "off" or not (config.preload or (text and text.uses_torch)):
+        return None
+    try:
+        if text and text.obstacle:
+            raise ExecNeededError(text.obstacle)
+        return WarmProcess.start(argv, environ, (TORCH, *config.preload))
+    except ExecNeededError as error:
+        logger.info(NOT_FORKED.format(error))
+        return None

@@ -1,0 +1,278 @@
+"""Which ranks can be forked from a process with torch: their command line, variables, and the program's text.
+
+In a rank that is forked from a process with torch, the import of torch is over at the program's first line.
+If a program does something before it that has an effect on the import, its ranks are executed.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from launcher.files import read_file
+from launcher.rank.hook import FOLDER, add_python, find_interpreter, locate_command, split_options
+
+PLAIN_OPTIONS = "bBdOPqsu"
+"""Options of python(1) without a value that a forked rank has from the process that it is forked from."""
+PLAIN_X = (
+    "faulthandler",
+    "frozen_modules",
+    "int_max_str_digits",
+    "no_debug_ranges",
+    "pycache_prefix",
+    "utf8",
+)
+"""Values of `-X` for which that holds too. Others trace or print what happens at the interpreter's start."""
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
+"""Numbers of threads, which a forked rank sets again by the libraries' functions."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Settings of PyTorch's allocator, which it sets again."""
+MAY_DIFFER = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+    r"|TORCH_(ELASTIC_SHUTDOWN_TIMEOUT|DISABLE_SHARE_RDZV_TCP_STORE)|(TORCH_)?NCCL_\w+|LAUNCH_(?!FIT$)\w+"
+    r"|(CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|NUMEXPR_\w+"
+    r"|TORCHINDUCTOR_(CACHE_DIR|COMPILE_THREADS)|TRITON_CACHE_DIR"
+    rf"|{'|'.join((*THREADS, *ALLOCATOR))})"
+)
+"""Variables that may differ between the process with torch and a rank: those of a rank, and of its plan.
+
+They are read after the import of torch, by the functions that they change, or set again. This was seen by
+tracing getenv(3) and `os.environ` during the import (torch 2.13, CPU).
+"""
+
+
+class ExecNeededError(Exception):
+    """A rank of this program cannot be forked from a warm process; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PythonProgram:
+    """A program that this interpreter runs."""
+
+    command: tuple[str, ...]
+    """The interpreter, its options, the program and its arguments."""
+    first_argument: int
+    """Where the program's own arguments begin in the command."""
+    kind: str
+    """`file` (a script, or a folder or zip file with `__main__.py`), `module` (-m) or `code` (-c)."""
+    name: str
+    """The file's path, the module's name, or the code."""
+
+
+def find_python_program(argv: list[str], environ: dict[str, str], python: str = "") -> PythonProgram:
+    """Return what a rank's argv runs in the interpreter `python` (this one if that is not said).
+
+    Relative paths are relative to the working directory. Raises ExecNeededError if it is something else, or
+    has options of the interpreter with which a forked rank would not be the same.
+    """
+    try:
+        command = find_interpreter(add_python(argv), environ)
+    except OSError as error:
+        raise ExecNeededError(f"{argv[0]} cannot be read ({error.strerror})") from None
+    if not command:
+        raise ExecNeededError(f"{argv[0]} is no Python program")
+    path, python = locate_command(command[0], environ), python or sys.executable
+    # The folder tells the environment, and the file behind it the interpreter.
+    folders = {os.path.dirname(os.path.abspath(found)) for found in (path, python)}
+    if len(folders) > 1 or os.path.realpath(path) != os.path.realpath(python):
+        raise ExecNeededError(f"{path} is another interpreter than {python}")
+    return split_command(command)
+
+
+def split_command(command: list[str]) -> PythonProgram:
+    """Divide an interpreter's command line as python(1) does; raises ExecNeededError for some options."""
+    options, index = split_options(command)
+    for letter, value in options:
+        has_value = letter in "cmW" or (letter == "X" and value.partition("=")[0] in PLAIN_X)
+        if not (value if has_value else letter in PLAIN_OPTIONS):
+            shown = letter if letter.startswith("-") else f"-{letter}{value}"
+            raise ExecNeededError(f"the interpreter has the option {shown}")
+    last, value = options[-1] if options else ("", "")
+    if last in ("c", "m"):
+        return PythonProgram(tuple(command), index, "code" if last == "c" else "module", value)
+    if index >= len(command) or command[index] == "-":
+        raise ExecNeededError("the program comes from stdin")
+    return PythonProgram(tuple(command), index + 1, "file", command[index])
+
+
+def check_environment(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    """Raise ExecNeededError unless a rank's variables (`after`) go with a process with torch that has others.
+
+    Our folder on PYTHONPATH does not count.
+    """
+    for name in list_changed_variables(_forget_hook(before), _forget_hook(after)):
+        if not MAY_DIFFER.fullmatch(name):
+            raise ExecNeededError(f"{name} may have been read by the import of torch, and has another value")
+
+
+def list_changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Return the names of variables that two environments have with another value, or one of them alone."""
+    return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+
+
+def _forget_hook(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without our folder in PYTHONPATH."""
+    entries = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry != FOLDER]
+    kept = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
+    return kept | ({"PYTHONPATH": os.pathsep.join(entries)} if any(entries) else {})
+
+
+MOST_FILES = 60
+MOST_BYTES = 1 << 21
+"""Of all files of a program together, which are looked through in a tenth of a second."""
+WITHOUT_TORCH = frozenset(
+    (
+        *("PIL", "absl", "attr", "boto3", "click", "cupy", "cv2", "dateutil", "dotenv", "fire", "fsspec"),
+        *("google", "grpc", "h5py", "hydra", "jax", "jinja2", "joblib", "matplotlib", "mpi4py", "msgpack"),
+        *("networkx", "numba", "numpy", "omegaconf", "pandas", "plotly", "polars", "psutil", "pyarrow"),
+        *("pydantic", "pynvml", "pytest", "regex", "requests", "rich", "scipy", "seaborn", "setuptools"),
+        *("six", "sklearn", "submitit", "sympy", "tensorboard", "tensorflow", "toml", "tqdm", "typer"),
+        *("typing_extensions", "wandb", "yaml", "zmq", "zstandard"),
+    )
+)
+"""Packages that do not import torch when they are imported. Any other that is installed may."""
+LITERALS = re.compile(
+    rb"#[^\n]*|(\"\"\"|''')(?:\\.|(?!\1).)*\1|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'", re.DOTALL
+)
+"""A comment or a string; the group is there for one in triple quotes."""
+IMPORT = re.compile(
+    rb"^[ \t]*(?:from[ \t]+(?P<dots>\.*)(?P<module>[\w.]*)[ \t]*import[ \t]*(?P<names>\([^)]*\)|[^\n]*)"
+    rb"|import[ \t]+(?P<modules>[^\n]*))",
+    re.MULTILINE,
+)
+TORCH = re.compile(rb"^(?:import|from)[ \t]+torch\b", re.MULTILINE)
+READ_AT_IMPORT = (
+    rb"A(?:CC_DEVICE|TEN)_|BLIS_|C10_|COMPILE_STROBELIGHT_|CUDA_MODULE_LOADING|CUDA_INJECTION64_PATH|DNNL_|FX_"
+    rb"|GFORTRAN_|GOMP_|GOTO_|I_MPI_|INTEL_LIBITTNOTIFY|KINETO_|KMP_|MKL|MPI_LOCALNRANKS|NPY_|NUMPY_|NVPL_|OMP_"
+    rb"|OMPI_COMM_WORLD_LOCAL_SIZE|ONEDNN_|OPENBLAS_|OPENSSL_|PYTORCH_|TORCH|TQDM_|VECLIB_"
+)
+"""Beginnings of variables that are read until `import torch` is over: by getenv(3), whose calls were traced
+in torch 2.13 (CPU), or by Python code; tqdm looks through all variables for its own."""
+_VARIABLE = rb"(?:['\"](?:" + READ_AT_IMPORT + rb")\w*['\"]|(?!\s*['\"]\w+['\"])[^\]\n]*?)"
+"""One of these, or a name that does not stand there as a string."""
+OBSTACLES = {
+    "changes what imports find": rb"(?<!in )\bsys\s*\.\s*path\b(?!\s*(?:\.\s*(?:append|extend)\b|\+=))"
+    rb"|(?<!in )\bsys\s*\.\s*modules\b(?!\s*(?:\[__name__\]|\.\s*(?:get|items)\b))"
+    rb"|\bfrom\s+sys\s+import\b[^\n]*\b(?:path|modules|monitoring)\b|\bimport\s+sys\s+as\b"
+    rb"|\b(?:meta_path|path_hooks|addsitedir|__import__)\b",
+    "watches what runs": rb"\b(?:settrace|setprofile|addaudithook|sys\.monitoring)\b"
+    rb"|^[ \t]*(?:import|from)[ \t]+(?:cProfile|coverage|hunter|kernprof|line_profiler|memory_profiler|memray"
+    rb"|profile|pyinstrument|scalene|trace|tracemalloc|viztracer|yappi)\b",
+    "runs other code": rb"(?<![.\w])exec\s*\(|\brunpy\b",
+    "sets variables that the import of torch may read": rb"\benviron\s*\[\s*"
+    + _VARIABLE
+    + rb"\s*\]\s*\+?=(?!=)"
+    rb"|(?:\benviron\s*\.\s*(?:setdefault|pop)|\b(?:putenv|unsetenv))\s*\(\s*"
+    + _VARIABLE
+    + rb"|\benviron\s*(?:\.\s*(?:update|clear|popitem|__\w+item__)\b|\|=)|\bdel\s+(?:os\.)?environ\b",
+}
+"""What a fork would be too late for, and the text that tells of it; some of it only looks so."""
+
+
+@dataclass(slots=True)
+class ProgramText:
+    """What was found in a program's files, as far as they are run before the import of torch."""
+
+    folders: tuple[str, ...]
+    """Where the program's own modules are looked for."""
+    to_the_end: bool
+    """More than torch is imported beforehand: what comes after the import of torch counts, too."""
+    uses_torch: bool = False
+    """It may import torch."""
+    obstacle: str = ""
+    """Why its ranks cannot be forked; empty if nothing was found."""
+    seen: set[str] = field(default_factory=set)
+    size: int = 0
+    """Bytes that were read."""
+
+    def read_file(self, path: str) -> None:
+        """Look through a file, and the program's own files that it imports."""
+        if path in self.seen:
+            return
+        self.seen.add(path)
+        try:
+            source = read_file(path, MOST_BYTES, follow=True)
+        except OSError:  # too large, or not there
+            self.uses_torch = True
+            self.size += MOST_BYTES if os.path.exists(path) else 0
+            source = b""
+        self.size += len(source)
+        if len(self.seen) > MOST_FILES or self.size > MOST_BYTES:
+            self.uses_torch = True
+            self.obstacle = self.obstacle or "its files are too many, or too large, to look through"
+        else:
+            self.read_text(source, path)
+
+    def read_text(self, source: bytes, path: str) -> None:
+        """Look through a file's text: for obstacles, up to the import of torch."""
+        source = LITERALS.sub(_drop_prose, source.replace(b"\\\n", b"  "))
+        found = TORCH.search(source)
+        end = found.start() if found and not self.to_the_end else len(source)
+        for statement in IMPORT.finditer(source):
+            if self.uses_torch and statement.start() >= end:
+                break
+            self.follow(statement, path)
+        if re.search(rb"\bimport_module\b|(?<![.\w])exec\b|\brunpy\b", source):
+            self.uses_torch = True
+        places = [
+            (place.start(), name)
+            for name, pattern in OBSTACLES.items()
+            if (place := re.compile(pattern, re.MULTILINE).search(source, 0, end))
+        ]
+        if places and not self.obstacle:
+            at, name = min(places)
+            line = 1 + source.count(b"\n", 0, at)
+            self.obstacle = f"{os.path.basename(path)}:{line} {name}"
+
+    def follow(self, statement: "re.Match[bytes]", path: str) -> None:
+        """Look through the program's own modules that an import statement may import."""
+        prefix, words = statement["module"] or b"", statement["modules"] or statement["names"] or b""
+        roots = list(self.folders)
+        if statement["dots"]:
+            above = [os.pardir] * (len(statement["dots"]) - 1)
+            roots = [os.path.normpath(os.path.join(os.path.dirname(path), *above))]
+        for piece in re.split(rb"[,;]", words.strip(b"() \t\r\n")):
+            name = piece.partition(b" as ")[0].split()[-1:]
+            parts = b".".join(filter(None, [prefix, *name])).decode(errors="replace").split(".")
+            tops = [os.path.join(root, parts[0]) for root in roots]
+            top = next((top for top in tops if os.path.isdir(top) or os.path.isfile(f"{top}.py")), "")
+            if not top:
+                is_known = parts[0] in sys.stdlib_module_names or parts[0] in WITHOUT_TORCH
+                self.uses_torch = self.uses_torch or not (is_known or statement["dots"])
+            for size in range(len(parts)) if top else ():
+                inner = os.path.join(top, *parts[1 : size + 1])
+                for file in filter(os.path.isfile, (f"{inner}/__init__.py", f"{inner}.py")):
+                    self.read_file(file)
+
+
+def read_program(
+    argv: Sequence[str], environ: Mapping[str, str], *, to_the_end: bool = False
+) -> ProgramText | None:
+    """Look through the files of the Python program that an argv runs in the working directory.
+
+    None if it is something else. An installed package may import torch unless it is known not to. Modules are
+    the program's own if they are found next to the script, in the working directory with `-m`, or on
+    PYTHONPATH. With `to_the_end`, what comes after the import of torch counts, too.
+    """
+    try:
+        program = find_python_program(list(argv), dict(environ))
+    except ExecNeededError:
+        return None
+    folders = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    if program.kind == "file":
+        path = os.path.join(program.name, "__main__.py") if os.path.isdir(program.name) else program.name
+        text = ProgramText((os.path.dirname(os.path.realpath(path)), *folders), to_the_end)
+        text.read_file(path)
+        return text
+    text = ProgramText((os.getcwd(), *folders), to_the_end)
+    code = program.name if program.kind == "code" else f"import {program.name}, {program.name}.__main__"
+    text.read_text(code.encode(errors="replace"), "-c" if program.kind == "code" else "-m")
+    return text
+
+
+def _drop_prose(found: "re.Match[bytes]") -> bytes:
+    """Keep a string, but no comment, and of a text in triple quotes the number of its lines alone."""
+    if found[1]:
+        return b'""' + b"\n" * found[0].count(b"\n")
+    return b"" if found[0].startswith(b"#") else found[0]
