@@ -15,20 +15,15 @@ from typing import TYPE_CHECKING
 from launcher.config.overrides import read_key
 from launcher.config.program import BUNDLED, find_script
 from launcher.config.request import DEVICE_VARIABLES
-from launcher.config.rules import (
-    check_settings,
-    depends_on_version,
-    doubt_variable,
-    read_torch_version,
-)
+from launcher.config.rules import check_allocator, read_torch_version
 from launcher.config.settings import SLURM_KINDS, ClusterConfig, Settings
 from launcher.config.sources import PRIMARY, Sources
 from launcher.config.start import Cluster
 from launcher.files import name_user, read_file
 from launcher.plan.allocator import (
     EXPANDABLE,
-    describe_idle,
-    describe_ignored,
+    KEYS,
+    OLDEST,
     find_conflicts,
     find_variable,
     merge_settings,
@@ -196,27 +191,22 @@ def settle_allocator(
     with them, as it would not without us. `given` are the command line's keys. Raises UsageError.
     """
     settings = read_settings(config.allocator)
-    variable = find_variable(environ)
-    names = [*settings, *((parse_settings(environ[variable]) or ()) if variable else ())]
     # The ranks' torch is this one unless they have another Python.
     is_own = environ.get("PYTHON_EXEC", sys.executable) == sys.executable
     is_own = is_own and not config.cluster.container.image
-    torch = read_torch_version() if is_own and depends_on_version(names) else None
+    depends = any(name not in KEYS or KEYS[name][1] > OLDEST for name in settings)
+    for doubt in check_allocator(settings, read_torch_version() if is_own and depends else None):
+        logger.warning(doubt)
     merged = merge_settings(settings, environ)
     asked = not {*CHOSEN}.isdisjoint(given) or EXPANDABLE in merge_settings({}, environ)
-    wanted = {key: value for key, value in merged.items() if asked or key != EXPANDABLE}
-    doubts = [*check_settings(settings, torch), *doubt_variable(environ, torch)]
-    for doubt in filter(None, [*doubts, describe_ignored(wanted), describe_idle(merged)]):
-        logger.warning(f"{doubt}")
     conflicts = [*find_conflicts(merged, words, environ, contained=_is_contained(config))]
-    for conflict in conflicts:
+    for what, remedy in conflicts:
         if asked:
-            or_else = f"{conflict.remedy}, or " if conflict.remedy else ""
-            way = f"{or_else}set allocator=default"
+            way = f"{remedy}, or set allocator=default" if remedy else "set allocator=default"
         else:
             way = f"{EXPANDABLE} is left out (allocator=expandable has it all the same)"
-            way += f"; {conflict.remedy} to have both" if conflict.remedy else ""
-        logger.warning(f"{conflict.what}: {way}")
+            way += f"; {remedy} to have both" if remedy else ""
+        logger.warning(f"{what}: {way}")
     return () if asked or not conflicts else (EXPANDABLE,)
 
 

@@ -4,8 +4,8 @@ Sources for the settings: `getKeys` and the parsers of c10/core/AllocatorConfig 
 c10/cuda/CUDAAllocatorConfig in PyTorch's releases 2.6 to 2.15.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher.plan.model import Gpu, Request
@@ -32,131 +32,94 @@ Version = tuple[int, int]
 """Major and minor number of a torch."""
 OLDEST, NEWEST = (2, 6), (2, 15)
 """The releases that the table is of."""
-MAX_INT = 2**31 - 1
-"""Largest whole number: up to 2.9 the parser reads an int."""
-LARGE_MIB = 20
-"""Size of a large segment if `large_segment_size_mb` sets no other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A setting of PyTorch's allocator."""
-
-    name: str
-    kind: str
-    """What its value is, a name in `KINDS`."""
-    since: Version = OLDEST
-    """The first release that knows it; those before `OLDEST` are not told apart."""
-    minimum: int = 0
-    maximum: int = MAX_INT
-
-
-KEYS = (
-    Key(EXPANDABLE, "bool"),
-    Key("max_split_size_mb", "whole"),
-    Key("max_non_split_rounding_mb", "whole"),
-    Key("garbage_collection_threshold", "fraction"),
-    Key("roundup_power2_divisions", "divisions"),
-    Key("backend", "backend"),
-    Key("release_lock_on_cudamalloc", "bool"),
-    Key("release_lock_on_hipmalloc", "bool"),
-    Key("pinned_use_cuda_host_register", "bool"),
-    Key("pinned_use_hip_host_register", "bool"),
-    Key("pinned_num_register_threads", "power", minimum=1, maximum=128),
-    Key("pinned_use_background_threads", "bool"),
-    Key("graph_capture_record_stream_reuse", "bool", (2, 9)),
-    Key("pinned_reserve_segment_size_mb", "whole", (2, 10), minimum=1),
-    Key("per_process_memory_fraction", "share", (2, 10)),
-    Key("large_segment_size_mb", "whole", (2, 11), minimum=11),
-    Key("pinned_free_catch_all", "bool", (2, 12)),
-    Key("throw_on_cudamalloc_oom", "bool", (2, 12)),
-    Key("pinned_max_round_threshold_mb", "whole", (2, 13)),
-    Key("pinned_max_cached_size_mb", "whole", (2, 13)),
-    Key("expandable_segments_reserve", "reserve", (2, 15)),
-    Key("expandable_segments_reserve_by_class", "reserves", (2, 15)),
-)
-KNOWN = {key.name: key for key in KEYS}
-SPLIT = ("max_split_size_mb", "max_non_split_rounding_mb")
-"""Settings whose minimum is the size of a large segment, which up to 2.9 they had to be above."""
-KINDS = {
-    "bool": "True or False",
-    "whole": "a whole number of at least {minimum}",
-    "power": "a power of two from {minimum} to {maximum}",
-    "fraction": "a number above 0 and below 1",
-    "share": "a number from 0 to 1",
-    "backend": "native or cudaMallocAsync",
-    "divisions": "a power of two such as 4, or one for each size, [256:1,512:2,>:8]",
-    "reserve": "a share of the GPU's memory such as 0.5, or a size such as 40G",
-    "reserves": "reserves by class, [serving:0.25,capture:8G]",
+KEYS: dict[str, tuple[str, Version]] = {
+    EXPANDABLE: ("bool", OLDEST),
+    "max_split_size_mb": ("size", OLDEST),
+    "max_non_split_rounding_mb": ("size", OLDEST),
+    "garbage_collection_threshold": ("fraction", OLDEST),
+    "roundup_power2_divisions": ("divisions", OLDEST),
+    "backend": ("backend", OLDEST),
+    "release_lock_on_cudamalloc": ("bool", OLDEST),
+    "release_lock_on_hipmalloc": ("bool", OLDEST),
+    "pinned_use_cuda_host_register": ("bool", OLDEST),
+    "pinned_use_hip_host_register": ("bool", OLDEST),
+    "pinned_num_register_threads": ("threads", OLDEST),
+    "pinned_use_background_threads": ("bool", OLDEST),
+    "graph_capture_record_stream_reuse": ("bool", (2, 9)),
+    "pinned_reserve_segment_size_mb": ("number", (2, 10)),
+    "per_process_memory_fraction": ("share", (2, 10)),
+    "large_segment_size_mb": ("number", (2, 11)),
+    "pinned_free_catch_all": ("bool", (2, 12)),
+    "throw_on_cudamalloc_oom": ("bool", (2, 12)),
+    "pinned_max_round_threshold_mb": ("number", (2, 13)),
+    "pinned_max_cached_size_mb": ("number", (2, 13)),
+    "expandable_segments_reserve": ("reserve", (2, 15)),
+    "expandable_segments_reserve_by_class": ("reserves", (2, 15)),
 }
-"""What a value of each kind is, for people."""
+"""For each setting the kind of its value, a key of `KINDS`, and the first release that knows it; those before
+`OLDEST` are not told apart."""
 
 
-def list_known_keys(version: Version | None) -> tuple[str, ...]:
-    """Names of the settings of a release; None stands for all."""
-    return tuple(key.name for key in KEYS if version is None or key.since <= max(version, OLDEST))
-
-
-def find_fault(name: str, settings: Mapping[str, str], version: Version | None) -> str:
-    """Say what values are valid if a known setting has an invalid one; else empty.
-
-    `settings` are all that go together, in the allocator's notation; None is a release that is not known.
-    """
-    key, minimum = KNOWN[name], KNOWN[name].minimum
-    if name in SPLIT:
-        large = settings.get("large_segment_size_mb", "")
-        is_older = version is not None and version < (2, 10)
-        minimum = int(large) if _is_whole(large) else LARGE_MIB + is_older
-    if _is_valid(key.kind, settings[name], minimum, key.maximum):
-        return ""
-    most = f", at most {key.maximum}" if key.kind == "whole" and key.maximum < MAX_INT else ""
-    return KINDS[key.kind].format(minimum=minimum, maximum=key.maximum) + most
-
-
-def _is_valid(kind: str, text: str, minimum: int, maximum: int) -> bool:
-    """Whether torch takes a text as a value of a kind."""
-    match kind:
-        case "bool":
-            return text in ("True", "False")
-        case "whole":
-            return _is_whole(text) and minimum <= int(text) <= maximum
-        case "power":
-            return _is_power(text) and minimum <= int(text) <= maximum
-        case "fraction":
-            return 0 < _read_decimal(text) < 1
-        case "share":
-            return 0 <= _read_decimal(text) <= 1
-        case "backend":
-            return text in BACKENDS
-        case "reserve":
-            return 0 < _read_decimal(text[:-1] if text[-1:] in ("G", "g") else text) < float("inf")
-    # One for each size from a power of two of MiB on, `>` being all above, or for each class of streams.
-    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else ""
-    pairs = [item.partition(":")[::2] for item in inner.split(",")] if inner else []
-    if kind == "reserves":
-        return bool(pairs) and all(name and _is_valid("reserve", size, 0, 0) for name, size in pairs)
-    if not text.startswith("["):
-        return _is_power(text)
-    sizes = all(size == ">" or _is_power(size) for size, _ in pairs)
-    return bool(pairs) and sizes and all(parts == "0" or _is_power(parts) for _, parts in pairs)
-
-
-def _is_whole(text: str) -> bool:
-    """Whether a text is a whole number from 0 in plain digits; torch takes `64abc` and `-1`, too."""
-    return text.isascii() and text.isdigit() and len(text) < 12
+def _is_number(text: str, least: int = 0) -> bool:
+    """Whether a text is a whole number in plain digits; torch takes `64abc` and `-1`, too."""
+    return re.fullmatch(r"[0-9]{1,9}", text) is not None and int(text) >= least
 
 
 def _is_power(text: str) -> bool:
-    return _is_whole(text) and int(text).bit_count() == 1
+    return _is_number(text) and int(text).bit_count() == 1
 
 
 def _read_decimal(text: str) -> float:
     """A decimal number; NaN, which is within no bounds, if the text is none."""
-    plain = text.isascii() and "_" not in text and text.strip() == text
-    try:
-        return float(text) if plain else float("nan")
-    except ValueError:
-        return float("nan")
+    return float(text) if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e-?[0-9]+)?", text) else float("nan")
+
+
+def _is_reserve(text: str) -> bool:
+    return _read_decimal(text.removesuffix("g").removesuffix("G")) > 0
+
+
+def _read_pairs(text: str) -> list[tuple[str, str]]:
+    """The pairs of `[256:1,>:8]`; empty if a text is no list."""
+    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else ""
+    return (
+        [(name, value) for name, _, value in (item.partition(":") for item in inner.split(","))]
+        if inner
+        else []
+    )
+
+
+def _is_divisions(text: str) -> bool:
+    pairs = _read_pairs(text)
+    sizes = all(size == ">" or _is_power(size) for size, _ in pairs)
+    return _is_power(text) or (
+        bool(pairs) and sizes and all(parts == "0" or _is_power(parts) for _, parts in pairs)
+    )
+
+
+def _is_reserves(text: str) -> bool:
+    pairs = _read_pairs(text)
+    return bool(pairs) and all(name and _is_reserve(size) for name, size in pairs)
+
+
+KINDS: dict[str, tuple[Callable[[str], bool], str]] = {
+    "bool": (lambda text: text in ("True", "False"), "True or False"),
+    "number": (_is_number, "a whole number"),
+    "size": (lambda text: _is_number(text, 20), "a whole number of at least 20"),
+    "threads": (lambda text: _is_power(text) and int(text) <= 128, "a power of two from 1 to 128"),
+    "fraction": (lambda text: 0 < _read_decimal(text) < 1, "a number above 0 and below 1"),
+    "share": (lambda text: 0 <= _read_decimal(text) <= 1, "a number from 0 to 1"),
+    "backend": (BACKENDS.__contains__, "native or cudaMallocAsync"),
+    "divisions": (_is_divisions, "a power of two such as 4, or one for each size, [256:1,512:2,>:8]"),
+    "reserve": (_is_reserve, "a share of the GPU's memory such as 0.5, or a size such as 40G"),
+    "reserves": (_is_reserves, "reserves by class, [serving:0.25,capture:8G]"),
+}
+"""For each kind whether a text is a value of it, and what that is for people."""
+
+
+def find_fault(name: str, value: str) -> str:
+    """Say what values are valid if a known setting has an invalid one; else empty."""
+    is_valid, words = KINDS[KEYS[name][0]]
+    return "" if is_valid(value) else words
 
 
 def read_settings(section: Mapping[str, Any]) -> dict[str, str]:
@@ -238,7 +201,7 @@ def set_allocator(request: Request, gpu: Gpu | None, kernel: str) -> tuple[dict[
         return {}, []
     environ, name = request.environ, find_variable(request.environ)
     own = parse_settings(environ[name]) if name else {}
-    if own is None or any(key not in KNOWN or find_fault(key, own, None) for key in own):
+    if own is None or any(key not in KEYS or find_fault(key, value) for key, value in own.items()):
         return {}, [f"{name}={environ[name]} kept as the user has it: torch may not take it"]
     configured, notes = read_settings(request.allocator), []
     merged = dict(configured)
@@ -249,15 +212,7 @@ def set_allocator(request: Request, gpu: Gpu | None, kernel: str) -> tuple[dict[
     merged |= own
     if own:
         notes.append(f"{name}: {format_settings(own)} kept, set by the user")
-    for other in ALLOCATOR_VARIABLES[ALLOCATOR_VARIABLES.index(name) + 1 :] if name else ():
-        if environ.get(other, "").strip() and environ[other] != environ[name]:
-            notes.append(
-                f"{other}={environ[other]} is not heard: torch takes {name} alone where both are set"
-            )
-    # Under the new name alone, a CUDA build that knows neither the name nor the settings ignores them.
-    is_newer = name == SET_VARIABLES[1] and any(KNOWN[key].since > OLDEST for key in own)
-    names = SET_VARIABLES[1:] if is_newer else SET_VARIABLES
-    return dict.fromkeys(names, format_settings(merged)) if merged else {}, notes
+    return dict.fromkeys(SET_VARIABLES, format_settings(merged)) if merged else {}, notes
 
 
 def _find_reason(key: str, settings: Mapping[str, str], gpu: Gpu, kernel: str) -> str:
@@ -293,90 +248,46 @@ def set_malloc(request: Request) -> tuple[dict[str, str], list[str]]:
     return {"LD_PRELOAD": ":".join([path, *libraries])}, []
 
 
-def describe_ignored(settings: Mapping[str, str]) -> str:
-    """Warn of settings for torch's own pools if another backend replaces these."""
-    ignored = [key for key, value in settings.items() if _is_native(key) and value != "False"]
-    if settings.get("backend") not in BACKENDS[1:] or not ignored:
-        return ""
-    return (
-        f"backend:{settings['backend']} ignores {', '.join(ignored)} (PyTorch's notes on CUDA semantics):"
-        " leave one or the other out"
-    )
-
-
-def describe_idle(settings: Mapping[str, str]) -> str:
-    """Tell of a threshold that nothing comes near to: it is a share of a limit on the process's memory."""
-    has_limit = settings.get("per_process_memory_fraction", "1") != "1"
-    if "garbage_collection_threshold" not in settings or has_limit:
-        return ""
-    return (
-        "garbage_collection_threshold does nothing without a limit on memory (CUDACachingAllocator.cpp): set"
-        " allocator.per_process_memory_fraction below 1 (torch 2.10), unless the program sets its own"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Conflict:
-    """A program or variable that expandable segments do not go with."""
-
-    what: str
-    """What happens, with its source."""
-    remedy: str = ""
-    """How to have both; empty if there is no way."""
-
-
 def find_conflicts(
     settings: Mapping[str, str], argv: Sequence[str], environ: Mapping[str, str], *, contained: bool
-) -> Iterator[Conflict]:
+) -> Iterator[tuple[str, str]]:
     """Find what does not go with expandable segments, if `settings` have them.
 
-    `argv` are the program's, `environ` what the ranks will have. `contained`: they run in a container that
-    may not trace processes.
+    Gives what happens, with its source, and how to have both, which is empty if there is no way. `argv` are
+    the program's, `environ` what the ranks will have. `contained`: they run in a container that may not trace
+    processes.
     """
     if settings.get(EXPANDABLE) != "True" or settings.get("backend") in BACKENDS[1:]:
         return
+    words = [part for word in argv for part in word.split("=", 1)]
     # NCCL registers buffers, and then segments grow.
-    if _has_option(argv, "--use-nccl-ub"):
-        yield Conflict("--use-nccl-ub: Megatron-LM refuses NCCL user buffers with expandable_segments")
+    if "--use-nccl-ub" in words:
+        yield "--use-nccl-ub: Megatron-LM refuses NCCL user buffers with expandable_segments", ""
     if environ.get(HOOK, "").lower() in ("1", "true", "y", "yes"):
-        yield Conflict(f"{HOOK}: torch switches it off with expandable_segments (ProcessGroupNCCL.cpp)")
-    graph = _find_graph(argv, environ)
-    if graph and environ.get("NCCL_GRAPH_REGISTER") != "0":
-        yield Conflict(
-            f"{graph}: NCCL registers buffers of CUDA graphs, which with expandable_segments ends in illegal"
-            " memory accesses (Megatron-LM's arguments.py, which refuses it)",
+        yield f"{HOOK}: torch switches it off with expandable_segments (ProcessGroupNCCL.cpp)", ""
+    graphs = [option for option in GRAPHS if option in words]
+    if "--cuda-graph-impl" in words[:-1] and words[words.index("--cuda-graph-impl") + 1] != "none":
+        graphs.append("--cuda-graph-impl")
+    if environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1":
+        graphs.append("TORCHINDUCTOR_CUDAGRAPHS=1")
+    if graphs and environ.get("NCCL_GRAPH_REGISTER") != "0":
+        yield (
+            f"{graphs[0]}: NCCL registers buffers of CUDA graphs, which with expandable_segments ends in"
+            " illegal memory accesses (Megatron-LM's arguments.py, which refuses it)",
             "set env.NCCL_GRAPH_REGISTER=0",
         )
     # Other processes open memory.
     nixl = next((name for name in environ if name.startswith("NIXL_")), "")
-    ucx = f"UCX_TLS={environ['UCX_TLS']}" if "cuda" in environ.get("UCX_TLS", "") else nixl
-    if ucx:
-        yield Conflict(
+    if ucx := f"UCX_TLS={environ['UCX_TLS']}" if "cuda" in environ.get("UCX_TLS", "") else nixl:
+        yield (
             f"{ucx}: UCX moves memory of expandable_segments over TCP rather than cuda_ipc, hundreds of times"
-            " slower (github.com/ai-dynamo/nixl/issues/1754)"
+            " slower (github.com/ai-dynamo/nixl/issues/1754)",
+            "",
         )
     package = next((word for word in argv if word.partition(".")[0] in SHARING), "")
     if package and contained:
-        yield Conflict(
+        yield (
             f"{package} shares GPU memory among processes, which with expandable_segments takes pidfd_getfd,"
             " and containers forbid that (github.com/pytorch/pytorch/issues/165685)",
             "start the container with --cap-add=SYS_PTRACE",
         )
-
-
-def _find_graph(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the option or variable that asks for CUDA graphs; empty if none does."""
-    option = "--cuda-graph-impl"
-    for word, after in zip(argv, (*argv[1:], ""), strict=False):  # without arguments there is nothing after
-        name, equals, value = word.partition("=")
-        if name == option:
-            if (value if equals else after) not in ("", "none"):
-                return option
-            break
-    if environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1":
-        return "TORCHINDUCTOR_CUDAGRAPHS=1"
-    return next((option for option in GRAPHS if _has_option(argv, option)), "")
-
-
-def _has_option(argv: Sequence[str], option: str) -> bool:
-    return any(word.partition("=")[0] == option for word in argv)

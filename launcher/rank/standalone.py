@@ -81,7 +81,7 @@ def plan_for_rank(
     # The allocator's settings that do not go with the program are left out, as `launch` does.
     conflicts = [*find_conflicts(merge_settings(ALLOCATOR, environ), argv, environ, contained=False)]
     if conflicts and EXPANDABLE not in merge_settings({}, environ):
-        warnings = [warn("expandable", conflict=conflict.what) for conflict in conflicts]
+        warnings = [warn("expandable", conflict=what) for what, _ in conflicts]
         request = replace(request, allocator={})
     request = replace(
         request,

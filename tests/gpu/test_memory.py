@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.config.rules import parse_version
-from launcher.plan.allocator import ALLOCATOR_VARIABLES, KNOWN, find_fault, list_known_keys
+from launcher.plan.allocator import ALLOCATOR_VARIABLES, KEYS, find_fault
 from tests.gpu.proof import PROGRAMS, Proof, together
 from tests.plan.test_allocator_keys import CORE, LAX, RIGHT, WRONG
 
@@ -21,7 +20,9 @@ LITTER = {
 """Steps, micro-steps and evaluations of a program, and the policies under which it runs."""
 ALLOCATORS = ("default", "expandable")
 BATCHES = (2, 4, 8, 16, 32)
-VERSION = parse_version(torch.__version__)
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+KNOWN = {name: kind for name, (kind, since) in KEYS.items() if since <= VERSION}
+"""Settings that this torch knows, with the kinds of their values."""
 RUNTIME = ("backend",)
 """Settings that cannot be changed once torch is imported."""
 
@@ -41,12 +42,12 @@ def test_torchs_parser_takes_and_refuses_what_the_table_does(proof: Proof) -> No
         return True
 
     tried, differ = 0, []
-    for name in list_known_keys(VERSION):
+    for name in KNOWN:
         if name in RUNTIME or not (torch.version.cuda or name in CORE):
             continue
-        for value in filter(str.strip, (*RIGHT[KNOWN[name].kind], *WRONG[KNOWN[name].kind])):
+        for value in filter(str.strip, (*RIGHT[KNOWN[name]], *WRONG[KNOWN[name]])):
             tried += 1
-            taken, ours = accepts(f"{name}:{value}"), not find_fault(name, {name: value}, VERSION)
+            taken, ours = accepts(f"{name}:{value}"), not find_fault(name, value)
             differ += [(name, value, taken)] * (taken != ours and not (taken and value in LAX))
     proof.record("Allocator", {"what": "values that torch's parser was asked", "number": tried})
     assert tried > 30 and differ == []
@@ -71,15 +72,15 @@ def test_cudas_first_use_takes_and_refuses_what_the_table_does(proof: Proof) -> 
 def list_settings() -> Iterator[tuple[str, dict[str, str], bool | None]]:
     """For each setting a right value and a wrong one, and names that this torch does not know."""
     variable = ALLOCATOR_VARIABLES[0]
-    for name in list_known_keys(VERSION):
-        kind = KNOWN[name].kind
+    for name in KNOWN:
+        kind = KNOWN[name]
         # A share of 0 leaves no memory to use.
         first = RIGHT[kind][-1:] if kind == "share" else RIGHT[kind][:1]
         for value in RIGHT[kind] if name in RUNTIME else first:
             yield f"{name}:{value}", {variable: f"{name}:{value}"}, True
         wrong = next(value for value in WRONG[kind] if value.strip() == value != "" and value not in LAX)
         yield f"{name}:{wrong}", {variable: f"{name}:{wrong}"}, False
-    for name in ("no_such_key", *(key for key in KNOWN if key not in list_known_keys(VERSION))):
+    for name in ("no_such_key", *(key for key in KEYS if key not in KNOWN)):
         yield f"{name}, unknown to this torch", {variable: f"{name}:1"}, False
 
 
@@ -89,7 +90,7 @@ def list_variables() -> Iterator[tuple[str, dict[str, str], bool | None]]:
     wrong, right = "no_such_key:1", "expandable_segments:True"
     both = "expandable_segments:True,max_split_size_mb:512,roundup_power2_divisions:[256:1,512:2,>:8]"
     yield "several together", {first: both, third: both}, True
-    yield f"{third} is read", {third: wrong}, not (VERSION is None or VERSION >= (2, 10))
+    yield f"{third} is read", {third: wrong}, VERSION < (2, 10)
     yield f"{first} comes before {third}", {first: right, third: wrong}, True
     yield f"{second} is read", {second: wrong}, None
 
