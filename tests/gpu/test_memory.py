@@ -42,10 +42,10 @@ def test_torchs_parser_takes_and_refuses_what_the_table_does(proof: Proof) -> No
         return True
 
     tried, differ = 0, []
-    for name in KNOWN:
+    for name, kind in KNOWN.items():
         if name in RUNTIME or not (torch.version.cuda or name in CORE):
             continue
-        for value in filter(str.strip, (*RIGHT[KNOWN[name]], *WRONG[KNOWN[name]])):
+        for value in filter(str.strip, (*RIGHT[kind], *WRONG[kind])):
             tried += 1
             taken, ours = accepts(f"{name}:{value}"), not find_fault(name, value)
             differ += [(name, value, taken)] * (taken != ours and not (taken and value in LAX))
@@ -72,8 +72,7 @@ def test_cudas_first_use_takes_and_refuses_what_the_table_does(proof: Proof) -> 
 def list_settings() -> Iterator[tuple[str, dict[str, str], bool | None]]:
     """For each setting a right value and a wrong one, and names that this torch does not know."""
     variable = ALLOCATOR_VARIABLES[0]
-    for name in KNOWN:
-        kind = KNOWN[name]
+    for name, kind in KNOWN.items():
         # A share of 0 leaves no memory to use.
         first = RIGHT[kind][-1:] if kind == "share" else RIGHT[kind][:1]
         for value in RIGHT[kind] if name in RUNTIME else first:
