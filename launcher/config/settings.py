@@ -224,10 +224,10 @@ class ClusterConfig:
     nodelist: str | None = None
     reservation: str | None = None
     switches: str | None = None
-    segment: int | None = None
+    segment: int | None = setting(None, minimum=1)
     """Nodes that lie together in one block of the network, such as an NVLink domain (`--segment`); divides
     the number of nodes, spare ones included."""
-    exclusive: Any = None
+    exclusive: Any = setting(None, choices=("true", "false", "user", "mcs", "topo"))
     """`true`: the job has its nodes whole; `user`, `mcs` or `topo` as with SLURM's `--exclusive`."""
     spares: int = setting(0, minimum=0, maximum=1000)
     """Nodes that SLURM is asked for besides `nodes`. They are checked, wait idle, and replace nodes that are
@@ -235,7 +235,7 @@ class ClusterConfig:
     node_order: str = "auto"
     """The order of the nodes' ranks: `topology` (SLURM's switches), `slurm`, a file with one node a line, or
     `auto`: `topology` if SLURM knows of switches, else `slurm`."""
-    array_parallelism: int = 256
+    array_parallelism: int = setting(256, minimum=1)
     """How many jobs of a sweep run at the same time."""
     dependency: str | None = None
     mail_user: str | None = None

@@ -1,7 +1,6 @@
-"""SLURM's notations: times, sizes, GPUs, signals, dependencies, node lists (`rack[1-2]n[08-10],login`)."""
+"""SLURM's notations: GPUs, signals, node lists (`rack[1-2]n[08-10],login`), and what its options refuse."""
 
 import itertools
-import math
 import re
 import signal
 from collections.abc import Iterable, Iterator
@@ -9,20 +8,13 @@ from dataclasses import dataclass
 
 from launcher.errors import UsageError
 
-TIME = re.compile(r"(?:(?P<days>\d+)-(?P<dated>\d+(?::\d+){0,2})|(?P<plain>\d+(?::\d+){0,2}))", re.ASCII)
-UNLIMITED = ("unlimited", "infinite")
-SIZE = re.compile(r"[0-9]+[KMGT]?", re.IGNORECASE)
 GPUS = re.compile(r"(?:(?P<type>[A-Za-z][\w.+-]*):)?(?P<count>[0-9]+)")
-SIGNAL = re.compile(r"(?:B:)?(?P<signal>\w+)(?:@(?P<seconds>\d+))?")
-CHECKPOINT = ("USR1", "USR2")
+SIGNAL = re.compile(r"(?:B:)?(?:SIG)?(?P<signal>USR[12])(?:@(?P<seconds>\d+))?", re.IGNORECASE)
 """Signals that can mean `write a checkpoint`; the others stop a job, or mean another thing."""
 GRACE = 60
 """Seconds before the limit if `--signal` names none (sbatch(1))."""
 MOST_GRACE = 65535
 """The largest that `--signal` takes (sbatch(1))."""
-DEPENDENCY = re.compile(
-    r"(?:after(?:any|burstbuffer|corr|notok|ok)?(?::\d+(?:_(?:\d+|\*))?(?:\+\d+)?)+|singleton)"
-)
 ITEM = re.compile(r"(?:[^,\[\]]+|\[[^\]]*\])+")
 """One item of the outer list; commas within brackets belong to it."""
 NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)
@@ -38,51 +30,12 @@ class Gpus:
     """SLURM's type, if one is asked for."""
     count: int
 
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.count}" if self.kind else str(self.count)
 
-
-def parse_time_limit(key: str, text: str) -> float:
-    """Return a time limit in minutes, infinity for none; raises UsageError.
-
-    SLURM's: minutes, MM:SS, HH:MM:SS, DD-HH, DD-HH:MM, DD-HH:MM:SS; 0 is no limit.
-    """
-    if text.lower() in UNLIMITED:
-        return math.inf
-    match = TIME.fullmatch(text)
-    numbers = [int(piece) for piece in (match["dated"] or match["plain"]).split(":")] if match else []
-    if match and match["days"]:
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-        total, odd = int(match["days"]) * 1440 + hours * 60 + minutes + seconds / 60, hours > 23
-    else:
-        seconds = numbers[-1] if len(numbers) > 1 else 0
-        hours, minutes = (numbers[0], numbers[1]) if len(numbers) > 2 else (0, (*numbers, 0)[0])
-        total, odd = hours * 60 + minutes + seconds / 60, False
-    if not match or odd or any(number > 59 for number in numbers[1:]):
-        raise UsageError(
-            f"{key}={text}: give a time as SLURM writes it: minutes, MM:SS, HH:MM:SS, DD-HH, DD-HH:MM,"
-            " DD-HH:MM:SS or UNLIMITED"
-        )
-    return total or math.inf
-
-
-def check_size(key: str, value: object) -> str:
-    """Return a size of memory as sbatch takes it, `200G`; raises UsageError."""
-    text = str(value)
-    if isinstance(value, bool) or not SIZE.fullmatch(text):
-        raise UsageError(
-            f"{key}={text}: give whole MiB, or a number with K, M, G or T as in {key}=200G; 0 is all that a"
-            " node has, auto the GPUs' share"
-        )
-    return text
-
-
-def check_count(key: str, value: object) -> str:
-    """Return a number of at least 1; raises UsageError."""
+def check_count(key: str, value: object) -> None:
+    """Refuse what is no number of at least 1; raises UsageError."""
     text = str(value)
     if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
         raise UsageError(f"{key}={text}: give a number of at least 1, auto, or null to leave it to SLURM")
-    return str(int(text))
 
 
 def parse_gpus(key: str, value: object) -> Gpus:
@@ -94,32 +47,15 @@ def parse_gpus(key: str, value: object) -> Gpus:
 
 
 def parse_signal(text: str) -> tuple[signal.Signals, int]:
-    """Read `cluster.signal`: the signal, by name or number, and the seconds before the limit.
-
-    Raises UsageError for a signal that SLURM does not send, and for one that means something else.
-    """
+    """Read `cluster.signal`: the signal, and the seconds before the limit; raises UsageError."""
     match = SIGNAL.fullmatch(text)
-    name = match["signal"].upper().removeprefix("SIG") if match else ""
-    if name.isdecimal() and int(name) in {int(number) for number in signal.Signals}:
-        name = signal.Signals(int(name)).name.removeprefix("SIG")
     seconds = int(match["seconds"] or GRACE) if match else 0
-    if name not in CHECKPOINT or not 0 < seconds <= MOST_GRACE:
+    if not match or not 0 < seconds <= MOST_GRACE:
         raise UsageError(
-            f"cluster.signal={text}: give {' or '.join(CHECKPOINT)} and the seconds before the time"
-            f" limit, at most {MOST_GRACE}, as in cluster.signal=USR2@120"
+            f"cluster.signal={text}: give USR1 or USR2 and the seconds before the time limit, at most"
+            f" {MOST_GRACE}, as in cluster.signal=USR2@120"
         )
-    return signal.Signals[f"SIG{name}"], seconds
-
-
-def check_dependency(key: str, text: str) -> str:
-    """Return what `--dependency` takes; raises UsageError."""
-    pieces = re.split(r"[,?]", text)
-    if not all(DEPENDENCY.fullmatch(piece) for piece in pieces) or ("," in text and "?" in text):
-        raise UsageError(
-            f"{key}={text}: give TYPE:JOB[:JOB] as in {key}=afterok:123, or singleton; several joined by"
-            " commas (all of them) or by ? (any)"
-        )
-    return text
+    return signal.Signals[f"SIG{match['signal'].upper()}"], seconds
 
 
 def check_text(key: str, value: object) -> str:

@@ -102,7 +102,7 @@ AUTO = ("program.batch_size=auto", "program.activation_checkpointing=auto")
 
 def choose(*gpus: tuple[str | None, int], asked: int = 8) -> JobOptions:
     """The options of a job on nodes with these GPUs, a kind of node for each."""
-    kinds = [NodeKind("main", True, 8, 128, 64, 1_000_000, (gpu,), "idle", 60.0, ()) for gpu in gpus]
+    kinds = [NodeKind("main", True, 8, 128, 64, 1_000_000, (gpu,)) for gpu in gpus]
     options = (Option("gpus-per-node", str(asked), "cluster.gpus_per_node"),)
     return JobOptions(options, ("main",), tuple(kinds), ())
 
