@@ -27,7 +27,7 @@ from launcher.runs.run_process import check_process, open_process
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.slurm.commands import ENDED, ask_queue, run_slurm
 from launcher.slurm.notation import expand_hosts, fold_hosts
-from launcher.slurm.run_states import WAITING, find_run_states
+from launcher.slurm.run_states import WAITING, explain_reason, find_run_states
 from launcher.text import describe_time, escape_text, print_text
 
 logger = logging.getLogger(__name__)
@@ -125,8 +125,6 @@ def show_status(call: Call) -> int:
     if call.names and len(runs) == 1:  # of an array's members and the like, the rows are what is asked for
         (run,) = runs
         if run.slurm_state in WAITING:
-            from launcher.slurm.follow import explain_reason
-
             run = replace(run, reason=explain_reason(run.reason))
         print_details(console, run)
     return 0

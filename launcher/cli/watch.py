@@ -8,14 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.logs import RunWatch, describe_run_state
 from launcher.cli.runs import choose_live
 from launcher.cli.verbs import Call, print_json
 from launcher.config.config_file import read_config_value
 from launcher.errors import UsageError
 from launcher.report.viewer import open_stream
 from launcher.runs.run_status import RunStatus
-from launcher.slurm.run_states import find_run_states
+from launcher.slurm.run_states import RunWatch, describe_run_state, find_run_states
 from launcher.text import redirect_log
 from launcher.watch.run_files import write_stack_request
 from launcher.watch.run_reader import RunReader, RunSnapshot, read_details
@@ -118,9 +117,9 @@ def watch_live(path: Path, rank: int | None) -> "View":
                 say("")
             except OSError as error:
                 say(f"its stack cannot be asked for ({error.strerror})")
-        return read_view(path, states.update(), reader.read(), rank, messages[0])
+        return read_view(path, states.update()[0], reader.read(), rank, messages[0])
 
-    states = RunWatch(path, say, "the states are those of the run directory")
+    states = RunWatch([path], say, "the states are those of the run directory")
     restore_log = redirect_log(lambda record: say(record.getMessage()))
     try:
         view = look(rank, False)

@@ -526,7 +526,7 @@ class Settings:
     """How often all ranks are started again within the job after one has failed; null: never, and 3 times
     with `watch.on_hang=restart`."""
     follow: bool = False
-    """Stay with a submitted job: show its place in the queue and its output, and end with its exit code."""
+    """Stay with a submitted job: show why it waits and its output, and end with its exit code."""
     rank: int | None = setting(None, minimum=0)
     """The rank whose output `launch logs` shows, or that `launch watch` begins with; null means all ranks."""
     yes: bool = False

@@ -74,8 +74,6 @@ class RunStatus:
     ended: str = ""
     expected_start: str = ""
     """When SLURM thinks that a job that waits will begin, in local time; empty if it does not say."""
-    known_since: float | None = None
-    """When its first attempt began, or it was submitted, in seconds since the epoch; None if unknown."""
     seconds: float | None = None
     """How long the last attempt has run, or a job that waits has waited; None if that is not known."""
     exit_code: int | None = None
@@ -134,10 +132,8 @@ def read_status(path: Path, *, own: bool = False) -> RunStatus:
         process=take_dict(manifest, "process"),
         preflight=take_dict(manifest, "preflight") or None,
     )
-    times = (read_time(manifest.get("submitted")), *(read_time(one.started) for one in status.attempts))
-    since = min((time for time in (*times, read_time(status.started)) if time is not None), default=None)
     reason = explain_outcome(outcome) if status.state != "unknown" else doubt
-    return check_local(replace(status, reason=reason, seconds=measure_time(status), known_since=since))
+    return check_local(replace(status, reason=reason, seconds=measure_time(status)))
 
 
 def count_resumes(manifest: Mapping[str, object]) -> int:

@@ -193,7 +193,7 @@ def classify_kill(status: JobState | None, restarts: int) -> str:
     """
     if status is None:
         return ""
-    if (status.restarts or 0) > restarts:
+    if status.restarts > restarts:
         return "requeued"
     if status.preempted:
         return "preempted"

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from launcher.errors import SchedulerError
-from launcher.slurm.notation import expand_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -41,21 +40,15 @@ ENDED = frozenset(
 )
 """States from which a job does not come back (squeue(1), "JOB STATE CODES")."""
 SQUEUE_FIELDS = (
-    "JobArrayID,State,Partition,NumNodes,NodeList,StartTime,SubmitTime,RestartCnt,exit_code",
-    "EndTime,PreemptTime,TimeLimit,Reason",
+    *("JobArrayID", "State", "Partition", "NumNodes", "NodeList", "StartTime", "RestartCnt", "exit_code"),
+    *("EndTime", "PreemptTime", "TimeLimit", "Reason"),
 )
-SACCT_FIELDS = "JobID,State,Partition,NNodes,NodeList,Start,ExitCode,Reason"
-"""What is asked, in these commands' names; a reason can hold anything, and comes last.
-
-sacct's `Restarts` came with 23.11.
-"""
+"""What is asked, in squeue's names; a reason can hold anything, and comes last."""
 SQUEUE = ("squeue", "--noheader", "--array", "--all", "--states=all")
 SACCT = ("sacct", "--parsable2", "--noheader", "--allocations")
 SINFO = ("sinfo", "--noheader", "--Node")
 CONFIG_LINE = re.compile(r"^(\w+)\s*=\s*(.*?)\s*$", re.MULTILINE)
 NODE_FIELD = re.compile(r"(?:^|\s)(\w+)=(\S+)")
-MAX_JOBS = 1000
-"""Jobs of one question: an argument can have 128 KiB."""
 NO_VALUES = ("", "N/A", "None", "Unknown", "None assigned", "(null)", "NONE")
 """How SLURM writes that there is no such thing."""
 RUNNING = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
@@ -130,12 +123,10 @@ class JobState:
     """In SLURM's form, `n[0-3]`; empty before the start."""
     start: str = ""
     """`YYYY-MM-DDTHH:MM:SS` in local time, the expected one of a pending job; empty if none is known."""
-    restarts: int | None = None
-    """Requeues so far, one that is under way among them; None if only accounting remembers the job."""
+    restarts: int = 0
+    """Requeues so far, one that is under way among them."""
     exit_code: int | None = None
     """As a shell gives it, 128+n for signal n; None before the end."""
-    submitted: str = ""
-    """When it came into the queue, as `start`; of a requeued job, when it came back."""
     end_time: float | None = None
     """Time limit, in seconds since the epoch, infinite for none; the time of the end if SLURM is ending
     the job; None if SLURM does not tell."""
@@ -143,37 +134,17 @@ class JobState:
     """SLURM has set a time at which the job has to make room, or had to."""
 
 
-def ask_queue(job_ids: Sequence[str]) -> dict[str, JobState]:
-    """Ask SLURM about jobs; for the number of an array, about all of its members.
-
-    Jobs that it no longer knows are left out. Raises SchedulerError if slurmctld does not answer.
-    """
-    wanted = list(dict.fromkeys(job_ids))
-    found: dict[str, JobState] = {}
-    for at in range(0, len(wanted), MAX_JOBS):
-        found |= ask_controller(wanted[at : at + MAX_JOBS])
-    known = {*found, *(job_id.partition("_")[0] for job_id in found)}
-    forgotten = [job_id for job_id in wanted if job_id not in known]
-    for at in range(0, len(forgotten), MAX_JOBS):
-        # If accounting is off or down, sacct fails, and nothing more is known.
-        with contextlib.suppress(SchedulerError):
-            found |= ask_accounting(forgotten[at : at + MAX_JOBS])
-    return found
-
-
-def ask_job(job_id: str, environ: Mapping[str, str], timeout: float = SHORT_TIMEOUT) -> JobState:
-    """Ask slurmctld how one job stands; raises SchedulerError."""
-    for job in ask_controller([job_id], environ, timeout).values():
-        return job
-    raise SchedulerError(f"squeue: nothing on job {job_id}")
-
-
-def ask_controller(
+def ask_queue(
     job_ids: Sequence[str], environ: Mapping[str, str] | None = None, timeout: float = TIMEOUT
 ) -> dict[str, JobState]:
-    """Ask slurmctld, which forgets a job MinJobAge seconds after its end; raises SchedulerError."""
-    fields = ",".join(SQUEUE_FIELDS).split(",")
-    argv = [*SQUEUE, f"--jobs={','.join(job_ids)}", "--Format=" + ",".join(f"{name}:|" for name in fields)]
+    """Ask slurmctld about jobs; for the number of an array, about all of its members.
+
+    Jobs that it no longer knows are left out: it forgets one MinJobAge seconds after its end. Raises
+    SchedulerError if it does not answer.
+    """
+    if not job_ids:
+        return {}
+    argv = [*SQUEUE, f"--jobs={','.join(job_ids)}", f"--Format={':|,'.join(SQUEUE_FIELDS)}:|"]
     try:
         text = run_slurm(argv, environ, timeout=timeout)
     except SchedulerError as error:
@@ -182,66 +153,35 @@ def ask_controller(
             return {}
         raise
     found = {}
-    for row in split_rows(text, len(fields)):
-        job_id, state, partition, nodes, nodelist, start, submitted, restarts, status, *times, reason = row
-        end, preempted, limit = times
-        wait_status = int(status) if status.isdecimal() else 0
+    for row in split_rows(text, len(SQUEUE_FIELDS)):
+        job_id, state, partition, nodes, nodelist, start, restarts, status, end, preempted, limit, reason = (
+            row
+        )
+        least = nodes.partition("-")[0]  # a range before the start
+        code = None
+        if state in ENDED and status.isdecimal():
+            code = 128 + (int(status) & 127) if int(status) & 127 else int(status) >> 8 & 255
         found[job_id] = JobState(
             job_id,
             state,
             reason,
             partition,
-            parse_node_count(nodes),
+            int(least) if least.isdecimal() else 0,
             nodelist,
             start,
-            restarts=int(restarts) if restarts.isdecimal() else None,
-            exit_code=shell_code(wait_status >> 8 & 255, wait_status & 127)
-            if state in ENDED and status.isdecimal()
-            else None,
-            submitted=submitted,
+            int(restarts) if restarts.isdecimal() else 0,
+            code,
             end_time=math.inf if limit == "UNLIMITED" else parse_slurm_time(end),
             preempted=parse_slurm_time(preempted) is not None,
         )
     return found
 
 
-def ask_accounting(job_ids: Sequence[str]) -> dict[str, JobState]:
-    """Ask slurmdbd about jobs that the controller has forgotten; raises SchedulerError."""
-    # Members that never began have one row together, which is not shown for the number of one of them.
-    numbers = dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids)
-    text = run_slurm([*SACCT, f"--jobs={','.join(numbers)}", f"--format={SACCT_FIELDS}"])
-    rows = list(split_rows(text, SACCT_FIELDS.count(",") + 1))
-    # A member that ran has a row of its own, and is still counted in that of those that never did.
-    rows.sort(key=lambda row: "[" not in row[0])
-    found = {}
-    for numbers_of_row, state_text, partition, nodes, nodelist, start, status, reason in rows:
-        state = state_text.partition(" ")[0]  # it may name who cancelled the job
-        code, _, number = status.partition(":")
-        known = code.isdecimal() and number.isdecimal()
-        for job_id in list_members(numbers_of_row):
-            # What is no final state here was never told to slurmdbd: the controller would know such a job.
-            if state in ENDED and (job_id in job_ids or job_id.partition("_")[0] in job_ids):
-                found[job_id] = JobState(
-                    job_id,
-                    state,
-                    reason,
-                    partition,
-                    parse_node_count(nodes),
-                    nodelist,
-                    start,
-                    exit_code=shell_code(int(code), int(number)) if known else None,
-                )
-    return found
-
-
-def list_members(job_id: str) -> Iterator[str]:
-    """Give the members of a row of sacct's, `12_[3-5,9%2]`; another job's number is given as it is."""
-    array, bracket, members = job_id.partition("[")
-    if not bracket:
-        yield job_id
-    for part in members.rstrip("]").partition("%")[0].split(",") if bracket else ():
-        with contextlib.suppress(ValueError):  # `...`, if the list is too long
-            yield from (f"{array}{number}" for number in expand_ranges(part))
+def ask_job(job_id: str, environ: Mapping[str, str], timeout: float = SHORT_TIMEOUT) -> JobState:
+    """Ask slurmctld how one job stands; raises SchedulerError."""
+    for job in ask_queue([job_id], environ, timeout).values():
+        return job
+    raise SchedulerError(f"squeue: nothing on job {job_id}")
 
 
 def split_rows(text: str, count: int) -> Iterator[list[str]]:
@@ -250,17 +190,6 @@ def split_rows(text: str, count: int) -> Iterator[list[str]]:
         row = [cell.strip() for cell in line.removesuffix("|").split("|", count - 1)]
         if len(row) == count:
             yield [("" if cell in NO_VALUES else cell) for cell in row]
-
-
-def shell_code(code: int, number: int) -> int:
-    """Return an exit code as a shell gives it, from a program's own and the signal that ended it."""
-    return 128 + number if number else code
-
-
-def parse_node_count(text: str) -> int:
-    """Read a number of nodes, which may be a range (`2-4`) before the start: the least."""
-    digits = text.partition("-")[0]
-    return int(digits) if digits.isdecimal() else 0
 
 
 def name_job(environ: Mapping[str, str]) -> str:
@@ -354,7 +283,7 @@ def requeue_job(job_id: str, environ: Mapping[str, str], timeout: float = math.i
             if "pending execution" in str(error):
                 return
             try:
-                if (ask_job(job_id, environ).restarts or 0) > count_restarts(environ):
+                if ask_job(job_id, environ).restarts > count_restarts(environ):
                     return
                 answered = min(answered, time.monotonic())
             except SchedulerError:
@@ -398,31 +327,22 @@ def exclude_nodes(
             raise SchedulerError(f"SLURM took {patience:.0f} s to answer")
         return run_slurm(argv, environ, timeout=left)
 
-    def list_nodes(expression: str, partition: str) -> set[str]:
-        """Return the nodes of a partition, or those in `expression` if there is one."""
-        chosen = (f"--nodes={expression}",) if expression else ()
+    def list_nodes(partition: str, *chosen: str) -> set[str]:
         return {*ask(*SINFO, f"--partition={partition}", "--format=%N", *chosen).split()}
 
     try:
         answer = ask(*SQUEUE, f"--jobs={job_id}", "--format=%x|%n|%P")
         excluded, required, partition = next(split_rows(answer, 3))
-        required_nodes = list_nodes(required, partition) if required else set()
-        before = list_nodes(excluded, partition) if excluded else set()
+        named = list_nodes(partition, f"--nodes={required}") if required else set()
+        before = list_nodes(partition, f"--nodes={excluded}") if excluded else set()
         users = before - {*lost}
-        chosen = choose_excluded_nodes(lost, list_nodes("", partition) - users, required_nodes, min_nodes)
+        free = list_nodes(partition) - users
+        able = [name for name in lost if name in free - named]
+        chosen = able[: max(len(free) - min_nodes, 0)]
         if users | {*chosen} != before:
-            names = ",".join(sorted(users | {*chosen}))
-            ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}")
+            ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(sorted(users | {*chosen}))}")
     except (SchedulerError, StopIteration) as error:
         return f"{', '.join(lost)} not excluded ({error})"
     kept = [name for name in lost if name not in chosen]
     why = f"the job asks for it, or partition {partition} would have too few nodes"
     return f"{', '.join(kept)} not excluded: {why}" if kept else ""
-
-
-def choose_excluded_nodes(
-    lost: Sequence[str], nodes: set[str], required_nodes: set[str], min_nodes: int
-) -> list[str]:
-    """Return the lost nodes that can be spared, first ones first, so that `min_nodes` nodes remain."""
-    able = [name for name in lost if name in nodes and name not in required_nodes]
-    return able[: max(len(nodes) - min_nodes, 0)]

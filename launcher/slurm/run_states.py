@@ -2,12 +2,14 @@
 
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.errors import SchedulerError, UsageError
-from launcher.runs.manifest import OPEN, read_job, read_own_manifest, read_time, take_dict
+from launcher.runs.manifest import CLOSED, OPEN, read_job, read_own_manifest, take_dict
 from launcher.runs.rank_logs import find_job_logs
 from launcher.runs.run_directory import FULL, RunDir, is_full
 from launcher.runs.run_process import check_process
@@ -19,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 """SLURM's states of a job that is to start, or to start again."""
-TOLERANCE = 600.0
-"""Seconds by which the clocks of a login node and of slurmctld may differ."""
 ENDINGS = {
     "COMPLETED": ("succeeded", ""),
     "CANCELLED": ("stopped", "cancelled"),
@@ -30,6 +30,29 @@ ENDINGS = {
     "OUT_OF_MEMORY": ("failed", "out of memory: ask for more with cluster.mem"),
 }
 """What SLURM's final states say of a run that did not come to write how it ended; the others: failed."""
+REASONS = {
+    "Priority": "jobs of higher priority go first",
+    "Resources": "the next in line, until enough nodes are free",
+    "BeginTime": "its earliest start is still to come",
+    "Dependency": "jobs that it depends on have not ended",
+    "DependencyNeverSatisfied": "a job that it depends on ended otherwise: it never starts, cancel it",
+    "JobArrayTaskLimit": "as many members of the array run as cluster.array_parallelism allows",
+    "JobHeldUser": "held: `scontrol release` lets it go",
+    "JobHeldAdmin": "held by an administrator",
+    "PartitionDown": "the partition is closed",
+    "PartitionNodeLimit": "it asks for more nodes than the partition gives to one job",
+    "PartitionTimeLimit": "cluster.time is above the partition's limit",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+    "AssocGrp": "the account's jobs together have come to a limit",
+    "AssocMax": "it is above what the account allows to one job or user",
+    "QOSGrp": "the QOS's jobs together have come to a limit",
+    "QOSMax": "it is above what the QOS allows to one job, user or account",
+}
+"""SLURM's reasons (squeue(1), "JOB REASON CODES") that people meet most, or their beginnings, in words."""
+STATE_SECONDS = 0.5
+"""Seconds between two looks at the manifests of runs that are followed."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 20.0
+"""Seconds between two questions to SLURM after a change, and when nothing has changed for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +92,7 @@ def resolve_run(run: RunStatus, job: JobState | None) -> RunStatus:
         return mark_lost(run, "it was never submitted") if run.state == "queued" else run
     if not run.is_live and run.state != "unknown":
         return run
-    if job is None or is_other_job(run, job):
+    if job is None:
         return mark_lost(run, explain_forgotten(run)) if run.is_live else run
     run = replace(
         run,
@@ -77,20 +100,14 @@ def resolve_run(run: RunStatus, job: JobState | None) -> RunStatus:
         partition=job.partition,
         nodes=job.nodes or run.nodes,
         nodelist=job.nodelist,
-        restarts=max(run.restarts, job.restarts or 0),
+        restarts=max(run.restarts, job.restarts),
     )
-    if job.state in ENDED:
-        return apply_end(run, job)
     if job.state in WAITING:
         return replace(run, state="queued", reason=job.reason, expected_start=job.start)
-    # While its nodes are cleared, the manifest tells whether it is to begin again.
-    clearing = job.state == "COMPLETING"
-    state = run.state if clearing else "running"
-    return replace(run, state=state, reason="" if job.state == "RUNNING" else job.state.lower())
-
-
-def apply_end(run: RunStatus, job: JobState) -> RunStatus:
-    """Return a run with the end that SLURM tells of."""
+    if job.state not in ENDED:
+        # While its nodes are cleared, the manifest tells whether it is to begin again.
+        state = run.state if job.state == "COMPLETING" else "running"
+        return replace(run, state=state, reason="" if job.state == "RUNNING" else job.state.lower())
     state, text = ENDINGS.get(job.state, ("failed", job.state))
     parts = [text, "" if job.reason == "NonZeroExitCode" else job.reason]
     if job.state not in ENDINGS and job.exit_code:
@@ -100,24 +117,95 @@ def apply_end(run: RunStatus, job: JobState) -> RunStatus:
     return replace(run, state=state, reason=reason, exit_code=job.exit_code, seconds=None)
 
 
-def is_other_job(run: RunStatus, job: JobState) -> bool:
-    """Tell whether a number was given again, to a job that was submitted after this run had begun.
-
-    A controller that has lost its state counts from the start. What has been requeued has a new time.
-    """
-    submitted = read_time(job.submitted)
-    if submitted is None or run.known_since is None or job.restarts != 0:
-        return False
-    return submitted > run.known_since + TOLERANCE
-
-
 def explain_forgotten(run: RunStatus) -> str:
     """Say what it means that SLURM no longer knows a job whose end nobody has written down."""
-    if run.state == "queued" and not run.attempts:
-        if find_job_logs(Path(run.path)):
-            return f"job {run.job_id} ended before it came to the program (cluster.setup?): see launch logs"
-        return f"SLURM no longer knows job {run.job_id}, which never began: it was cancelled in the queue"
-    return f"SLURM no longer knows job {run.job_id}, and how it ended was not written down"
+    if run.state != "queued" or run.attempts:
+        return f"SLURM no longer knows job {run.job_id}, and how it ended was not written down"
+    if find_job_logs(Path(run.path)):
+        return f"job {run.job_id} ended before it came to the program (cluster.setup?): see launch logs"
+    return f"SLURM no longer knows job {run.job_id}, which never began: it was cancelled in the queue"
+
+
+def describe_run_state(run: RunStatus) -> str:
+    """Say how a run stands: `tiny/20260801-120000 is queued, job 12: Resources`."""
+    job = f", job {run.job_id}" if run.job_id else ""
+    verb = "is" if run.is_live or run.state in ("lost", "unknown") else "has"
+    return f"{run.run} {verb} {run.state}{job}" + (f": {run.reason}" if run.reason else "")
+
+
+def explain_reason(reason: str) -> str:
+    """Return SLURM's reason, with an explanation if there is one: `Priority (jobs of … go first)`."""
+    word = reason.partition(",")[0].strip()
+    text = REASONS.get(word) or next((REASONS[name] for name in REASONS if word.startswith(name)), "")
+    return f"{reason} ({text})" if text else reason
+
+
+@dataclass(slots=True)
+class RunWatch:
+    """How runs that are followed stand, by their manifests and by SLURM, which a thread asks."""
+
+    paths: Sequence[Path]
+    say: Callable[[str], None] = logger.info
+    """Says that SLURM does not answer."""
+    error_note: str = "the logs are followed on"
+    """What goes on meanwhile."""
+    runs: list[RunStatus] = field(default_factory=list)
+    updated: float = 0.0
+    """When the manifests were read, in monotonic seconds."""
+    job_ids: tuple[str, ...] = ()
+    """What is asked about."""
+    answer: Mapping[str, JobState | None] = field(default_factory=dict)
+    """What SLURM has said of each job that it was asked about."""
+    errors: list[str] = field(default_factory=list)
+    """Since its last answer."""
+    wake: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+    closing: bool = False
+
+    def update(self) -> list[RunStatus]:
+        """Return how the runs stand; of answers that do not come, the second is told."""
+        if self.runs and time.monotonic() - self.updated < STATE_SECONDS:
+            return self.runs
+        ended = {run.path: run for run in self.runs if run.state in CLOSED and not run.slurm_state}
+        found = [ended.get(str(path.absolute())) or read_status(path) for path in self.paths]
+        self.updated, answer = time.monotonic(), self.answer
+        self.job_ids = tuple(run.job_id for run in found if run.job_id and run.is_live)
+        if self.job_ids and not self.thread:
+            self.thread = threading.Thread(target=self._ask, daemon=True)
+            self.thread.start()
+        if len(self.errors) > 1 and self.errors[-1]:
+            self.say(f"{self.errors[-1]}; {self.error_note}, and SLURM asked again")
+            self.errors[-1] = ""
+        self.runs = [
+            update_run(run, answer[job_id]) if (job_id := run.job_id or "") in answer else run
+            for run in found
+        ]
+        return self.runs
+
+    def _ask(self) -> None:
+        """Ask, wait, and ask again: the thread's body."""
+        pause = FIRST_PAUSE
+        while not self.closing:
+            job_ids = self.job_ids
+            try:
+                jobs = ask_queue(job_ids) if job_ids else {}
+            except SchedulerError as error:
+                self.errors.append("" if len(self.errors) > 1 else str(error))
+            else:
+                found = {job_id: jobs.get(job_id) for job_id in job_ids}
+                pause = FIRST_PAUSE if found != self.answer else min(1.5 * pause, LONGEST_PAUSE)
+                self.answer, self.errors = found, []
+            self.wake.wait(pause)
+            self.wake.clear()
+
+    def ask_now(self) -> None:
+        """Ask without waiting, since something is known to have changed."""
+        self.wake.set()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self.closing = True
+        self.wake.set()
 
 
 def refuse_run_in_use(path: Path, *, submits: bool) -> None:
@@ -131,24 +219,18 @@ def refuse_run_in_use(path: Path, *, submits: bool) -> None:
         return
     if take_dict(found, "outcome").get("state") not in OPEN:
         return
-    process, job_id = take_dict(found, "process"), read_job(found)
+    process, job_id, holder = take_dict(found, "process"), read_job(found), ""
     if process and check_process(process):
-        refuse_two_runs(path, f"process {process.get('pid')}", "running", quote_word(str(path.absolute())))
-    if job_id is None or job_id == name_job(os.environ):
-        return  # runs in an allocation are judged by their processes
-    try:
-        job = ask_queue([job_id]).get(job_id)
-    except SchedulerError as error:
-        if submits:
-            raise
-        logger.warning(f"whether run_dir={path} is still in use is not known: {error}")
-        return
-    if job and job.state not in ENDED:
-        refuse_two_runs(path, f"job {job_id}", job.state, job_id)
-
-
-def refuse_two_runs(path: Path, holder: str, state: str, target: str) -> None:
-    """Raise UsageError for a run directory that another run is at."""
-    raise UsageError(
-        f"run_dir={path} belongs to {holder}, which is {state}: wait for its end, or `launch cancel {target}`"
-    )
+        holder = f"process {process.get('pid')}, which is running"
+    elif job_id and job_id != name_job(os.environ):  # runs in an allocation are judged by their processes
+        try:
+            job = ask_queue([job_id]).get(job_id)
+        except SchedulerError as error:
+            if submits:
+                raise
+            logger.warning(f"whether run_dir={path} is still in use is not known: {error}")
+            return
+        holder = f"job {job_id}, which is {job.state}" if job and job.state not in ENDED else ""
+    if holder:
+        target = job_id if holder.startswith("job") else quote_word(str(path.absolute()))
+        raise UsageError(f"run_dir={path} belongs to {holder}: wait for its end, or `launch cancel {target}`")

@@ -29,7 +29,7 @@ sys.exit(first_node_guard.main())
 """
 COMMANDS = {
     "sinfo": "printf 'n0|down*\\nn1|idle\\n'",
-    "squeue": "echo '7|RUNNING|main|2|n[0-1]|N/A|N/A|0|0|N/A|N/A|1:00|None|'",
+    "squeue": "echo '7|RUNNING|main|2|n[0-1]|N/A|0|0|N/A|N/A|1:00|None|'",
     "scontrol": """case "$*" in
 requeue*)
     echo >> tries

@@ -27,13 +27,12 @@ def environ(tmp_path: Path) -> dict[str, str]:
     """SLURM's commands are in `bin`: the squeue there prints the file `rows`."""
     (tmp_path / "bin").mkdir()
     write_command(tmp_path, "squeue", "cat rows")
-    write_command(tmp_path, "sacct", "exit 1")
     return {**clean_environ(), "PATH": f"{tmp_path}/bin:/usr/bin:/bin", "TZ": "UTC"}
 
 
 def add_times(row: str) -> str:
     """Put in what a row does not tell: its end, a preemption, and the limit."""
-    *head, reason = row.split("|", 8)
+    *head, reason = row.split("|", 7)
     return "|".join([*head, "N/A|N/A|N/A", reason])
 
 
@@ -80,7 +79,7 @@ def test_a_manifest_that_was_completed_meanwhile(tmp_path: Path, environ: dict[s
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["outcome"] = {"state": "failed", "exit_code": 9, "reason": "so it is"}
     (tmp_path / "later").write_text(json.dumps(manifest))
-    row = "7|COMPLETED|main|2|n[0-1]|N/A|N/A|0|0|N/A|N/A|N/A|None|"
+    row = "7|COMPLETED|main|2|n[0-1]|N/A|0|0|N/A|N/A|N/A|None|"
     write_command(tmp_path, "squeue", f"cp later {path}/manifest.json; echo '{row}'")
     done = run_outside(["status", "format=json"], tmp_path, environ)
     (found,) = json.loads(done.out)["runs"]
@@ -110,7 +109,7 @@ def test_a_run_directory_is_for_one_run_at_a_time(
             path = make_run(tmp_path / f"runs-{state}", state=state, **more)
         for said in case.get("squeue", ["RUNNING"]):
             shown = {"away": AWAY, "unknown": UNKNOWN}
-            row = f"7|{said}|main|2|n[0-1]|N/A|N/A|0|0|N/A|N/A|N/A|None|"
+            row = f"7|{said}|main|2|n[0-1]|N/A|0|0|N/A|N/A|N/A|None|"
             write_command(tmp_path, "squeue", shown.get(said, f"echo '{row}'"))
             (tmp_path / "calls").unlink(missing_ok=True)
             for submits in (True, False):

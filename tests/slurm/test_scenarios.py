@@ -102,7 +102,7 @@ def write_answers(folder: Path, name: str, lines: list[str]) -> None:
 
 def fill_row(state: str, restarts: str, *rest: str) -> str:
     """Return a whole row of squeue's on the job."""
-    return "|".join(["7", state, "main|2|n[0-1]|N/A|N/A", restarts, "0", *rest])
+    return "|".join(["7", state, "main|2|n[0-1]|N/A", restarts, "0", *rest])
 
 
 def make_record(host: str, told: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.launch.endpoint import DEFAULT_LOCAL, LOWEST, read_client_ports
-from launcher.slurm.commands import list_members
 from launcher.slurm.node_order import find_node_order, order_nodes, parse_topology
 from launcher.slurm.notation import expand_hosts, fold_hosts, fold_in_order
 from launcher.slurm.slurm_environ import (
@@ -91,8 +90,6 @@ def test_lists_of_nodes_and_of_jobs() -> None:
     assert fold_in_order(expand_hosts("n[0-3999]")) == "n[0-3999]"
     with pytest.raises(ValueError, match="invalid literal"):
         expand_hosts("n[a-b]")
-    for text, names in TABLES["members"]:
-        assert list(list_members(text)) == names.split()
 
 
 HOST = st.from_regex(r"[a-z.-]{0,3}([0-9]{1,3}[a-z.-]{0,2}){0,2}[0-9]{0,3}", fullmatch=True).filter(bool)
