@@ -1,5 +1,6 @@
 """`launch` within a SLURM job, in salloc's shell or a job script: a step over its nodes, on this terminal."""
 
+import contextlib
 import json
 import logging
 import os
@@ -58,8 +59,10 @@ def run_own_job(spec: JobSpec, argv: Sequence[str]) -> int:
     if read_job(read_manifest(spec.run_path)) == job_id:
         secrets: Mapping[str, object] = write_job_request(make_job_request(spec, argv), spec.run_path)
     else:
-        staged = stage_run(spec, argv, describe_sources(Path.cwd()))
-        staged.write_job_id(job_id)
+        with contextlib.ExitStack() as undo:
+            staged = stage_run(spec, argv, describe_sources(Path.cwd()), undo)
+            staged.write_job_id(job_id)
+            undo.pop_all()
         secrets = staged.secrets
     if secrets:
         os.environ[LAUNCH_SECRETS] = json.dumps({str(spec.run_path): secrets})

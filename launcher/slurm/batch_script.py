@@ -11,13 +11,8 @@ from pathlib import Path
 from launcher.config.overrides import read_key
 from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
-from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import MASK, mask_words
-from launcher.slurm.attempt import Attempt
 from launcher.slurm.job_options import Option
-from launcher.slurm.job_request import make_job_request
-from launcher.slurm.node_step import describe_node_step
-from launcher.slurm.srun import render_step
 
 SCRIPT = "submission.sh"
 """Its file in the run directory."""
@@ -32,8 +27,6 @@ SETUP_END = """\
 trap - EXIT
 unset -v launch_line launch_code
 unset -f launch_check"""
-EXAMPLE_HOSTS, EXAMPLE_RUN_DIR = "NODES", Path("RUN_DIR")
-"""Stand for what is known once the job runs."""
 DECIDED = ("dry_run", "follow", "run_dir", "new_run_dir", "cluster.kind", "cluster.requeue.allocation")
 """Settings that the command line in the script of a dry run does not take over."""
 CONFIG_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
@@ -44,8 +37,8 @@ class Script:
     """What the script of a job, or of a job array, is made of, whoever submits it."""
 
     options: tuple[Option, ...]
-    remarks: tuple[str, ...]
-    """What the job does, for people who read the script."""
+    remark: str
+    """Where it is from, for people who read the script."""
     setup: tuple[str, ...]
     """The user's own lines of bash."""
     python: tuple[str, ...]
@@ -135,40 +128,31 @@ def describe_member(spec: JobSpec, argv: Sequence[str]) -> Member:
             words.append(shlex.quote(word))
     for word in spec.overrides:
         key = read_key(word)
-        if key in DECIDED:
-            continue
-        if mask_words([word]) == [word]:
-            words.append(shlex.quote(word))
-        elif key.startswith("env."):
-            secrets.append(key.removeprefix("env."))  # the environment goes along
-        else:
-            name = re.sub(r"\W", "_", key).upper()
-            secrets.append(name)
-            words.append(f'{shlex.quote(key)}="${name}"')
-    program: list[str] = []
+        if key not in DECIDED:
+            name = "" if mask_words([word]) == [word] else key.removeprefix("env.")
+            if name and not key.startswith("env."):
+                name = re.sub(r"\W", "_", name).upper()
+            secrets += filter(None, [name])
+            words.append(f'{shlex.quote(key)}="${name}"' if name else shlex.quote(word))
+    program = []
     for word, shown in zip(spec.program or (), mask_words(spec.program or ()), strict=True):
-        if word == shown:
-            program.append(shlex.quote(word))
-            continue
-        secrets.append(f"SECRET_{len(secrets) + 1}")
-        begin = shown.removesuffix(MASK)
-        if begin and word.startswith(begin) and begin.endswith("="):
-            program.append(f'{shlex.quote(begin)}"${secrets[-1]}"')
+        if word != shown:
+            secrets.append(f"SECRET_{len(secrets) + 1}")
+            begin = shown.removesuffix(MASK)
+            begin = shlex.quote(begin) if begin and word.startswith(begin) else ""
+            program.append(f'{begin}"${secrets[-1]}"')
         else:
-            program.append(f'"${secrets[-1]}"')
+            program.append(shlex.quote(word))
     run = str(spec.run_path)
     return Member(run, spec.run_key != "runs_dir", tuple(words), tuple(program), tuple(secrets))
 
 
 def render_header(script: Script, output: str) -> list[str]:
-    """Write the remarks and the options, the log's among them."""
+    """Write the remark and the options, the log's among them."""
     log = (Option("open-mode", "append", "run_dir"), Option("output", output, "run_dir"))
     # A comment of one line holds nothing that could end it.
-    remarks = (
-        "# " + "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-        for text in script.remarks
-    )
-    return [SHEBANG, *remarks, *map(render_option, (*script.options, *log))]
+    remark = "".join(char if char.isprintable() else repr(char)[1:-1] for char in script.remark)
+    return [SHEBANG, f"# {remark}", *map(render_option, (*script.options, *log))]
 
 
 def check_path(path: str) -> None:
@@ -243,24 +227,3 @@ def check_syntax(text: str, setup: Sequence[str]) -> None:
         raise UsageError(
             f"cluster.setup={list(setup)} is no valid bash ({complaint}): each entry is a whole command"
         )
-
-
-def describe_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> tuple[str, ...]:
-    """Return the lines for a job, or for the members of an array; secrets are masked.
-
-    Of srun's command, as the job's first node runs it, they have what is known before.
-    """
-    lines = [f"Made by: {shlex.join(mask_words(['launch', *argv]))}"]
-    for number, spec in enumerate(specs):
-        member = f"Member {number}" if len(specs) > 1 else "Step"
-        hosts = (EXAMPLE_HOSTS,) * spec.cluster.max_nodes
-        spares = (EXAMPLE_HOSTS,) * spec.config.cluster.spares
-        request, run = make_job_request(spec, ()), RunDir(EXAMPLE_RUN_DIR)
-        attempt = Attempt(request, run, os.environ, hosts, {}, requeues=True, spares=spares)
-        words = render_step(describe_node_step(attempt))
-        known = [word for word in words if not word.startswith("--nodelist=")]
-        lines.append(f"{member}: {shlex.join(mask_words(known))}")
-    if count := specs[0].config.cluster.spares:
-        nodes = specs[0].cluster.max_nodes
-        lines.append(f"Spare nodes: {count} of {nodes + count} (they wait, and replace nodes that are lost)")
-    return tuple(lines)

@@ -1,6 +1,7 @@
 """What a job, or the jobs of a sweep, ask sbatch for, and what to do if it refuses."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -121,6 +122,8 @@ def choose_job_options(specs: Sequence[JobSpec], environ: Mapping[str, str], *, 
         nproc = read_nproc(spec.config.nproc_per_node)
         filled = fill_auto_resources(spec.config.cluster, nproc, kinds, environ)
         members.append(_build_options(spec, name, filled))
+        if kinds and not dry_run:
+            check_partition(spec, kinds, filled["gpus_per_node"])
     for number, (spec, options) in enumerate(zip(specs, members, strict=True), 1):
         odd = [option.key for option in {*options} ^ {*members[0]}]
         odd += ["cluster.setup"] if spec.config.cluster.setup != first.setup else []
@@ -145,6 +148,21 @@ def check_cluster(cluster: ClusterConfig) -> None:
             check(f"cluster.{key}", value)
     parse_signal(cluster.signal)
     _read_additional(cluster.additional)
+
+
+def check_partition(spec: JobSpec, kinds: Sequence[NodeKind], gpus: str | None) -> None:
+    """Raise SchedulerError if no partition has the nodes: SLURM would have the job wait for ever."""
+    nodes, spares = spec.cluster.min_nodes, spec.config.cluster.spares
+    wanted, counts = parse_gpus("cluster.gpus_per_node", gpus or 0), Counter[str]()
+    for kind in kinds:
+        counts[kind.partition] += kind.count if kind.count_gpus(wanted.kind) >= wanted.count else 0
+    have = max(counts.values())
+    if 0 < have < nodes + spares:  # without any, sbatch refuses the GPUs
+        raise SchedulerError(
+            f"nodes={nodes}{f' and cluster.spares={spares}' if spares else ''}, and partition"
+            f" {', '.join(sorted(counts))} has {have}{f' with {gpus} GPUs' if wanted.count else ''}:"
+            " ask for fewer, or set another cluster.partition"
+        )
 
 
 def read_nproc(text: object) -> int | None:

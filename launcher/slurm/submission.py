@@ -5,10 +5,11 @@ import io
 import json
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from submitit import Job, SlurmExecutor, SlurmJob
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
 from submitit.helpers import CommandFunction
 
-from launcher.errors import LaunchError, MachineError, SchedulerError, UsageError
+from launcher.errors import MachineError, SchedulerError, UsageError
 from launcher.files import LARGEST, read_file
 from launcher.launch.job import JobSpec
 from launcher.launch.local_run import prepare_run, refuse_run
@@ -26,11 +27,11 @@ from launcher.protocol import LAUNCH_SECRETS
 from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, write_private
+from launcher.runs.secrets import mask_words
 from launcher.slurm.batch_script import (
     SCRIPT,
     Script,
     check_syntax,
-    describe_jobs,
     describe_member,
     render_dry_run,
     render_script,
@@ -43,8 +44,15 @@ from launcher.text import print_text, quote_word
 
 logger = logging.getLogger(__name__)
 
-LARGE_VARIABLE = 64 << 10
-"""Characters of a variable from which an error names it."""
+WRITTEN_FILES = ("config.yaml", "manifest.json", REQUEST_FILE, SCRIPT)
+"""What a submission writes."""
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
+PACKAGE = Path(__file__).parents[1] / "__init__.py"
+ISOLATED = ("-I", "-P")
+"""Ways to keep Python from importing what lies in the working directory, the first that finds us winning.
+
+-I leaves PYTHONPATH out too, whose empty entries are the working directory, and which modules set.
+"""
 
 
 class BatchScriptExecutor(SlurmExecutor):
@@ -77,53 +85,29 @@ class BatchScriptExecutor(SlurmExecutor):
 def submit_script(script: Path, environ: Mapping[str, str]) -> str:
     """Submit a script in this environment, which the job gets too, and return the job's id.
 
-    Raises SchedulerError with what sbatch complained of.
+    Raises SchedulerError with what sbatch complained of, in one line.
     """
     try:
         return BatchScriptExecutor(script, environ).submit(run_batch_script, script.parent).job_id
     except FailedJobError as error:
-        cause = error.__cause__
+        cause, lines = error.__cause__, dict.fromkeys(str(error).splitlines())
+        words = ("sbatch: ", "error: ", "fatal: ")
+        for word in words:
+            lines = dict.fromkeys(line.strip().removeprefix(word) for line in lines if line.strip())
         code = cause.returncode if isinstance(cause, subprocess.CalledProcessError) else "an error"
-        raise SchedulerError(
-            shorten_complaint(str(error)) or f"sbatch ended with {code}, and said nothing"
-        ) from None
+        told = "; ".join(lines) or f"ended with {code}, and said nothing"
+        raise SchedulerError(f"sbatch: {told}") from None
     except FailedSubmissionError as error:
         raise SchedulerError(f"sbatch: {' '.join(str(error).split())}") from None
-    except OSError as error:
-        raise SchedulerError(explain_start(error, environ)) from None
+    except OSError as error:  # as a rule an environment that is larger than the kernel allows
+        total = sum(len(name) + len(value) for name, value in environ.items()) >> 10
+        name = max(environ, key=lambda name: len(environ[name]), default="")
+        raise SchedulerError(
+            f"sbatch cannot be started ({error.strerror}: the environment has {total} KiB, of which {name}"
+            f" has most, {len(environ.get(name, '')) >> 10} KiB): unset what the job does not need"
+        ) from None
     except RuntimeError:  # submitit looks for srun, too
         raise SchedulerError("there is no srun on PATH beside sbatch: load SLURM's module") from None
-
-
-def shorten_complaint(text: str) -> str:
-    """Return sbatch's complaints in one line, without what each line repeats."""
-    lines = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
-    complaints = [
-        line.removeprefix("sbatch: ").removeprefix("error: ").removeprefix("fatal: ") for line in lines
-    ]
-    return f"sbatch: {'; '.join(complaints)}" if complaints else ""
-
-
-def explain_start(error: OSError, environ: Mapping[str, str]) -> str:
-    """Say why sbatch did not start: as a rule an environment that is larger than the kernel allows."""
-    large = sorted(environ, key=lambda name: -len(environ[name]))[:3]
-    names = ", ".join(
-        f"{name} ({len(environ[name]) >> 10} KiB)" for name in large if len(environ[name]) >= LARGE_VARIABLE
-    )
-    total = sum(len(name) + len(value) for name, value in environ.items()) >> 10
-    why = f"{error.strerror}: the environment has {total} KiB{', of which ' + names if names else ''}"
-    return f"sbatch cannot be started ({why}): unset what the job does not need"
-
-
-WRITTEN_FILES = ("config.yaml", "manifest.json", REQUEST_FILE, SCRIPT)
-"""What a submission writes."""
-NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
-PACKAGE = Path(__file__).parents[1] / "__init__.py"
-ISOLATED = ("-I", "-P")
-"""Ways to keep Python from importing what lies in the working directory, the first that finds us winning.
-
--I leaves PYTHONPATH out too, whose empty entries are the working directory, and which modules set.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,27 +118,6 @@ class StagedRun:
     spec: JobSpec
     secrets: Mapping[str, object]
     """What `job.json` must not hold."""
-    before: Mapping[str, str | None]
-    """The files' contents before, None if there was none."""
-    fresh: tuple[Path, ...]
-    """Directories that were not there, the innermost first."""
-
-    @property
-    def script(self) -> Path:
-        """The submission script."""
-        return self.run.path / SCRIPT
-
-    def undo(self) -> None:
-        """Leave things as they were."""
-        with contextlib.suppress(OSError):
-            for name, text in self.before.items():
-                if text is None:
-                    (self.run.path / name).unlink(missing_ok=True)
-                else:
-                    write_private(self.run.path / name, text)
-        for folder in self.fresh:
-            with contextlib.suppress(OSError):
-                (shutil.rmtree if folder == self.run.path else Path.rmdir)(folder)
 
     def write_job_id(self, job_id: str) -> None:
         """Add the job's number to the manifest, unless the job has done so; raises OSError or KeyError."""
@@ -179,29 +142,25 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
             from launcher.slurm.submission_fit import judge_submission
 
             specs = [judge_submission(spec, chosen) for spec in specs]
+        made_by = f"Made by: {shlex.join(mask_words(['launch', *argv]))}"
+        script = Script(chosen.options, made_by, tuple(specs[0].config.cluster.setup), python.result())
         if sources is None:
-            log_warnings(chosen.warnings)
-            return preview_submission(
-                specs, argv, chosen, describe_script(specs, argv, chosen, python.result())
-            )
-        staged = stage_all(specs, argv, sources.result())
-        try:
-            job_id = send_script(staged, chosen, describe_script(specs, argv, chosen, python.result()))
-        except LaunchError:
-            undo_all(staged)
-            raise
+            for warning in chosen.warnings:
+                logger.warning(warning)
+            return preview_submission(specs, argv, chosen, script)
+        with contextlib.ExitStack() as undo:
+            staged = stage_all(specs, argv, sources.result(), undo)
+            job_id = send_script(staged, chosen, script)
+            undo.pop_all()
     path = staged[0].run.path
-    log_warnings(
-        [
-            *chosen.warnings,
-            *(
+    for warning in chosen.warnings:  # if a job is refused, its error alone is said
+        logger.warning(warning)
+    for folder in NODE_LOCAL:
+        if path.is_relative_to(folder):
+            logger.warning(
                 f"the run directory {path} is below {folder}, which every node has its own of as a rule:"
                 " runs_dir=DIR chooses a shared one"
-                for folder in NODE_LOCAL
-                if path.is_relative_to(folder)
-            ),
-        ]
-    )
+            )
     numbers = [job_id] if len(staged) == 1 else [f"{job_id}_{number}" for number in range(len(staged))]
     jobs = dict(zip(numbers, staged, strict=True))
     for number, each in jobs.items():
@@ -245,37 +204,52 @@ def preview_submission(
 
 
 def stage_all(
-    specs: Sequence[JobSpec], argv: Sequence[str], sources: Mapping[str, object]
+    specs: Sequence[JobSpec], argv: Sequence[str], sources: Mapping[str, object], undo: contextlib.ExitStack
 ) -> list[StagedRun]:
-    """Make all run directories, or none."""
+    """Make all run directories; `undo` leaves things as they were."""
     paths = [spec.run_path for spec in specs]
     if len(paths) > len(set(paths)):
         raise UsageError(
             f"{specs[0].run_key}={paths[0]} is one directory for {len(paths)} jobs of a sweep: leave it out,"
             " and each gets its own"
         )
-    staged: list[StagedRun] = []
+    return [stage_run(spec, argv, sources, undo) for spec in specs]
+
+
+def stage_run(
+    spec: JobSpec, argv: Sequence[str], sources: Mapping[str, object], undo: contextlib.ExitStack
+) -> StagedRun:
+    """Make or open the run directory, with configuration, manifest and request in it; raises MachineError.
+
+    `sources` is for the manifest.
+    """
+    is_new = spec.run_key == "runs_dir"
+    folders = (spec.run_path, *spec.run_path.parents)
+    fresh, before = [folder for folder in folders if not folder.exists()], {}
+    for name in () if is_new else WRITTEN_FILES:
+        with contextlib.suppress(OSError):
+            before[name] = read_file(spec.run_path / name, LARGEST).decode("utf-8", "surrogateescape")
+    run, manifest = prepare_run(spec, argv, [])
+    undo.callback(restore_files, run.path, before, fresh)
     try:
-        for spec in specs:
-            staged.append(stage_run(spec, argv, sources))
-    except BaseException:
-        undo_all(staged)
-        raise
-    return staged
+        secrets = write_job_request(make_job_request(spec, argv), run.path)
+        write_manifest(run, {**manifest, **sources, "outcome": {"state": "submitted"}})
+    except OSError as error:
+        raise refuse_run(spec, error) from None
+    return StagedRun(run, spec, secrets)
 
 
-def undo_all(staged: Sequence[StagedRun]) -> None:
-    """Undo what was made, the last first: the first has made the directories that the others are in."""
-    for each in reversed(staged):
-        each.undo()
-
-
-def describe_script(
-    specs: Sequence[JobSpec], argv: Sequence[str], chosen: JobOptions, python: Sequence[str]
-) -> Script:
-    """Return what the script is made of."""
-    setup = specs[0].config.cluster.setup
-    return Script(chosen.options, describe_jobs(specs, argv), tuple(setup), tuple(python))
+def restore_files(run: Path, before: Mapping[str, str], fresh: Sequence[Path]) -> None:
+    """Leave a run directory as it was: its files, and which folders there were, the innermost first."""
+    with contextlib.suppress(OSError):
+        for name in WRITTEN_FILES:
+            if name in before:
+                write_private(run / name, before[name])
+            else:
+                (run / name).unlink(missing_ok=True)
+    for folder in fresh:
+        with contextlib.suppress(OSError):
+            (shutil.rmtree if folder == run else Path.rmdir)(folder)
 
 
 def send_script(staged: Sequence[StagedRun], chosen: JobOptions, script: Script) -> str:
@@ -284,34 +258,26 @@ def send_script(staged: Sequence[StagedRun], chosen: JobOptions, script: Script)
     check_syntax(text, script.setup)
     try:
         for each in staged:
-            write_private(each.script, text)
+            write_private(each.run.path / SCRIPT, text)
     except OSError as error:
         raise refuse_run(staged[0].spec, error) from None
     environ = clean_for_sbatch(os.environ, [option.name for option in chosen.options])
+    secrets = {str(each.run.path): each.secrets for each in staged if each.secrets}
+    values = list(secrets.values())
+    if len(values) == len(staged) > 1 and all(value == values[0] for value in values):
+        secrets = {"": values[0]}  # one value for all
+    carried = {LAUNCH_SECRETS: json.dumps(secrets)} if secrets else {}
     try:
-        return submit_script(staged[0].script, {**environ, **carry_secrets(staged)})
+        return submit_script(staged[0].run.path / SCRIPT, {**environ, **carried})
     except SchedulerError as error:
         raise explain_refusal(str(error), chosen.options, chosen.partitions, chosen.kinds, environ) from None
 
 
-def carry_secrets(staged: Sequence[StagedRun]) -> dict[str, str]:
-    """Return the variable that tells the jobs what their files do not; mostly one value for all."""
-    secrets = {str(each.run.path): each.secrets for each in staged if each.secrets}
-    values = list(secrets.values())
-    if len(values) == len(staged) > 1 and all(value == values[0] for value in values):
-        secrets = {"": values[0]}
-    return {LAUNCH_SECRETS: json.dumps(secrets)} if secrets else {}
-
-
 def find_python() -> tuple[str, ...]:
     """Return this interpreter, and the option by which it finds this very package; raises MachineError."""
+    code = "import os, launcher; print(os.fsencode(launcher.__file__).hex())"
     for option in ISOLATED:
-        argv = [
-            sys.executable,
-            option,
-            "-c",
-            "import os, launcher; print(os.fsencode(launcher.__file__).hex())",
-        ]
+        argv = [sys.executable, option, "-c", code]
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False)
         if done.stdout.split() == [os.fsencode(PACKAGE).hex().encode()]:
             return (sys.executable, option)
@@ -323,10 +289,8 @@ def find_python() -> tuple[str, ...]:
 
 def print_submitted(jobs: Mapping[str, StagedRun], job_id: str, chosen: JobOptions) -> None:
     """Print the job, the run directories, and the commands to go on with."""
-    values = {option.name: option for option in chosen.options}
-    shown = [
-        values[name].render() for name in ("nodes", "gpus-per-node", "cpus-per-task", "mem") if name in values
-    ]
+    told = ("nodes", "gpus-per-node", "cpus-per-task", "mem")
+    shown = [option.render() for name in told for option in chosen.options if option.name == name]
     what = "job" if len(jobs) == 1 else f"array of {len(jobs)} jobs,"
     print_text(f"submitted {what} {job_id} ({' '.join(shown)})\n")
     for number, each in jobs.items():
@@ -338,35 +302,3 @@ def print_submitted(jobs: Mapping[str, StagedRun], job_id: str, chosen: JobOptio
     print_text(f"follow with  launch status {quote_word(whole)}\n")
     print_text(f"             launch logs -f {quote_word(run)}\n")
     print_text(f"             launch cancel {quote_word(whole)}\n")
-
-
-def log_warnings(warnings: Iterable[str]) -> None:
-    """Print warnings; if a job is refused, its error alone is said."""
-    for warning in warnings:
-        logger.warning(f"{warning}")
-
-
-def stage_run(spec: JobSpec, argv: Sequence[str], origin: Mapping[str, object]) -> StagedRun:
-    """Make or open the run directory, with configuration, manifest and request in it.
-
-    `origin` are the manifest's sources. Raises MachineError, leaving nothing.
-    """
-    target = None if spec.run_key == "runs_dir" else spec.run_path
-    folder = target or spec.run_path.parent
-    missing = tuple(one for one in (folder, *folder.parents) if not one.exists())
-    before: dict[str, str | None] = dict.fromkeys(WRITTEN_FILES)
-    for name in WRITTEN_FILES if target else ():
-        with contextlib.suppress(OSError):
-            before[name] = read_file(folder / name, LARGEST).decode("utf-8", "surrogateescape")
-    run, manifest = prepare_run(spec, argv, [])
-    fresh = missing if target else (run.path, *missing)
-    staged = StagedRun(run, spec, {}, before, fresh)
-    try:
-        secrets = write_job_request(make_job_request(spec, argv), run.path)
-        write_manifest(run, {**manifest, **origin, "outcome": {"state": "submitted"}})
-    except BaseException as error:
-        staged.undo()
-        if isinstance(error, OSError):
-            raise refuse_run(spec, error) from None
-        raise
-    return StagedRun(run, spec, secrets, before, fresh)

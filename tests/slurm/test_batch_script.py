@@ -22,13 +22,13 @@ OPTIONS = (
 
 
 def make(*setup: str, python: str = "/py", options: tuple[Option, ...] = OPTIONS[-1:]) -> Script:
-    return Script(options, ("Program: 'a\nrm -rf x' \x1b[2J ü", ""), setup, (python, "-I"))
+    return Script(options, "Program: 'a\nrm -rf x' \x1b[2J ü", setup, (python, "-I"))
 
 
 def test_what_sbatch_reads() -> None:
     lines = render_script(make(options=OPTIONS), ["/data/it's 100%/runs/x y/1"]).splitlines()
-    assert lines[:3] == ["#!/bin/bash", "# Program: 'a\\nrm -rf x' \\x1b[2J ü", "# "]
-    assert lines[3:11] == [
+    assert lines[:2] == ["#!/bin/bash", "# Program: 'a\\nrm -rf x' \\x1b[2J ü"]
+    assert lines[2:10] == [
         '#SBATCH --job-name="a \\"b\\" c\\\\d \'e\' #f $(id) hetjob ü"',
         "#SBATCH --nodes=2-4",
         "#SBATCH --no-kill",

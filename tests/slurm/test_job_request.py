@@ -86,7 +86,7 @@ def test_a_manifest_that_the_job_has_written_meanwhile_stays(
         return found
 
     monkeypatch.setattr(submission, "read_manifest", read_slowly)
-    staged = submission.StagedRun(run, None, {}, {}, ())  # type: ignore[arg-type]
+    staged = submission.StagedRun(run, None, {})  # type: ignore[arg-type]
     writer = threading.Thread(target=staged.write_job_id, args=("7",))
     writer.start()
     assert read.wait(20)

@@ -169,7 +169,7 @@ REFUSALS = {
         ["Invalid partition", "cluster.partition: --partition=nope", "main, urgent"],
     ),
     "account": (["cluster.partition=nope", "cluster.account=x"], ["main, urgent"]),
-    "nodes": (["nodes=5"], ["nodes: --nodes=5", "4 with 16 CPUs"]),
+    "nodes": (["nodes=5"], ["nodes=5, and partition main has 4"]),
     "gpus": (["cluster.gpus_per_node=3"], ["--gpus-per-node=3", "4 with 16 CPUs, 16000 MiB, gpu:2"]),
     "gpu type": (["cluster.gpus_per_node=h100:1"], ["--gpus-per-node=h100:1", "gpu:2"]),
     "cpus": (["cluster.cpus_per_task=17"], ["--cpus-per-task=17", "4 with 16 CPUs"]),
