@@ -128,12 +128,15 @@ def describe_member(spec: JobSpec, argv: Sequence[str]) -> Member:
             words.append(shlex.quote(word))
     for word in spec.overrides:
         key = read_key(word)
-        if key not in DECIDED:
-            name = "" if mask_words([word]) == [word] else key.removeprefix("env.")
-            if name and not key.startswith("env."):
-                name = re.sub(r"\W", "_", name).upper()
-            secrets += filter(None, [name])
-            words.append(f'{shlex.quote(key)}="${name}"' if name else shlex.quote(word))
+        if key in DECIDED:
+            continue
+        if mask_words([word]) == [word]:
+            words.append(shlex.quote(word))
+        elif key.startswith("env."):
+            secrets.append(key.removeprefix("env."))  # the environment goes along
+        else:
+            secrets.append(re.sub(r"\W", "_", key).upper())
+            words.append(f'{shlex.quote(key)}="${secrets[-1]}"')
     program = []
     for word, shown in zip(spec.program or (), mask_words(spec.program or ()), strict=True):
         if word != shown:
