@@ -1,10 +1,10 @@
 """How far a run has come: what rank 0 prints, checkpoints, its objective, and ranks that ended early."""
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from glob import iglob
+from itertools import islice
 from pathlib import Path
 
 from launcher.files import read_file
@@ -28,7 +28,13 @@ WORD = b"step"
 MOST_LINES, MOST_STEPS = 64, 16
 """Lines with the word that are read of a chunk from either end, and steps that are taken of it."""
 MOST_BYTES = 4096
-"""Bytes of a line before and after the word that are read."""
+"""Bytes at the end of a line that are read."""
+LINES, TAIL = 20000, 400
+"""Last lines of a log that are searched for a step, after an attempt and while one runs."""
+MOST_ENTRIES = 10000
+"""Entries of the folder of checkpoints that are looked at."""
+PASSED_OVER = ("launch-rank: ", "launch-agent: ", "launch: run directory ")
+"""How lines begin that tell nothing: those on a rank's start and end, and the last one of a job's own log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,14 @@ def parse_progress(text: str) -> Progress | None:
     return Progress(int(step[1]), int(step[2]) if step[2] else None, metrics) if metrics else None
 
 
+def find_steps(lines: Iterable[bytes]) -> Iterator[Progress]:
+    """Give the steps of some lines; of many lines with the word, some are read."""
+    candidates = (line[-MOST_BYTES:] for line in lines if WORD in line.lower())
+    for line in islice(candidates, MOST_LINES):
+        if step := parse_progress(line.decode(errors="replace")):
+            yield step
+
+
 def merge_steps(earlier: Progress, step: Progress) -> Progress:
     """Return a step that keeps the metrics of an earlier one which it does not tell itself."""
     return replace(step, metrics=tuple({**dict(earlier.metrics), **dict(step.metrics)}.items()))
@@ -70,8 +84,11 @@ class ProgressReader:
         data = self.partial.pop(stream, b"") + data
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         self.partial[stream] = data[max(end, len(data) - MOST_BYTES) :]
-        found = list(itertools.islice(find_last_steps(data[:end]), MOST_STEPS))[::-1]
-        first = None if self.steps else find_first_step(data[:end])
+        if WORD not in data.lower():
+            return False
+        lines = data[:end].replace(b"\r", b"\n").split(b"\n")
+        found = [*islice(find_steps(reversed(lines)), MOST_STEPS)][::-1]
+        first = None if self.steps else next(find_steps(lines), None)
         if first and first not in found:
             found.insert(0, first)
         for step in found:
@@ -82,39 +99,6 @@ class ProgressReader:
         """Take the lines that have no end, and tell whether there was a step in them."""
         found = [self.add(stream, b"\n") for stream in tuple(self.partial)]
         return any(found)
-
-
-def find_first_step(data: bytes) -> Progress | None:
-    """Return the first step of whole lines; of many lines with the word, some are read."""
-    lower, end = data.lower(), 0
-    for _ in range(MOST_LINES):
-        at = lower.find(WORD, end)
-        if at < 0:
-            break
-        begin, end = find_line(data, at)
-        if step := parse_progress(data[begin:end].decode(errors="replace")):
-            return step
-    return None
-
-
-def find_last_steps(data: bytes) -> Iterator[Progress]:
-    """Give the steps of whole lines, from the last on; of many lines with the word, some are read."""
-    lower, begin = data.lower(), len(data)
-    for _ in range(MOST_LINES):
-        at = lower.rfind(WORD, 0, begin)
-        if at < 0:
-            return
-        begin, end = find_line(data, at)
-        if step := parse_progress(data[begin:end].decode(errors="replace")):
-            yield step
-
-
-def find_line(data: bytes, at: int) -> tuple[int, int]:
-    """Return where the line around a place begins and ends, within a limited distance."""
-    low, high = max(0, at - MOST_BYTES), min(len(data), at + MOST_BYTES)
-    begin = max(data.rfind(b"\n", low, at), data.rfind(b"\r", low, at), low - 1) + 1
-    ends = (found for mark in (b"\n", b"\r") if (found := data.find(mark, at, high)) >= 0)
-    return begin, min(ends, default=high)
 
 
 def describe_progress(steps: Sequence[Progress]) -> str:
@@ -132,23 +116,9 @@ def describe_progress(steps: Sequence[Progress]) -> str:
             else f"loss {first['loss']} to {last['loss']} over {count} steps"
         )
     best = {name: value for step in steps for name, value in step.metrics}
-    parts += [
-        f"{best[name]} {unit}"
-        for name, unit in (("tokens/s", "tokens/s"), ("tflops", "TFLOPS"))
-        if name in best
-    ]
-    parts += [f"MFU {best['mfu']}"] if "mfu" in best else []
+    forms = {"tokens/s": "{} tokens/s", "tflops": "{} TFLOPS", "mfu": "MFU {}"}
+    parts += [form.format(best[name]) for name, form in forms.items() if name in best]
     return ", ".join(parts)
-
-
-LINES = 20000
-"""Last lines of a log that are searched for a step."""
-MOST_ENTRIES = 10000
-"""Entries of the folder of checkpoints that are looked at."""
-PASSED_OVER = ("launch-rank: ", "launch-agent: ", "launch: run directory ")
-"""How lines begin that tell nothing: those on a rank's start and end, and the last one of a job's own log."""
-TAIL = 400
-"""Last lines of a log that are searched for a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,17 +145,29 @@ class AttemptProgress:
 def measure_attempt(run: RunDir, patterns: Sequence[str] = ()) -> AttemptProgress:
     """Read what the attempt has left, torchrun's restarts included; nothing raises.
 
-    Absolute `patterns`, as glob has them, find checkpoints that are not in the run directory.
+    Absolute `patterns`, as glob has them, find checkpoints that are not in the run directory: those that are
+    not newer than the run's configuration are an earlier run's.
     """
     numbers = sorted(number for number in list_attempts(run.path) if number >= run.first_attempt)
     logs = [path for number in numbers for path in list_own_logs(run, number)]
     lines = (raw for path in logs for raw in read_from(path, 0)[0].split(b"\n"))
     first = next((step for raw in lines if (step := parse_progress(decode_line(raw)))), None)
-    last = next((step for path in reversed(logs) if (step := read_newest(path))), None)
-    steps = (first or last, last) if last else ()
-    newest = [find_newest(run.path / "checkpoints"), find_newest_elsewhere(run, patterns)]
-    times = [time for time in newest if time is not None]
-    return AttemptProgress(tuple(step for step in steps if step), max(times, default=None))
+    last = None
+    for path in reversed(logs):
+        for step in islice(read_last(path), MOST_STEPS):
+            last = merge_steps(step, last) if last else step
+        if last:
+            break
+    begun = read_mtime(run.path / "config.yaml") or 0.0
+    elsewhere = [
+        Path(name)
+        for pattern in patterns
+        for name in islice(iglob(pattern, recursive=True), MOST_ENTRIES)  # noqa: PTH207 - it is absolute
+    ]
+    times = [time for path in elsewhere for time in (read_mtime(path), find_newest(path)) if time]
+    times = [time for time in times if time > begun]
+    times += filter(None, [find_newest(run.path / "checkpoints")])
+    return AttemptProgress((first or last, last) if last else (), max(times, default=None))
 
 
 def list_own_logs(run: RunDir, attempt: int, rank: int = 0) -> list[Path]:
@@ -198,37 +180,18 @@ def read_last(path: Path, count: int = LINES) -> Iterator[Progress]:
     return (step for line in reversed(read_tail(path, count)) if (step := parse_progress(line)))
 
 
-def find_last_step(run: RunDir, rank: int, attempt: int, count: int = LINES) -> Progress | None:
-    """Return the newest step that a rank printed in an attempt; None if there is none in its last lines."""
-    found = (next(read_last(path, count), None) for path in list_own_logs(run, attempt, rank))
-    return max((step for step in found if step), key=lambda step: step.step, default=None)
+def find_last_step(
+    run: RunDir, rank: int, attempt: int, count: int = LINES, metric: str = ""
+) -> Progress | None:
+    """Return the newest step that a rank printed in an attempt, with a metric if one is named.
 
-
-def read_newest(path: Path) -> Progress | None:
-    """Return the last step of a log, with the newest value of each metric; None if there is none."""
-    newest = None
-    for step in itertools.islice(read_last(path), MOST_STEPS):
-        newest = merge_steps(step, newest) if newest else step
-    return newest
-
-
-def find_newest_elsewhere(run: RunDir, patterns: Sequence[str]) -> float | None:
-    """Return when the newest checkpoint was written that a pattern finds, a folder's files included.
-
-    What is not newer than the run's configuration is an earlier run's.
+    None if there is none in its last lines.
     """
-    try:
-        begun = (run.path / "config.yaml").stat().st_mtime
-    except OSError:
-        begun = 0.0
-    found = (
-        time
-        for pattern in patterns
-        for name in itertools.islice(iglob(pattern, recursive=True), MOST_ENTRIES)  # noqa: PTH207 - it is absolute
-        for time in (read_mtime(Path(name)), find_newest(Path(name)))
-        if time is not None and time > begun
-    )
-    return max(found, default=None)
+    found: list[Progress] = []
+    for path in list_own_logs(run, attempt, rank):
+        steps = (step for step in read_last(path, count) if not metric or metric in dict(step.metrics))
+        found += filter(None, [next(steps, None)])
+    return max(found, key=lambda step: step.step, default=None)
 
 
 def read_mtime(path: Path) -> float | None:
@@ -242,49 +205,32 @@ def read_mtime(path: Path) -> float | None:
 def find_newest(folder: Path) -> float | None:
     """Return when something in a folder was last written, or in the folders in it."""
     try:
-        entries = list(itertools.islice(folder.iterdir(), MOST_ENTRIES))
-        below = [
-            path
-            for entry in entries
-            if entry.is_dir()
-            for path in itertools.islice(entry.iterdir(), MOST_ENTRIES)
-        ]
-        return max((path.stat().st_mtime for path in (*entries, *below)), default=None)
+        entries = [*islice(folder.iterdir(), MOST_ENTRIES)]
+        for entry in [*entries]:
+            entries += islice(entry.iterdir(), MOST_ENTRIES) if entry.is_dir() else ()
+        return max((path.stat().st_mtime for path in entries), default=None)
     except OSError:
         return None
 
 
 def find_latest(path: Path) -> tuple[Progress | None, str]:
-    """Return a run's newest step and its last line; None and empty if there are none."""
+    """Return a run's newest step and its last line, of the log that was written to last; None and empty."""
     run, attempt = RunDir(path), max(list_attempts(path), default=None)
-    logs = [] if attempt is None else [log for log in list_own_logs(run, attempt) if log.exists()]
+    own = [] if attempt is None else [log for log in list_own_logs(run, attempt) if log.exists()]
     # If no rank has printed any: the job's log, or else the agents'.
-    tried = (logs, find_job_logs(path), find_agent_logs(path))
-    return find_printed_step(path), next(filter(None, map(find_last_text, tried)), "")
+    for logs in (own, find_job_logs(path), find_agent_logs(path)):
+        for log in sorted(logs, key=lambda log: read_mtime(log) or 0, reverse=True):
+            for line in reversed(read_tail(log, TAIL)):
+                text = strip_sequences(line).strip()
+                if text and not text.startswith(PASSED_OVER):
+                    return find_printed_step(path), text
+    return find_printed_step(path), ""
 
 
 def find_printed_step(path: Path) -> Progress | None:
     """Return a run's newest step; until the newest attempt has come to one, that of the one before it."""
     run, attempts = RunDir(path), sorted(list_attempts(path), reverse=True)
     return next((found for number in attempts if (found := find_last_step(run, 0, number, TAIL))), None)
-
-
-def find_last_text(logs: Sequence[Path]) -> str:
-    """Return the last line with something in it, of the log that was written to last."""
-    for log in sorted(logs, key=read_change, reverse=True):
-        for line in reversed(read_tail(log, TAIL)):
-            text = strip_sequences(line).strip()
-            if text and not text.startswith(PASSED_OVER):
-                return text
-    return ""
-
-
-def read_change(path: Path) -> float:
-    """Return when a file was written to; 0 if it is gone."""
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return 0.0
 
 
 FILE = "objective.txt"
@@ -300,45 +246,32 @@ class ObjectiveError(ValueError):
 
 
 def read_objective(path: Path, kind: str) -> float | list[float]:
-    """Return the objective of a run that has ended; a list if there are several.
+    """Return the objective of a run that has ended; a list if its file has several.
 
-    `kind` is one of KINDS. Raises ObjectiveError.
+    `kind` is one of KINDS: the loss of the last step that rank 0 has printed one for, or the numbers in the
+    file. Raises ObjectiveError.
     """
-    return read_loss(path) if kind == LOSS else read_numbers(path / FILE)
-
-
-def read_loss(path: Path) -> float:
-    """Return the loss of the last step that rank 0 has printed one for; raises ObjectiveError."""
-    run = RunDir(path)
-    for attempt in sorted(list_attempts(path), reverse=True):
-        found = (
-            next((step for step in read_last(log) if "loss" in dict(step.metrics)), None)
-            for log in list_own_logs(run, attempt)
-        )
-        if last := max((step for step in found if step), key=lambda step: step.step, default=None):
-            return float(dict(last.metrics)["loss"].replace(",", "").removesuffix("%"))
-    if (path / FILE).exists():
+    file = path / FILE
+    if kind == LOSS:
+        for attempt in sorted(list_attempts(path), reverse=True):
+            if last := find_last_step(RunDir(path), 0, attempt, metric="loss"):
+                return float(dict(last.metrics)["loss"].replace(",", "").removesuffix("%"))
         raise ObjectiveError(
-            f"rank 0 has printed no loss, and there is {path / FILE}: set objective={FROM_FILE}"
+            f"rank 0 has printed no loss, and there is {file}: set objective={FROM_FILE}"
+            if file.exists()
+            else "rank 0 has printed no line with a step and a loss, as `step 10 loss 2.3`: print one, or"
+            f" write the number to {FILE} in the run directory and set objective={FROM_FILE}"
         )
-    raise ObjectiveError(
-        f"rank 0 has printed no line with a step and a loss, as `step 10 loss 2.3`: print one, or write the"
-        f" number to {FILE} in the run directory and set objective={FROM_FILE}"
-    )
-
-
-def read_numbers(path: Path) -> float | list[float]:
-    """Return the number in a file, or all of several between spaces or line ends; raises ObjectiveError."""
     try:
-        numbers = [float(word) for word in read_file(path, MOST_BYTES_OF_FILE).decode().split()]
+        numbers = [float(word) for word in read_file(file, MOST_BYTES_OF_FILE).decode().split()]
     except OSError as error:
         raise ObjectiveError(
-            f"{path} cannot be read ({error.strerror}): the program is to write it"
+            f"{file} cannot be read ({error.strerror}): the program is to write it"
         ) from None
     except ValueError:
-        raise ObjectiveError(f"{path} holds what is no number: write numbers alone") from None
+        raise ObjectiveError(f"{file} holds what is no number: write numbers alone") from None
     if not numbers:
-        raise ObjectiveError(f"{path} is empty: write a number")
+        raise ObjectiveError(f"{file} is empty: write a number")
     return numbers if len(numbers) > 1 else numbers[0]
 
 

@@ -1,10 +1,9 @@
-"""The order in which nodes get their ranks: neighbours in rank are neighbours in the network. Pure."""
+"""The order in which nodes get their ranks: neighbours in rank are neighbours in the network."""
 
 import contextlib
 import os
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,12 @@ NODES = re.compile(r"(?:^|\s)Nodes=(\S+)")
 NUMBERS = re.compile(r"([0-9]+)")
 SHOWN = 3
 """Names of nodes that a message tells."""
+TOPOLOGY_TIMEOUT = 10.0
+"""Seconds that SLURM has to tell of its switches: a job starts without, if slurmctld is busy."""
+LARGEST_FILE = 16 << 20
+"""Bytes of a file of nodes."""
+FLAT = "node"
+"""SLURM_TOPOLOGY_ADDR_PATTERN if there are no switches: then SLURM need not be asked (srun(1))."""
 
 NaturalKey = tuple[tuple[int, int, str], ...]
 
@@ -81,19 +86,37 @@ def make_natural_key(name: str) -> NaturalKey:
     return (*numbered, (2, 0, name))
 
 
-def order_by_topology(hosts: Sequence[str], groups: Collection[NodeGroup], *, asked: bool) -> NodeOrder:
-    """Order a job's nodes by SLURM's switches or blocks; without any in SLURM's own order.
+def keep_order(hosts: Sequence[str], why: str, *, warns: bool = False) -> NodeOrder:
+    """Return SLURM's own order, and why; `warns` if something else was asked for."""
+    warnings = (f"{why}: the nodes stay in SLURM's order",) if warns else ()
+    return NodeOrder(tuple(hosts), "slurm", why, warnings)
 
-    `asked` says that somebody wants this order, and has to be told if it cannot be had.
+
+def find_node_order(
+    setting: str, hosts: Sequence[str], environ: Mapping[str, str], directory: str
+) -> NodeOrder:
+    """Return the order that `cluster.node_order` asks for. What cannot be had is told of, and ends no job.
+
+    `directory` is where the path of a file starts.
     """
-    placed = {host for group in groups for host in group.nodes}.intersection(hosts)
+    if len(hosts) < 2 or setting == "slurm":
+        return keep_order(hosts, "one node" if len(hosts) < 2 else "cluster.node_order=slurm")
+    if setting not in ("auto", "topology"):
+        return order_by_file(hosts, setting, directory)
+    warns = setting == "topology"
+    groups: tuple[NodeGroup, ...] = ()
+    if environ.get("SLURM_TOPOLOGY_ADDR_PATTERN") != FLAT:
+        try:
+            text = run_slurm(("scontrol", "show", "topology"), environ, timeout=TOPOLOGY_TIMEOUT)
+        except SchedulerError as error:
+            return keep_order(hosts, f"the switches are not known ({error})", warns=warns)
+        groups = tuple(group for group in parse_topology(text) if group.nodes.intersection(hosts))
+    placed = frozenset[str]().union(*(group.nodes for group in groups))
     if not placed:
-        missing = "SLURM knows of no switches or blocks" + (" with this job's nodes" if groups else "")
-        return keep_order(hosts, missing, warns=asked)
-    count = sum(1 for group in groups if group.nodes.intersection(hosts))
+        return keep_order(hosts, "SLURM knows of no switches or blocks with this job's nodes", warns=warns)
     left = [host for host in hosts if host not in placed]
     last = f"{name_some(left, SHOWN)}: on none of SLURM's switches, and so last in the order"
-    why = f"SLURM's topology, {count} groups"
+    why = f"SLURM's topology, {len(groups)} groups"
     return NodeOrder(order_nodes(hosts, groups), "topology", why, (last,) if left else ())
 
 
@@ -106,64 +129,19 @@ def order_by_file(hosts: Sequence[str], setting: str, directory: str) -> NodeOrd
     path = os.path.join(directory, Path(setting).expanduser())  # noqa: PTH118 - the directory can be relative
     names: list[str] = []
     try:
-        text = read_file(path, LARGEST_FILE, follow=True).decode("utf-8", "replace")
+        for line in read_file(path, LARGEST_FILE, follow=True).decode("utf-8", "replace").splitlines():
+            text = line.partition("#")[0].strip()
+            if " " in text or not text.isprintable():
+                raise ValueError(text)
+            names += expand_hosts(text)
     except OSError as error:
         return keep_order(hosts, f"cluster.node_order={setting}: {error.strerror}", warns=True)
-    for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
-        found: tuple[str, ...] = ()
-        with contextlib.suppress(ValueError):
-            found = expand_hosts(line)
-        if not found or not line.isprintable() or len(line.split()) > 1:
-            return keep_order(hosts, f"cluster.node_order={setting}: {line[:80]!r} is no node", warns=True)
-        names += found
-    positions: dict[str, int] = {}
-    for number, name in enumerate(names):
-        positions.setdefault(name, number)
-    left = [host for host in hosts if host not in positions]
+    except ValueError:
+        return keep_order(hosts, f"cluster.node_order={setting}: {text[:80]!r} is no node", warns=True)
+    places = {name: place for place, name in reversed([*enumerate(names)])}  # the first place counts
+    left = [host for host in hosts if host not in places]
     if len(left) == len(hosts):
         return keep_order(hosts, f"{setting} names none of the job's nodes, such as {hosts[0]}", warns=True)
-    ordered = sorted(hosts, key=lambda host: (positions.get(host, len(names)), make_natural_key(host)))
-    counts = Counter(names)
-    twice = [host for host in ordered if counts[host] > 1]
-    warnings = []
-    if left:
-        warnings.append(f"{setting} does not name {name_some(left, SHOWN)}, which come last")
-    if twice:
-        warnings.append(f"{setting} names {name_some(twice, SHOWN)} more than once: the first place counts")
-    return NodeOrder(tuple(ordered), "file", setting, tuple(warnings))
-
-
-def keep_order(hosts: Sequence[str], why: str, *, warns: bool = False) -> NodeOrder:
-    """Return SLURM's own order, and why; `warns` if something else was asked for."""
-    return NodeOrder(
-        tuple(hosts), "slurm", why, (f"{why}: the nodes stay in SLURM's order",) if warns else ()
-    )
-
-
-TOPOLOGY_TIMEOUT = 10.0
-"""Seconds that SLURM has to tell of its switches: a job starts without, if slurmctld is busy."""
-LARGEST_FILE = 16 << 20
-"""Bytes of a file of nodes."""
-FLAT = "node"
-"""SLURM_TOPOLOGY_ADDR_PATTERN if there are no switches: then SLURM need not be asked (srun(1))."""
-
-
-def find_node_order(
-    setting: str, hosts: Sequence[str], environ: Mapping[str, str], directory: str
-) -> NodeOrder:
-    """Return the order that `cluster.node_order` asks for. What cannot be had is told of, and ends no job.
-
-    `directory` is where a relative path starts.
-    """
-    if len(hosts) < 2 or setting == "slurm":
-        return keep_order(hosts, "one node" if len(hosts) < 2 else "cluster.node_order=slurm")
-    if setting not in ("auto", "topology"):
-        return order_by_file(hosts, setting, directory)
-    asked = setting == "topology"
-    if environ.get("SLURM_TOPOLOGY_ADDR_PATTERN") == FLAT:
-        return order_by_topology(hosts, (), asked=asked)
-    try:
-        text = run_slurm(("scontrol", "show", "topology"), environ, timeout=TOPOLOGY_TIMEOUT)
-    except SchedulerError as error:
-        return keep_order(hosts, f"the switches are not known ({error})", warns=asked)
-    return order_by_topology(hosts, parse_topology(text), asked=asked)
+    ordered = sorted(hosts, key=lambda host: (places.get(host, len(names)), make_natural_key(host)))
+    last = f"{setting} does not name {name_some(left, SHOWN)}, which come last"
+    return NodeOrder(tuple(ordered), "file", setting, (last,) if left else ())

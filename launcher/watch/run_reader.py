@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from launcher.cpulist import format_cpulist
 from launcher.files import LARGEST, read_file
 from launcher.protocol import name_applied_file, name_plan_file
-from launcher.runs.progress import Progress, find_printed_step, read_change
+from launcher.runs.progress import Progress, find_printed_step, read_mtime
 from launcher.runs.rank_logs import measure_file, read_tail
 from launcher.runs.run_records import Applied, compare_rank, describe_memory, read_ranks
 from launcher.watch.model import JobState, NodeReport
@@ -132,7 +132,7 @@ def read_details(run_path: Path, rank: int, local_rank: int, host: str, attempt:
         differences += [line for line in compare_rank(plan, record) if line not in differences]
     folder = run_path / "logs" / str(attempt)
     logs = [folder / f"rank-{rank}.{ending}" for ending in ("out", "err")]
-    newest = max((log for log in logs if measure_file(log)), key=read_change, default=None)
+    newest = max(filter(measure_file, logs), key=lambda log: read_mtime(log) or 0, default=None)
     return RankDetails(
         rank,
         attempt,
