@@ -13,7 +13,6 @@ from launcher.launch.ending import report_end
 from launcher.launch.job import Job, JobSpec, build_agent_environ, render_agent, shares_terminal
 from launcher.launch.monitor import RankMonitor, Viewer
 from launcher.launch.supervisor import Agent, Supervisor
-from launcher.launch.terminal import open_terminal
 from launcher.launch.torchrun_agent import TorchrunAgent
 from launcher.launch.watching import keep_watch_folder, watch_node
 from launcher.runs.manifest import describe_start, write_manifest
@@ -52,7 +51,6 @@ def execute_job(
     log = run.agent_log(job.host)
     log_begin, started = measure_file(log), time.monotonic()
     reserve_space(run)
-    terminal = None
     with keep_watch_folder(job.environ, enabled=job.config.watch.enabled) as folder:
         watching = watch_node(job, run, folder, job.config.node_rank or 0) if folder else None
         try:
@@ -60,14 +58,10 @@ def execute_job(
                 job.config, job.cluster, job.environ, run, job.host, watch_folder=folder
             )
             # The job's one rank has a terminal as if there was no launcher.
-            if job.world_size == 1 and job.config.logs.console != "none" and (terminal := open_terminal()):
-                monitor.use_terminal(terminal)
-                environ |= terminal.variables
-                helpers = (*helpers, terminal.guard.pid)
-            agent = make_agent(monitor, environ, take_warm, has_terminal=terminal is not None)
-            pressed = terminal.pressed if terminal else {}
-            supervisor = Supervisor(monitor, agent, watching=watching, helpers=helpers, pressed=pressed)
-            end = supervisor.run()
+            if job.world_size == 1 and job.config.logs.console != "none":
+                monitor.use_terminal()
+            agent = make_agent(monitor, environ, take_warm)
+            end = Supervisor(monitor, agent, watching=watching, helpers=helpers).run()
         except OSError as error:
             release_space(run)
             manifest["outcome"] = {"state": "failed", "exit_code": EXIT_MACHINE, "reason": str(error)}
@@ -75,7 +69,8 @@ def execute_job(
                 write_manifest(run, manifest)
             raise MachineError(f"the ranks could not be started ({error}): see {run.path}") from None
         finally:
-            monitor.restore_terminal()
+            if monitor.terminal:
+                monitor.terminal.finish()
             if watching:
                 watching.close()
     if watching and watching.hangs:
@@ -88,17 +83,12 @@ def execute_job(
     return status
 
 
-def make_agent(
-    monitor: RankMonitor,
-    environ: Mapping[str, str],
-    take_warm: TakeWarm | None = None,
-    *,
-    has_terminal: bool = False,
-) -> Agent:
+def make_agent(monitor: RankMonitor, environ: Mapping[str, str], take_warm: TakeWarm | None = None) -> Agent:
     """Return what starts a job's ranks on this machine, with variables of `build_agent_environ`."""
-    job, run = monitor.job, monitor.run
+    job, run, terminal = monitor.job, monitor.run, monitor.terminal
+    environ = {**environ, **(terminal.variables if terminal else {})}
     if job.agent.kind == "direct":
-        return make_local_agent(job, run, environ, take_warm, has_terminal=has_terminal)
+        return make_local_agent(job, run, environ, take_warm, has_terminal=terminal is not None)
     stdin = subprocess.DEVNULL if shares_terminal(job) else None
     return TorchrunAgent(
         render_agent(job, run.id), environ, run.agent_log(job.host), stdin, monitor.find_ranks

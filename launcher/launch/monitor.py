@@ -13,7 +13,7 @@ from launcher.config.settings import SLURM_KINDS
 from launcher.files import LARGEST, read_file
 from launcher.launch.job import Job
 from launcher.launch.processes import RankProcess, list_ranks
-from launcher.launch.terminal import PseudoTerminal, TerminalRelay
+from launcher.launch.terminal import Terminal, open_terminal
 from launcher.protocol import name_applied_file
 from launcher.runs.progress import Progress
 from launcher.runs.provenance import describe_sources
@@ -68,7 +68,7 @@ class RankMonitor:
     """By PID, over all restarts."""
     oom_kills: int = 0
     """What was counted when the agent started."""
-    relay: TerminalRelay | None = None
+    terminal: Terminal | None = None
     """If the program has the user's terminal."""
     reader: AppliedReader = field(init=False)
     sources: threading.Thread = field(init=False)
@@ -79,13 +79,15 @@ class RankMonitor:
         self.reader = AppliedReader(self.run.path)
         self.sources = threading.Thread(target=self.find_sources, daemon=True)
 
-    def use_terminal(self, terminal: PseudoTerminal) -> None:
-        """Let the program have the user's terminal; to be called before the start."""
+    def use_terminal(self) -> None:
+        """Let the program have the user's terminal, if there is one; to be called before the start."""
         run = self.run
-        self.relay = TerminalRelay(
-            terminal, lambda attempt: run.rank_log(0, attempt, "out"), run.first_attempt, self.viewer.notify
+        terminal = open_terminal(
+            lambda attempt: run.rank_log(0, attempt, "out"), run.first_attempt, self.viewer.notify
         )
-        self.viewer.use_terminal(self.relay.take, lambda: terminal.is_raw)
+        if terminal:
+            self.terminal = terminal
+            self.viewer.use_terminal(terminal.take, lambda: terminal.is_raw)
 
     def start(self) -> None:
         """Start what could wait until the agent was on its way."""
@@ -93,8 +95,8 @@ class RankMonitor:
         self.viewer.start()
         if self.manifest is not None:
             self.sources.start()
-        if self.relay:
-            self.relay.start()
+        if self.terminal:
+            self.terminal.start()
 
     def count_new_oom_kills(self) -> int:
         """Return the processes that the kernel has killed for memory since the agent's start."""
@@ -145,13 +147,6 @@ class RankMonitor:
         """Wait for git, after the agent's end."""
         if self.manifest is not None:
             self.sources.join()
-
-    def restore_terminal(self) -> None:
-        """Give the user's terminal back as it was, however the job has ended."""
-        if self.relay:
-            self.relay.finish()
-            if fault := self.relay.fault:
-                logger.warning(f"the log of the program's terminal is not complete ({fault})")
 
 
 def describe_job(job: Job, run: RunDir) -> tuple[str, ...]:

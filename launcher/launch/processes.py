@@ -145,11 +145,6 @@ class RankSet:
         self.epoll.close()
 
 
-def ignores(pid: int, number: int) -> bool:
-    """Tell whether a process ignores a signal."""
-    return number in read_signals(pid, "SigIgn")
-
-
 def read_signals(pid: int, name: str) -> set[int]:
     """Return the signals of one of the masks in /proc/PID/status (proc(5)); none if it cannot be read."""
     try:

@@ -4,8 +4,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 from launcher.launch.direct_agent import DirectAgent
 from launcher.launch.ending import NodeEnd
@@ -51,8 +51,6 @@ class Supervisor:
     """None if the ranks are not watched."""
     helpers: Collection[int] = ()
     """PIDs of processes of the launcher's own, which are not the program's leftovers."""
-    pressed: Mapping[int, float] = field(default_factory=dict)
-    """When the user's keys last sent the program each signal, past this process (s since the epoch)."""
     deadline: float = math.inf
     """Monotonic time at which the job is ended as by SIGTERM to `launch`."""
     is_starved: Callable[[], bool] | None = None
@@ -154,10 +152,11 @@ class Supervisor:
 
     def handle_key_signals(self, deaths: Sequence[Death]) -> None:
         """Take the end of a program by the user's Ctrl-C for a stop, after which nothing restarts."""
+        pressed = self.monitor.terminal.pressed if self.monitor.terminal else {}
         for death in deaths:
             number = max(death.status - 128, 0)  # or one that the program reports as a shell does
-            if number in self.pressed and self.stop is None:
-                self.record_first_signal(number, self.pressed[number], by_first_node=False)
+            if number in pressed and self.stop is None:
+                self.record_first_signal(number, pressed[number], by_first_node=False)
                 self.stop = StopStages.begin(number, self.grace)
                 self.stop.next_stage()
                 self.agent.send_signal(number)

@@ -22,7 +22,8 @@ from typing import Any
 from launcher.codec import convert
 from launcher.launch.job import Job
 from launcher.launch.processes import Death, RankProcess
-from launcher.runs.run_directory import RunDir
+from launcher.runs.rank_logs import read_tail
+from launcher.runs.run_directory import RunDir, closing_descriptor
 from launcher.text import escape_text
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,6 @@ PATIENCE = 0.3
 """Seconds that it has to end by itself at the job's end; then it is killed."""
 LOG = "watcher.log"
 """What it prints on stderr, in the folder of heartbeats: a run directory's filesystem may hang."""
-LAST_WORDS = 4096
-"""Bytes of that which are looked at."""
 MOST_HANGS = 100
 """Hangs, and stragglers, that the manifest tells of."""
 MOST_LINES = 20
@@ -59,59 +58,51 @@ def keep_watch_folder(environ: Mapping[str, str], *, enabled: bool) -> Iterator[
     was killed is known by its lock, which is free. PIDs would not tell, since containers can share /dev/shm
     and not their PIDs.
     """
-    with contextlib.ExitStack() as stack:
-        trouble = []
-        parents = dict.fromkeys(("/dev/shm", environ.get("TMPDIR") or "/tmp", "/tmp")) if enabled else ()
-        for parent in parents:
-            path = f"{parent}/{PREFIX}{os.urandom(6).hex()}"
-            if not parent.startswith("/") or len(os.fsencode(path)) > LONGEST:
-                continue
-            try:
-                with contextlib.ExitStack() as trial:
-                    os.mkdir(path, 0o700)
-                    trial.callback(shutil.rmtree, path, ignore_errors=True)
-                    lock = os.open(f"{path}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                    trial.callback(os.close, lock)
-                    os.write(lock, b"held by a launcher\n")  # there is room for more than names
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    stack.enter_context(trial.pop_all())
-            except OSError as error:
-                trouble.append(f"{parent}: {error.strerror}")
-                continue
-            if parent == "/dev/shm":
-                remove_stale(parent)
-            yield path
-            return
-        if enabled:
-            told = ", ".join(trouble)
-            logger.warning(f"the ranks are not watched: no folder for heartbeats can be made ({told})")
-        yield ""
+    found, lock, trouble = "", -1, []
+    for parent in dict.fromkeys(("/dev/shm", environ.get("TMPDIR") or "/tmp", "/tmp")) if enabled else ():
+        path = f"{parent}/{PREFIX}{os.urandom(6).hex()}"
+        if not parent.startswith("/") or len(os.fsencode(path)) > LONGEST:
+            continue
+        try:
+            os.mkdir(path, 0o700)
+            lock = os.open(f"{path}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            os.write(lock, b"held by a launcher\n")  # there is room for more than names
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            trouble.append(f"{parent}: {error.strerror}")
+            if lock >= 0:
+                os.close(lock)
+            lock = -1
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        found = path
+        if parent == "/dev/shm":
+            remove_stale(parent)
+        break
+    if enabled and not found:
+        told = ", ".join(trouble)
+        logger.warning(f"the ranks are not watched: no folder for heartbeats can be made ({told})")
+    try:
+        yield found
+    finally:
+        if lock >= 0:
+            os.close(lock)
+        if found:
+            shutil.rmtree(found, ignore_errors=True)
 
 
 def remove_stale(parent: str) -> None:
     """Remove the folders of this user's launchers that were killed; /dev/shm is memory."""
-    with contextlib.suppress(OSError), os.scandir(parent) as entries:
-        for entry in entries:
+    with contextlib.suppress(OSError):
+        for path in Path(parent).glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):
-                if entry.name.startswith(PREFIX) and is_stale(entry):
-                    shutil.rmtree(entry.path, ignore_errors=True)
-
-
-def is_stale(entry: "os.DirEntry[str]") -> bool:
-    """Tell whether a folder is this user's, and nobody holds its lock; raises OSError if that is unknown."""
-    status = entry.stat(follow_symlinks=False)
-    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-    if not is_own or time.time() - status.st_mtime < FRESH:
-        return False
-    try:
-        lock = os.open(f"{entry.path}/{LOCK}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    finally:
-        os.close(lock)
-    return True
+                status = path.lstat()
+                is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+                if not is_own or time.time() - status.st_mtime < FRESH:
+                    continue
+                with closing_descriptor(os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)) as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +190,15 @@ class Watching:
             if time.monotonic() >= self.begin and not self.given_up:
                 self.start()
             return []
+        is_over = self.process.poll() is not None
         if self.given_up:
-            self.process.poll()
             return []
         self.flush()
         orders = self.read_messages(self.process)
-        if self.process.poll() is not None:
-            self.give_up(f"it ended with code {self.process.returncode}{self.last_words()}")
+        if is_over:
+            said = read_tail(Path(self.folder) / LOG, 1)
+            last = f": {said[0].strip()}" if said else ""
+            self.give_up(f"it ended with code {self.process.returncode}{last}")
         return orders
 
     def start(self) -> None:
@@ -223,8 +216,8 @@ class Watching:
         except OSError as error:
             self.give_up(f"it could not be started: {error}")
             return
-        for stream in (self.process.stdin, self.process.stdout):
-            os.set_blocking(stream.fileno(), False) if stream else None
+        for stream in filter(None, (self.process.stdin, self.process.stdout)):
+            os.set_blocking(stream.fileno(), False)
         self.outbox[:0] = json.dumps(self.settings).encode() + b"\n"
         self.flush()
 
@@ -269,17 +262,6 @@ class Watching:
                 if message.event == "act":
                     orders.append(decode_order(found))
         return orders
-
-    def last_words(self) -> str:
-        """Return the last line that it printed, for the warning; empty if it printed nothing."""
-        try:
-            path = Path(self.folder) / LOG
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - LAST_WORDS))
-                lines = file.read().decode(errors="replace").split("\n")
-        except OSError:
-            return ""
-        return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
 
     def give_up(self, reason: str) -> None:
         """Go on without it, and say so once."""

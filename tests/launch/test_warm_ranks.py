@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -48,26 +47,6 @@ print(json.dumps({
     "name": open("/proc/self/comm").read(),
 }, indent=1))
 """
-FAILS = {
-    "an exception": "def f():\n    raise ValueError('x')\ntry:\n    f()\n"
-    "except ValueError as error:\n    raise KeyError(1) from error",
-    "a hook for exceptions": "import sys\nsys.excepthook = lambda *a: print(a[2].tb_frame.f_back)\n1 / 0",
-    "a syntax error": "def f(:",
-    "a message": "import sys\nsys.exit('no data')",
-    "a code": "raise SystemExit(7)",
-    "a signal": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
-    "Ctrl-C": "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)",
-    "Ctrl-C, caught": "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n"
-    "except KeyboardInterrupt:\n    print('saved')",
-    "a segmentation fault": "import faulthandler, ctypes\nfaulthandler.enable()\nctypes.string_at(0)",
-    "threads and atexit": "import atexit, sys, threading, time\natexit.register(print, 'at the end')\n"
-    "threading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()\nprint('main')",
-    "unfinished lines": "import sys\nsys.stdout.write('a')\nsys.stderr.write('b')\nprint('c', end='')",
-    "stacks": "import traceback, warnings, inspect\ntraceback.print_stack()\n"
-    "warnings.warn('w', stacklevel=2)\nprint(len(inspect.stack()))",
-    "a broken pipe": "import os\nr, w = os.pipe()\nos.close(r)\nos.write(w, b'x')",
-}
-"""Programs by what they do; what they print and end with is the same."""
 
 
 @pytest.fixture(scope="module")
@@ -83,37 +62,10 @@ def test_a_program_finds_what_it_finds_by_itself(ranks: Ranks) -> None:
     assert forked["parent"] == os.getpid() and forked["death"] == signal.SIGTERM
 
 
-@pytest.mark.parametrize("code", FAILS.values(), ids=FAILS)
-def test_a_program_ends_as_it_does_by_itself(ranks: Ranks, code: str) -> None:
-    by_exec, forked = ranks.exec(code), ranks.fork(code)
-    errors = [re.sub("0x[0-9a-f]+", "0x", end.err) for end in (forked, by_exec)]  # faulthandler's threads
-    assert (forked.code, forked.out, errors[0]) == (by_exec.code, by_exec.out, errors[1])
-    assert forked.code or forked.out
-
-
 def test_a_record_tells_of_the_rank_and_its_agent(ranks: Ranks) -> None:
     pid = ranks.fork("").pid
     record = json.loads((ranks.folder / "rank-0.applied.json").read_text())
     assert (record["pid"], record["agent"], record["problems"]) == (pid, os.getpid(), [])
-
-
-def test_processes_that_a_program_starts(ranks: Ranks) -> None:
-    code = """
-import atexit, multiprocessing, os, pickle, subprocess, sys
-class Point:
-    x = 1
-def square(x):
-    return x * x
-if __name__ == "__main__":
-    for method in ("fork", "spawn", "forkserver"):
-        with multiprocessing.get_context(method).Pool(1) as pool:
-            print(method, pool.map(square, [3]), multiprocessing.current_process().name)
-    command = [sys.executable, "-c", "import sys; print(sys.argv, len(sys.path))"]
-    print(subprocess.run(command, capture_output=True))
-    atexit.register(lambda: print(type(pickle.loads(pickle.dumps(Point()))).__module__))
-"""
-    by_exec, forked = ranks.exec(code), ranks.fork(code)
-    assert (forked.out, forked.err) == (by_exec.out, by_exec.err) and "forkserver [9]" in forked.out
 
 
 def test_ranks_have_seeds_and_keys_of_their_own(ranks: Ranks) -> None:

@@ -137,7 +137,7 @@ def test_folders_of_launchers_that_were_killed_are_removed(tmp_path: Path) -> No
     try:
         for folder in (dead, fresh):
             folder.mkdir(mode=0o700)
-            (folder / "rank-0.beat").touch()
+            (folder / "lock").touch()
         os.utime(dead, (time.time() - 3600,) * 2)
         assert run_outside([*WORDS, "--", "/bin/true"], tmp_path, {"PYTHONPATH": QUICK_AGENT}).code == 0
         assert not dead.exists() and fresh.exists()

@@ -1,1 +1,0 @@
-"""Programs as users write them, which are to run the same under every agent, as by themselves."""
