@@ -31,7 +31,6 @@ class Family:
     qk_norm: bool = False
     tied: bool = False
     norms_per_layer: int = 2
-    norm_bias: bool | None = None
     head_width: int | None = None
     """Default of `head_dim`; None is hidden_size over heads."""
     inner: str = "intermediate_size"
@@ -65,11 +64,8 @@ FAMILIES = {
     "deepseek_v3": replace(DEEPSEEK, router_bias=True),
     "kimi_k2": replace(DEEPSEEK, router_bias=True),
     "gpt2": GPT,
-    "gpt_bigcode": GPT,
     "gpt_neox": Family("layernorm", "gelu", bias=True),
     "starcoder2": Family("layernorm", "gelu", bias=True, tied=True),
-    "stablelm": Family("layernorm", norm_bias=True),
-    "falcon": Family("layernorm", "gelu", tied=True, norm_bias=True, inner="ffn_hidden_size"),
 }
 """By `model_type`."""
 
@@ -169,11 +165,7 @@ def _read_dimensions(fields: _Fields, kind: str, family: Family, name: str) -> M
     out_bias = fields.flag("attention_bias")
     has_bias = (out_bias and fields.flag("mlp_bias")) or fields.flag("bias", "use_bias", default=family.bias)
     vocab_size, layers = fields.count("vocab_size"), fields.count("num_hidden_layers", "n_layer")
-    is_shared = kind == "gpt_bigcode" or (kind == "falcon" and not fields.flag("new_decoder_architecture"))
-    if is_shared:  # one head of keys for all queries
-        kv_heads = 1 if fields.flag("multi_query", default=True) else heads
-    else:
-        kv_heads = fields.count("num_key_value_heads", "num_kv_heads", default=heads)
+    kv_heads = fields.count("num_key_value_heads", default=heads)
     width = family.head_width or max(1, hidden // heads)
     if (
         not family.head_width
@@ -200,7 +192,6 @@ def _read_dimensions(fields: _Fields, kind: str, family: Family, name: str) -> M
             value_width=fields.count("v_head_dim"),
         )
         kv_heads, head_width = heads, latent.plain_width + latent.rope_width
-    norms = _read_norms(fields, kind, family)
     if heads % kv_heads:
         problem = f"is {kv_heads}, which does not divide the {heads} heads"
         raise fields.fail("num_key_value_heads", problem, "give a divisor")
@@ -219,19 +210,8 @@ def _read_dimensions(fields: _Fields, kind: str, family: Family, name: str) -> M
         experts=experts,
         latent_attention=latent,
         out_bias=out_bias and not has_bias,
-        norm_bias=family.norm_bias,
-        norms_per_layer=norms,
+        norms_per_layer=family.norms_per_layer,
     )
-
-
-def _read_norms(fields: _Fields, kind: str, family: Family) -> int:
-    """Read the norms of a layer: attention and MLP side by side can share one."""
-    if kind == "stablelm" and fields.flag("use_parallel_residual"):
-        return 1
-    if kind != "falcon" or not fields.flag("parallel_attn", default=True):
-        return family.norms_per_layer
-    is_new = fields.flag("new_decoder_architecture")
-    return fields.count("num_ln_in_parallel_attn", default=2) if is_new else 1
 
 
 def _read_experts(fields: _Fields, kind: str, family: Family) -> Experts | None:
