@@ -278,10 +278,14 @@ OTHER_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("OTHER_FOLDERS", defaul
 ConfigStore.instance().store(name="launch_schema", node=Settings)
 WHOLE_NUMBER = re.compile(r"[-+]?(?:0b[01_]+|0[0-7_]*|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
 """YAML 1.1's without those to base 60: `time: 10:00:00` is a text, as in YAML 1.2, and not 36000."""
-yaml.SafeLoader.yaml_implicit_resolvers = {  # OmegaConf's loader is one of these
-    first: [(tag, WHOLE_NUMBER if tag == "tag:yaml.org,2002:int" else form) for tag, form in resolvers]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
+for base in (
+    yaml.SafeLoader,
+    getattr(yaml, "CSafeLoader", yaml.SafeLoader),
+):  # of OmegaConf's, 2.4's the second
+    base.yaml_implicit_resolvers = {
+        first: [(tag, WHOLE_NUMBER if tag == "tag:yaml.org,2002:int" else form) for tag, form in resolvers]
+        for first, resolvers in base.yaml_implicit_resolvers.items()
+    }
 
 
 class SearchPath(SearchPathPlugin):
@@ -450,9 +454,11 @@ def explain_known(sources: Sources, words: Sequence[str], error: BaseException) 
     """Say what is wrong if the error itself tells, else nothing; raises UsageError for Hydra's settings."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return explain_missing_config(str(error.missing_cfg_file), error.options or ())
-    kind: type = type(error)
-    if "Cannot merge DictConfig with ListConfig" in str(error) or "must be a DictConfig" in str(error):
+    kind, text = type(error), str(error)
+    if any(part in text for part in NO_MAPPING):
         kind = ListConfig
+    if RECURSIVE in text:
+        kind = RecursionError
     if kind not in BROKEN:
         return ""
     found: list[str] = []
@@ -466,6 +472,7 @@ def explain_known(sources: Sources, words: Sequence[str], error: BaseException) 
             content.decode()
         except MISTAKES as broken:
             own, at = type(broken), getattr(broken, "start", 0)
+            own = RecursionError if RECURSIVE in str(broken) else own
         if own is kind:
             name = os.path.relpath(file)
             found.insert(0 if name.endswith(chosen) else len(found), f"{name} {BROKEN[kind].format(at)}")
@@ -484,6 +491,16 @@ BROKEN = {
     RecursionError: "holds a list or a mapping that holds itself: leave that out",
 }
 """What can be wrong with a whole file, and how that is told."""
+
+
+NO_MAPPING = (
+    "Cannot merge DictConfig with ListConfig",
+    "must be a DictConfig",
+    "incompatible container types",
+)
+"""In OmegaConf's messages on a list where there has to be a mapping."""
+RECURSIVE = "recursive aliases"
+"""In OmegaConf's message, from 2.4 on, on a list or mapping that holds itself."""
 
 
 def explain_missing_config(name: str, options: Sequence[str]) -> str:
