@@ -454,7 +454,8 @@ def explain_known(sources: Sources, words: Sequence[str], error: BaseException) 
     """Say what is wrong if the error itself tells, else nothing; raises UsageError for Hydra's settings."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return explain_missing_config(str(error.missing_cfg_file), error.options or ())
-    kind, text = type(error), str(error)
+    kind: type = type(error)
+    text = str(error)
     if any(part in text for part in NO_MAPPING):
         kind = ListConfig
     if RECURSIVE in text:
