@@ -1,7 +1,7 @@
 """Judges the measured work of a job's nodes: what failed, computed other bits, or is slow beside the others.
 
-What a device should reach is what the median of the job's other devices of the same kind reaches; published
-figures only make a note. CPUs are judged more generously than GPUs: other processes use them for moments.
+What a device should reach is what the median of the job's other devices of the same kind reaches. CPUs are
+judged more generously than GPUs: other processes use them for moments.
 
 Each node also meets its two neighbours in a ring, one in each round. A bad pair does not tell which of its
 nodes is at fault; the other pairs of both do: a node is sick if all of its pairs are bad and one of its
@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from launcher.doctor.model import Facts, Finding, found
 from launcher.programs.measurement import Measurement
@@ -24,7 +23,6 @@ NAMES = {
     "copy_to": "copies to the GPU",
     "copy_from": "copies from the GPU",
     "memory": "memory bandwidth",
-    "peer_copy": "copies between GPUs",
     "all_reduce": "all_reduce in the node",
 }
 """Measures of a node; others are left out."""
@@ -36,16 +34,6 @@ SHARED_SLOW, SHARED_SICK = 0.6, 0.4
 """The same for the memory of a node's CPUs, and for the network between two nodes without GPUs."""
 ONE_MACHINE = 0.5
 """By which the shares are multiplied for nodes that are one machine: they disturb each other."""
-EXPECTED = {
-    ("NVIDIA H100 80GB HBM3", "copy_to"): 48.0,
-    ("NVIDIA H100 80GB HBM3", "copy_from"): 48.0,
-    ("NVIDIA H100 80GB HBM3", "peer_copy"): 335.0,
-    ("NVIDIA H100 80GB HBM3", "all_reduce"): 460.0,
-}
-"""GB/s of a kind of GPU in a node of eight with NVSwitch; all_reduce with messages of 16 GB."""
-FAR = 0.6
-"""Share of EXPECTED below which that is noted; our messages are smaller."""
-
 Pair = tuple[str, str]
 
 
@@ -85,7 +73,6 @@ def judge_work(nodes: Sequence[Facts], tolerance: float) -> Iterator[Finding]:
             )
     yield from _compare_checksums(work)
     yield from _compare_speeds(work, find_shared_machines(nodes), tolerance)
-    yield from _compare_with_expected(work)
     missed: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
     for one in work:
         if one.result.reason:
@@ -164,25 +151,6 @@ def _find_median_of_others(values: Sequence[float], value: float) -> float:
     middle = ((count - 1) // 2, count // 2)
     low, high = (values[at + (at >= left_out)] for at in middle)
     return (low + high) / 2
-
-
-def _compare_with_expected(work: Sequence[_Work]) -> Iterator[Finding]:
-    """Note what is far below what the kind of GPU is known for, which the job's median does not show."""
-    groups: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for one in work:
-        name, _, how = one.result.device.partition(", ")
-        if (
-            (name, one.result.measure) in EXPECTED
-            and one.result.value is not None
-            and how != "by main memory"
-        ):
-            groups[name, one.result.measure].append(one.value)
-    for (name, measure), values in groups.items():
-        typical, expected = median(values), EXPECTED[name, measure]
-        if typical < FAR * expected:
-            yield found(
-                "work.far_below", "note", work=NAMES[measure], value=typical, expected=expected, device=name
-            )
 
 
 def plan_pairs(hosts: Sequence[str]) -> tuple[tuple[Pair, ...], ...]:

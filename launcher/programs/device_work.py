@@ -32,7 +32,7 @@ WARM_UP = 0.2
 """Seconds before a GPU's clocks are where they stay."""
 WINDOW = 0.1
 """Seconds of a repeat."""
-COPY_BYTES, PEER_BYTES, CPU_BYTES = 128 << 20, 256 << 20, 512 << 20
+COPY_BYTES, CPU_BYTES = 128 << 20, 512 << 20
 COPIES = 4
 """Copies of a repeat on a GPU; the best repeat counts."""
 REPEATS = 5
@@ -197,21 +197,6 @@ def measure_copies(device: Device, seconds: float) -> list[Measurement]:
         Measurement("copy_to", device.where, to_gpu, "GB/s", problem=problem, device=device.name),
         Measurement("copy_from", device.where, from_gpu, "GB/s", device=device.name),
     ]
-
-
-def measure_peer_copy(device: Device, seconds: float, peer: int) -> list[Measurement]:
-    """Copy from this GPU to another one of the node."""
-    there = torch.device("cuda", peer)
-    free = min(torch.cuda.mem_get_info(one)[0] for one in (device.torch, there))
-    source = torch.arange(min(PEER_BYTES, free // 16) // 8, dtype=torch.int64, device=device.torch)
-    target = torch.empty(source.shape, dtype=source.dtype, device=there)
-    value = _copy_for(seconds, device, target, source)
-    is_same = torch.equal(source.cpu(), target.cpu())
-    problem = "" if is_same else "what was copied arrived with other bits"
-    way = "peer access" if torch.cuda.can_device_access_peer(device.torch, there) else "by main memory"
-    found = value if is_same else None
-    where, name = f"{device.where}-{peer}", f"{device.name}, {way}"
-    return [Measurement("peer_copy", where, found, "GB/s", problem=problem, device=name)]
 
 
 def _copy_for(seconds: float, device: Device, target: torch.Tensor, source: torch.Tensor) -> float:

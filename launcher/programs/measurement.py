@@ -11,7 +11,7 @@ class Measurement:
     """A measured piece of work."""
 
     measure: str
-    """`matmul` (TFLOPS), `copy_to`, `copy_from`, `memory`, `peer_copy`, `all_reduce`, `pair` (all GB/s)."""
+    """`matmul` (TFLOPS), `copy_to`, `copy_from`, `memory`, `all_reduce`, `pair` (all GB/s)."""
     where: str
     """`GPU 3`, `CPU` (all of them together), `node`, or `n1-n2` for a pair."""
     value: float | None = None

@@ -33,7 +33,6 @@ from launcher.programs.device_work import (
     measure_copies,
     measure_matmul,
     measure_memory,
-    measure_peer_copy,
     name_processor,
     open_store,
     start_gpu,
@@ -42,8 +41,8 @@ from launcher.programs.measurement import GpuIdentity, Measurement
 
 SECONDS = {"light": 10.0, "deep": 60.0}
 DURATIONS = {
-    "light": {"matmul": 2.0, "memory": 0.5, "copies": 0.6, "peers": 0.4, "all_reduce": 0.6, "pair": 1.0},
-    "deep": {"matmul": 8.0, "memory": 3.0, "copies": 3.0, "peers": 2.0, "all_reduce": 3.0, "pair": 3.0},
+    "light": {"matmul": 2.0, "memory": 0.5, "copies": 0.6, "all_reduce": 0.6, "pair": 1.0},
+    "deep": {"matmul": 8.0, "memory": 3.0, "copies": 3.0, "all_reduce": 3.0, "pair": 3.0},
 }
 """Seconds to measure."""
 ENOUGH = {"light": 8.0, "deep": 27.0}
@@ -290,9 +289,6 @@ class NodeWork:
         live = [one for one in processes if not one.problem]
         if len(live) < 2:
             return
-        indices = [one.state.index for one in live]
-        self.measure_each(live, "peers", measure_peer_copy, "peer_copy", [*indices[1:], indices[0]])
-        live = [one for one in live if not one.problem]
         asked = Measurement("all_reduce", "node", device=f"{live[0].state.name}, {len(live)} GPUs")
         (opened,) = self.ask(live[:1], open_store, lambda _: (len(live),))
         if opened.value is None:
@@ -308,14 +304,13 @@ class NodeWork:
         duration: str,
         function: Callable[..., object],
         measure: str,
-        peers: Sequence[int] = (),
     ) -> None:
         """Report what each device says; a line for each that has no result, too."""
         seconds = self.take(duration)
         answers = self.ask(
             processes,
             function,
-            lambda at: (seconds, peers[at]) if peers else (seconds,),
+            lambda _: (seconds,),
             seconds,
             # CPUs that are late are busy, and not broken.
             grace=self.left if processes[0].state.index is None else GRACE,

@@ -36,7 +36,7 @@ def start_loader_policies(environ: Mapping[str, str]) -> None:
     number = environ.get("LAUNCH_NUM_WORKERS", "")
     if environ.get("LAUNCH_LOADER_DEFAULT") == "1" and number.isdecimal() and int(number):
         for module, name in LOADER_CLASSES.items():
-            when_imported(module, WorkerDefault(int(number), name).install)
+            when_imported(module, lambda module, name=name: _install_default(module, name, int(number)))  # type: ignore[misc]
 
 
 class WorkerPlacement:
@@ -133,89 +133,72 @@ def _move_process(pid: int, source: set[int], target: set[int]) -> None:
             return
 
 
-class WorkerDefault:
-    """The number of workers for the loaders of one class whose call says nothing of workers."""
+def _install_default(module: ModuleType, class_name: str, number: int) -> None:
+    """Put a number of workers into a class's constructor, for loaders whose call says nothing of workers.
 
-    def __init__(self, number: int, class_name: str) -> None:
-        self.number = number
-        self.class_name = class_name
-        self.process = os.getpid()
-        self.loaders: Any = None
-        """Loaders that have got it, by their ids, held weakly."""
+    It is in the signature too: frameworks make loaders again from what differs from the signature's defaults,
+    and with 0 there, an explicit `num_workers=0` would be lost.
+    """
+    import contextlib
+    import functools
+    import inspect
+    from weakref import WeakValueDictionary
 
-    def install(self, module: ModuleType) -> None:
-        """Put the default into the constructor of the module's class."""
-        from weakref import WeakValueDictionary
+    loaders: Any = WeakValueDictionary()
+    process, loader_class = os.getpid(), getattr(module, class_name)
+    original = loader_class.__init__
+    signature = inspect.signature(original)
+    names = list(signature.parameters)
+    position = names.index("num_workers")
 
-        self.loaders = WeakValueDictionary()
-        loader_class = getattr(module, self.class_name)
-        loader_class.__init__ = self._wrap_init(loader_class.__init__)
-        os.register_at_fork(after_in_child=self._remove_in_child)
-
-    def _wrap_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Return a constructor with the default, also in its signature.
-
-        Frameworks make loaders again from what differs from the signature's defaults: with 0 there, an
-        explicit `num_workers=0` would be lost.
-        """
-        import contextlib
-        import functools
-        import inspect
-
-        signature = inspect.signature(original)
-        names = list(signature.parameters)
-        position = names.index("num_workers")
-
-        @functools.wraps(original)
-        def init_with_default(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # they are the user's
-            is_default = 0 < len(args) <= position and "num_workers" not in kwargs
-            if not is_default or os.getpid() != self.process:
-                return original(*args, **kwargs)
-            added: dict[str, object] = {}
+    @functools.wraps(original)
+    def init_with_default(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # they are the user's
+        is_default = 0 < len(args) <= position and "num_workers" not in kwargs
+        added: dict[str, object] = {}
+        if is_default and os.getpid() == process:
             with contextlib.suppress(Exception):  # an object that does not let itself be looked at
-                added = self._choose_options({**dict(zip(names, args)), **kwargs})  # noqa: B905  # Python 3.9
-            original(*args, **kwargs, **added)
-            if added:
-                with contextlib.suppress(TypeError):  # a class without weak references
-                    self.loaders[id(args[0])] = args[0]
-            return None
+                added = _choose_options({**dict(zip(names, args)), **kwargs}, number)  # noqa: B905  # Python 3.9
+        original(*args, **kwargs, **added)
+        if added:
+            with contextlib.suppress(TypeError):  # a class without weak references
+                loaders[id(args[0])] = args[0]
 
-        changed = [
-            parameter.replace(default=self.number) if parameter.name == "num_workers" else parameter
-            for parameter in signature.parameters.values()
-        ]
-        init_with_default.__dict__["__signature__"] = signature.replace(parameters=changed)
-        return init_with_default
-
-    def _choose_options(self, arguments: Mapping[str, object]) -> dict[str, object]:
-        """Return what a loader gets beside the arguments of its call; nothing if workers would not do.
-
-        Each worker would go through all of an iterable dataset, unless it shards itself. A program that was
-        written for no workers stands a fork. The other ways import the program's main file again, which it
-        may not be made for, and pickle its dataset. If Python has one of them by default (forkserver since
-        3.14), it is overruled. If the program has chosen one, there is no good default.
-        """
-        import multiprocessing
-
-        import torch.utils.data
-
-        dataset = arguments.get("dataset")
-        first = multiprocessing.get_all_start_methods()[0]  # "the first of which is the default"
-        chosen = multiprocessing.get_start_method(allow_none=True) or first
-        if chosen not in ("fork", first) or isinstance(dataset, torch.utils.data.IterableDataset):
-            return {}
-        if _holds_device(dataset):
-            return {}
-        is_overruled = chosen != "fork" and "multiprocessing_context" not in arguments
-        return {"num_workers": self.number, **({"multiprocessing_context": "fork"} if is_overruled else {})}
-
-    def _remove_in_child(self) -> None:
+    def remove_in_child() -> None:
         """Take the default back in a forked child: it may be a daemon, which may have no children."""
-        from contextlib import suppress
-
-        for loader in list(self.loaders.values()):
-            with suppress(Exception):
+        for loader in list(loaders.values()):
+            with contextlib.suppress(Exception):
                 loader.num_workers, loader.prefetch_factor = 0, None
+
+    changed = [
+        parameter.replace(default=number) if parameter.name == "num_workers" else parameter
+        for parameter in signature.parameters.values()
+    ]
+    init_with_default.__dict__["__signature__"] = signature.replace(parameters=changed)
+    loader_class.__init__ = init_with_default
+    os.register_at_fork(after_in_child=remove_in_child)
+
+
+def _choose_options(arguments: Mapping[str, object], number: int) -> dict[str, object]:
+    """Return what a loader gets beside the arguments of its call; nothing if workers would not do.
+
+    Each worker would go through all of an iterable dataset, unless it shards itself. A program that was
+    written for no workers stands a fork. The other ways import the program's main file again, which it may
+    not be made for, and pickle its dataset. If Python has one of them by default (forkserver since 3.14), it
+    is overruled. If the program has chosen one, there is no good default.
+    """
+    import multiprocessing
+
+    import torch.utils.data
+
+    dataset = arguments.get("dataset")
+    first = multiprocessing.get_all_start_methods()[0]  # "the first of which is the default"
+    chosen = multiprocessing.get_start_method(allow_none=True) or first
+    if chosen not in ("fork", first) or isinstance(dataset, torch.utils.data.IterableDataset):
+        return {}
+    if _holds_device(dataset):
+        return {}
+    is_overruled = chosen != "fork" and "multiprocessing_context" not in arguments
+    return {"num_workers": number, **({"multiprocessing_context": "fork"} if is_overruled else {})}
 
 
 def _holds_device(value: object, depth: int = MAX_DEPTH) -> bool:
