@@ -382,10 +382,15 @@ def _find_faults(training: Training) -> Iterator[str]:
         given = " * ".join(f"{name} {size}" for name in names if (size := getattr(layout, name)) > 1)
         fixes = [f"nodes={layout.world_size // each}"] if layout.world_size % each == 0 else []
         split = layout.world_size // layout.dp
-        fixes.append(f"parallel.dp={ranks // split}" if ranks % split == 0 else "a split that divides them")
+        if ranks % split == 0:
+            fixes.append(f"parallel.dp={ranks // split}")
+        else:  # the first that does not fit into the job
+            odd = next((name for name in names[:3] if ranks % getattr(layout, name)), "tp")
+            fixes.append(f"parallel.{odd}={_find_divisor(ranks, getattr(layout, odd))} and parallel.dp=auto")
+        of_nodes = f"{training.nodes} node{'s' * (training.nodes > 1)} of {each}"
         yield (
             f"parallel: {given or 'one GPU'} is {layout.world_size} GPUs, and the job has {ranks}"
-            f" ({training.nodes} nodes of {each}): set {' or '.join(fixes)}"
+            f" ({of_nodes}): set {' or '.join(fixes)}"
         )
     # The split of the model.
     experts = model.experts
@@ -449,5 +454,10 @@ def _find_faults(training: Training) -> Iterator[str]:
 def _find_undivided(key: str, value: int, name: str, number: int) -> Iterator[str]:
     """Find a setting that does not divide what it has to."""
     if number % value:
-        near = max(one for one in range(1, min(value, number, 4096) + 1) if number % one == 0)
+        near = _find_divisor(number, value)
         yield f"parallel.{key}={value} does not divide {name}={number}: set parallel.{key}={near}"
+
+
+def _find_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of a number up to a value, and up to 4096."""
+    return max(one for one in range(1, min(most, number, 4096) + 1) if number % one == 0)
