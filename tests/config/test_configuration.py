@@ -67,9 +67,9 @@ def test_a_package_in_the_search_path(here: Path) -> None:
 
 
 def test_a_setting_with_a_set_of_words_takes_no_other(launch: Launch) -> None:
-    settings = list(list_choices(Settings()))
-    assert {"start.warm", "agent", "watch.on_hang", "notify.events"} <= {key for key, _, _ in settings}
-    for key, value, words in settings:
+    settings = {key: (value, words) for key, value, words in list_choices(Settings())}
+    for key in ("start.warm", "agent", "watch.on_hang", "notify.events"):
+        value, words = settings[key]
         given = f"{key}=[{words[0]},foo]" if isinstance(value, list) else f"{key}=foo"
         refused = f"{key}=foo: choose from {', '.join(words)}"
         launch(given, "dry_run=true", "--", "true").assert_error(2, refused)

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from launcher.config.overrides import quote_value
 from tests.data_files import DATA
 from tests.seam import Result, clean_environ, run_inside, run_outside
 
+FEW = settings(max_examples=max(10, settings().max_examples // 3))
+"""For what composes a configuration in each example, which takes 0.2 s."""
 WORDS: dict[str, list[str]] = tomllib.loads((DATA / "random_words.toml").read_text())
 VALID, FLAGS = WORDS["valid"], WORDS["flags"]
 GRAMMAR = [*WORDS["grammar"], "\x00", "\udcff"]
@@ -56,6 +58,7 @@ def assert_clean(result: Result, folder: Path, *, kept: set[str]) -> None:
     assert {path.name for path in folder.iterdir()} == kept
 
 
+@FEW
 @given(line=st.lists(words, max_size=5), plan=st.booleans())
 def test_command_lines(folder: Path, line: list[str], *, plan: bool) -> None:
     verb = ["plan"] if plan else []
@@ -100,6 +103,7 @@ texts = st.text(max_size=60) | (trees | primaries).map(lambda tree: yaml.safe_du
 contents = texts.map(lambda text: text.encode("utf-8", "surrogateescape")) | st.binary(max_size=30)
 
 
+@FEW
 @given(
     files=st.dictionaries(st.sampled_from(WORDS["places"]), contents, min_size=1, max_size=3),
     line=st.sampled_from(WORDS["lines"]).map(str.split),
