@@ -7,7 +7,7 @@ another user could have planted is left out.
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -59,21 +59,10 @@ def keep_prediction(run: RunDir, argv: Sequence[str], device: str, ranks: int, e
 
 
 def fingerprint_ranks(argv: Sequence[str], device: str, ranks: int) -> str:
-    """Return what stands for a program on a number of ranks.
+    """Return what stands for a program on a number of ranks: 16 hexadecimal digits.
 
-    The GPU's type is left out: the tensors are the same on another.
+    Options that do not matter are left out, and so is the GPU's type: the tensors are the same on another.
     """
-    return fingerprint_program(argv, [device, f"ranks={ranks}"])
-
-
-def fingerprint_program(argv: Sequence[str], settings: Iterable[str]) -> str:
-    """Return what stands for a program, its arguments, and what else matters: 16 hexadecimal digits."""
-    text = "\0".join([*strip_numbers(argv), "", *sorted(settings)])
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-
-
-def strip_numbers(argv: Sequence[str]) -> list[str]:
-    """Return a program's words without the options that do not matter and their values."""
     kept: list[str] = []
     words = iter(argv)
     for word in words:
@@ -82,7 +71,8 @@ def strip_numbers(argv: Sequence[str]) -> list[str]:
             kept.append(word)
         elif not equals:
             next(words, None)
-    return kept
+    text = "\0".join([*kept, "", device, f"ranks={ranks}"])
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,42 +109,27 @@ def read_measured_runs(runs_dir: Path, fingerprint: str, device: str, expected: 
 
     `expected` is what is expected now of the same program: an older estimate does not count.
     """
-    from launcher.runs.run_lookup import list_runs  # not at every start
+    from launcher.runs.run_lookup import list_runs, name_run  # not at every start
 
-    paths = islice(list_runs(runs_dir), MOST_RUNS)
-    found = (each for path in paths if (each := read_measured(path, fingerprint, device, expected)))
-    return list(islice(found, MOST_LEARNED))
-
-
-def read_measured(path: Path, fingerprint: str, device: str, expected: int) -> MeasuredRun | None:
-    """Return what one run has measured if it is of this fingerprint; None for any other."""
-    try:
-        prediction = load(Prediction, read_file(path / PREDICTION, LARGEST_RECORD, own=True))
-    except (OSError, ValueError):
-        return None
-    if (prediction.fingerprint, prediction.device) != (fingerprint, device) or expected <= 0:
-        return None
-    peaks = [peak for record in read_rank_memories(path) if (peak := find_rank_peak(record, device))]
-    measured = max(peaks, default=0)
-    if not LEAST_RATIO <= measured / expected <= MOST_RATIO:
-        return None
-    return MeasuredRun(f"{path.parent.name}/{path.name}", expected, measured)
-
-
-def read_rank_memories(path: Path) -> Iterator[RankMemory]:
-    """Give the ranks' records of a run that are this user's and can be read."""
-    for file in sorted(path.glob(name_memory_file("*"))):
+    found: list[MeasuredRun] = []
+    for path in islice(list_runs(runs_dir), MOST_RUNS):
         try:
-            yield load(RankMemory, read_file(file, LARGEST_RECORD, own=True))
+            prediction = load(Prediction, read_file(path / PREDICTION, LARGEST_RECORD, own=True))
         except (OSError, ValueError):
             continue
-
-
-def find_rank_peak(record: RankMemory, device: str) -> int:
-    """Return a rank's peak on one device, in bytes."""
-    if device == "cpu":
-        return record.resident
-    return max((each.reserved for each in record.devices), default=0)
+        if (prediction.fingerprint, prediction.device) != (fingerprint, device):
+            continue
+        measured = 0
+        for file in path.glob(name_memory_file("*")):
+            with contextlib.suppress(OSError, ValueError):
+                record = load(RankMemory, read_file(file, LARGEST_RECORD, own=True))
+                reserved = max((each.reserved for each in record.devices), default=0)
+                measured = max(measured, record.resident if device == "cpu" else reserved)
+        if expected > 0 and LEAST_RATIO <= measured / expected <= MOST_RATIO:
+            found.append(MeasuredRun(name_run(path), expected, measured))
+            if len(found) == MOST_LEARNED:
+                break
+    return found
 
 
 def summarize_ratios(runs: Iterable[MeasuredRun]) -> tuple[float, float]:

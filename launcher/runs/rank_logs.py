@@ -15,7 +15,7 @@ CHUNK = 1 << 20
 """Bytes that are read at once."""
 LONGEST = 64 << 20
 """Bytes of a line that are kept in memory; a longer one comes in pieces."""
-BACKWARDS = 64 << 20
+BACKWARDS = 16 << 20
 """Bytes that are searched for the beginning of the last lines."""
 
 
@@ -182,20 +182,15 @@ def find_tail(path: Path, count: int) -> int:
     least = max(0, size - BACKWARDS)
     try:
         with os.fdopen(open_file(path), "rb") as file:
-            end = size - 1  # the last byte ends a line, or is in one that has no end yet
-            while end > least:
-                begin = max(least, end - CHUNK)
-                file.seek(begin)
-                data = file.read(end - begin)
-                at = len(data)
-                while (at := data.rfind(b"\n", 0, at)) >= 0:
-                    count -= 1
-                    if count == 0:
-                        return begin + at + 1
-                end = begin
+            file.seek(least)
+            data = file.read(size - least)
     except OSError:
         return size
-    return least
+    at = len(data) - 1  # the last byte ends a line, or is in one that has no end yet
+    for _ in range(count):
+        if (at := data.rfind(b"\n", 0, at)) < 0:
+            return least
+    return least + at + 1
 
 
 def read_tail(path: Path, count: int, begin: int = 0) -> list[str]:

@@ -24,28 +24,19 @@ class RunLookupError(LookupError):
 
 def list_runs(runs_dir: Path) -> Iterator[Path]:
     """Give the run directories, the newest first; whether one has a manifest is looked up as it is given."""
-    found = sorted(list_folders(runs_dir), key=read_age, reverse=True)
-    return (path for path in found if is_run(path))
-
-
-def list_folders(runs_dir: Path) -> Iterator[Path]:
-    """Give every RUNS_DIR/NAME/ID, without a look into it."""
-    for name in list_within(runs_dir):
-        yield from list_within(name)
+    folders = [run for name in list_within(runs_dir) for run in list_within(name)]
+    return (path for path in sorted(folders, key=read_age, reverse=True) if is_run(path))
 
 
 def list_within(folder: Path) -> list[Path]:
-    """Return the folders in a folder; none if it cannot be read, or is another user's symbolic link."""
+    """Return the folders in a folder, another user's symbolic links left out; none if it cannot be read."""
     try:
         with closing_descriptor(open_directory(folder)) as at, os.scandir(at) as entries:
-            return [folder / entry.name for entry in entries if entry.is_dir() and not is_strange(entry)]
+            found = [entry for entry in entries if entry.is_dir()]
+            links = [e.name for e in found if e.is_symlink() and is_planted(e.stat(follow_symlinks=False))]
+            return [folder / entry.name for entry in found if entry.name not in links]
     except (OSError, ValueError):
         return []
-
-
-def is_strange(entry: "os.DirEntry[str]") -> bool:
-    """Tell whether an entry is another user's symbolic link."""
-    return entry.is_symlink() and is_planted(entry.stat(follow_symlinks=False))
 
 
 def read_age(path: Path) -> tuple[str, int, str]:

@@ -12,6 +12,7 @@ from launcher.cpulist import format_cpulist
 from launcher.files import LARGEST, read_file
 from launcher.plan.model import Memory, RankPlan
 from launcher.protocol import name_applied_file, name_plan_file, parse_plan_file
+from launcher.runs.manifest import take_dict, take_list
 
 T = TypeVar("T")
 
@@ -115,23 +116,6 @@ class PlannedRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class EndState:
-    """The part of a manifest's outcome that is shown."""
-
-    state: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlainManifest:
-    """The part of a manifest that is shown."""
-
-    outcome: EndState
-    hosts: tuple[str, ...] = ()
-    slurm: Any = None
-    """Only in a SLURM job's, whose `hosts` are all nodes of its last attempt."""
-
-
-@dataclass(frozen=True, slots=True)
 class HostRecords:
     """One host of a run."""
 
@@ -177,39 +161,29 @@ def read_run(path: Path) -> RunRecords:
             damaged.append(f"{file.name} cannot be read ({reason[:200]})")
             return None
 
-    plans = {
-        parse_plan_file(file.name): read(read_ranks, file) for file in sorted(path.glob(name_plan_file("*")))
-    }
-    found = [read(partial(load, Applied), file) for file in sorted(path.glob(name_applied_file("*")))]
-    records = [record for record in found if record]
-    manifest = read(
-        partial(load, PlainManifest), min(path.glob("manifest*.json"), default=path / "manifest.json")
-    )
-    last_hosts = manifest.hosts if manifest and manifest.slurm else ()
-    recorded = {record.host for record in records}
-    # A node that was left out, or that a spare one has replaced, has a plan, and others have its ranks.
-    gone = {host for host in plans if plans[host] is None or (last_hosts and host not in last_hosts)}
-    hosts = sorted(({*plans} - gone) | (recorded - {host for host in plans if plans[host] is None}))
-    return RunRecords(
-        str(path),
-        tuple(gather(name, plans.get(name) or (), records) for name in hosts),
-        manifest.outcome.state if manifest else "",
-        tuple(damaged),
-    )
-
-
-def gather(name: str, planned: tuple[RankPlan, ...], records: list[Applied]) -> HostRecords:
-    """One host's plan with the records of its last attempt.
-
-    Attempts are counted on each host, anew if nodes are started by hand, and ranks may get other numbers
-    without a new attempt: the newest record says which attempt is the last, and of several records of one
-    local rank, the newest counts.
-    """
-    own = [record for record in records if record.host == name]
-    own.sort(key=lambda record: (record.time, record.attempt))
-    last = own[-1].attempt if own else 0
-    newest = {record.local_rank: record for record in own if record.attempt == last}
-    return HostRecords(name, planned, tuple(newest[rank] for rank in sorted(newest)), last)
+    files = sorted(path.glob(name_plan_file("*")))
+    plans = {parse_plan_file(file.name): read(read_ranks, file) for file in files}
+    files = sorted(path.glob(name_applied_file("*")))
+    records = [record for file in files if (record := read(partial(load, Applied), file))]
+    file = min(path.glob("manifest*.json"), default=path / "manifest.json")
+    manifest = read(partial(load, dict[str, Any]), file) or {}
+    state = take_dict(manifest, "outcome").get("state")
+    # A SLURM job's node that was left out or replaced by a spare one has a plan; others have its ranks.
+    last_hosts = take_list(manifest, "hosts") if manifest.get("slurm") else []
+    damaged_hosts = {host for host, plan in plans.items() if plan is None}
+    planned = {host for host in plans if not last_hosts or host in last_hosts}
+    names = sorted((planned | {record.host for record in records}) - damaged_hosts)
+    hosts = []
+    for name in names:
+        # Attempts are counted on each host, anew if nodes are started by hand, and ranks may get other
+        # numbers without a new attempt: the newest record says which attempt is the last, and of several
+        # records of one local rank, the newest counts.
+        own = sorted((one for one in records if one.host == name), key=lambda one: (one.time, one.attempt))
+        last = own[-1].attempt if own else 0
+        newest = {record.local_rank: record for record in own if record.attempt == last}
+        found = tuple(newest[rank] for rank in sorted(newest))
+        hosts.append(HostRecords(name, plans.get(name) or (), found, last))
+    return RunRecords(str(path), tuple(hosts), state if isinstance(state, str) else "", tuple(damaged))
 
 
 def read_ranks(data: bytes) -> tuple[RankPlan, ...]:

@@ -101,71 +101,59 @@ class RunStatus:
 def read_status(path: Path, *, own: bool = False) -> RunStatus:
     """Read a run's manifest; nothing raises, and what is damaged is left out.
 
-    With `own`, which is for what acts upon it, one that another user may have written is `unknown`.
+    With `own`, which is for what acts upon it, one that another user may have written is `unknown`. Whether
+    the process of a run that says that it is running is there is looked at.
     """
     manifest, doubt = {}, "its manifest.json cannot be read"
     try:
         manifest = read_own_manifest(path) if own else read_manifest(path)
     except PermissionError as error:
         doubt = f"{error.filename}: {error.strerror}"
-    outcome = take_dict(manifest, "outcome")
-    word = str(outcome.get("state"))
-    hosts = [str(host) for host in take_list(manifest, "hosts")]
-    failure = take_dict(outcome, "first_failure")
-    code = outcome.get("exit_code")
+    outcome, job_id = take_dict(manifest, "outcome"), read_job(manifest)
+    state = STATES.get(str(outcome.get("state")), "unknown")
+    started, ended = (str(manifest.get(key) or "") for key in ("started", "ended"))
+    begin, end = read_time(started), time.time() if state in LIVE else read_time(ended)
+    if state == "queued":
+        begin = read_time(ended) or begin  # of the attempt before, if there was one
+    before = [str(take_dict(entry, "outcome").get("state")) for entry in take_earlier(manifest)]
+    resumes = sum(word in CLOSED or (word == "running" and not job_id) for word in before)  # by run_dir=
+    hosts, code = [str(host) for host in take_list(manifest, "hosts")], outcome.get("exit_code")
     status = RunStatus(
         run=name_run(path),
         path=str(path.absolute()),
-        state=STATES.get(word, "unknown"),
-        job_id=read_job(manifest),
+        state=state,
+        reason=doubt if state == "unknown" else explain_outcome(outcome),
+        job_id=job_id,
         nodes=len(hosts),
         nodelist=",".join(hosts),
-        restarts=max(0, max(list_attempts(path), default=0) - count_resumes(manifest)),
-        started=str(manifest.get("started") or ""),
-        ended=str(manifest.get("ended") or ""),
+        restarts=max(0, max(list_attempts(path), default=0) - resumes),
+        started=started,
+        ended=ended,
+        seconds=None if begin is None or end is None else max(0.0, end - begin),
         exit_code=code if isinstance(code, int) else None,
-        first_failure=failure or None,
+        first_failure=take_dict(outcome, "first_failure") or None,
         command=tuple(map(str, take_list(manifest, "command"))),
-        spares=tuple(str(host) for host in take_list(manifest, "spares")),
+        spares=tuple(map(str, take_list(manifest, "spares"))),
         replacements=tuple(one for one in take_list(manifest, "replacements") if isinstance(one, dict)),
         attempts=read_attempts(manifest),
         process=take_dict(manifest, "process"),
         preflight=take_dict(manifest, "preflight") or None,
     )
-    reason = explain_outcome(outcome) if status.state != "unknown" else doubt
-    return check_local(replace(status, reason=reason, seconds=measure_time(status)))
-
-
-def count_resumes(manifest: Mapping[str, object]) -> int:
-    """Return how often the run was continued by a command with `run_dir=`."""
-    states = [str(take_dict(entry, "outcome").get("state")) for entry in take_earlier(manifest)]
-    return sum(state in CLOSED or (state == "running" and not read_job(manifest)) for state in states)
-
-
-def check_local(status: RunStatus) -> RunStatus:
-    """Find out whether the process of a run that says that it is running is there."""
-    if status.state != "running" or not status.process:
+    if state != "running" or not status.process or (is_alive := check_process(status.process)):
         return status
-    is_alive = check_process(status.process)
-    if is_alive is None:
-        return replace(status, reason=explain_silence(status))
-    if is_alive:
-        return status
-    pid, host = (status.process.get(key) for key in ("pid", "host"))
-    full = f"; {FULL}" if is_full(RunDir(Path(status.path))) else ""
-    return mark_lost(status, f"process {pid} on {host} is gone, and left no word{full}")
-
-
-def explain_silence(status: RunStatus) -> str:
-    """Say that a run on another host may have died: nothing has been written for long; empty if it has."""
-    path = Path(status.path)
-    found = [find_newest(folder) for folder in (path / "logs", path / "watch")]
-    written = [changed for changed in found if changed is not None]
-    silence = time.time() - max(written, default=0)
-    if not written or silence < LONG_SILENCE:
-        return ""
-    host = status.process.get("host")
-    return f"nothing was written for {describe_time(silence)}: whether it goes on can be seen on {host} alone"
+    host, pid = (status.process.get(key) for key in ("host", "pid"))
+    if is_alive is False:
+        full = f"; {FULL}" if is_full(RunDir(path)) else ""
+        return mark_lost(status, f"process {pid} on {host} is gone, and left no word{full}")
+    # On another host it may have died, which is said if nothing has been written for long.
+    written = [find_newest(folder) or 0 for folder in (path / "logs", path / "watch")]
+    silence = time.time() - max(written)
+    if not any(written) or silence < LONG_SILENCE:
+        return replace(status, reason="")
+    reason = (
+        f"nothing was written for {describe_time(silence)}: whether it goes on can be seen on {host} alone"
+    )
+    return replace(status, reason=reason)
 
 
 def mark_lost(status: RunStatus, reason: str) -> RunStatus:
@@ -198,14 +186,6 @@ def read_attempts(manifest: Mapping[str, object]) -> tuple[AttemptStatus, ...]:
             started, ended = (str(entry.get(key) or "") for key in ("started", "ended"))
             found.append(AttemptStatus(started, ended, state, cause, explain_outcome(outcome)))
     return tuple(found)
-
-
-def measure_time(status: RunStatus) -> float | None:
-    """Return the seconds from a run's start to its end, or to now."""
-    start, end = read_time(status.started), time.time() if status.is_live else read_time(status.ended)
-    if status.state == "queued":
-        start = read_time(status.ended) or start  # of the attempt before, if there was one
-    return None if start is None or end is None else max(0.0, end - start)
 
 
 def add_progress(status: RunStatus) -> RunStatus:

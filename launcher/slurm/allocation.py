@@ -28,7 +28,7 @@ from launcher.slurm.job_request import JobRequest, make_job_request, write_job_r
 from launcher.slurm.node_job import plan_here
 from launcher.slurm.node_step import describe_node_step
 from launcher.slurm.srun import render_step
-from launcher.slurm.submission import stage_run
+from launcher.slurm.submission import judge_plan, stage_run
 from launcher.text import join_words, print_text
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,9 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
         return preview_allocation(spec, argv, hosts)
     if spec.config.cluster.requeue.allocation:
         return run_own_job(spec, argv)
-    spec = judge_allocation(spec, hosts)
+    if spec.fit_model and name_host(os.environ) in hosts:  # else its first node judges
+        nodes = min(spec.cluster.min_nodes, len(hosts))
+        spec = judge_plan(spec, plan_here(spec.config, spec.environ), nodes)
     run, _ = prepare_run(spec, argv, hosts)
     request = describe_request(spec, argv)
     secrets = write_job_request(request, run.path)
@@ -69,31 +71,10 @@ def run_own_job(spec: JobSpec, argv: Sequence[str]) -> int:
     return run_batch_script(spec.run_path)
 
 
-def judge_allocation(spec: JobSpec, hosts: Sequence[str]) -> JobSpec:
-    """Judge the job's memory if this is one of its nodes; raises MachineError if it cannot fit.
-
-    Returns it without the model that then needs no judgement; else its first node judges.
-    """
-    if spec.fit_model is None or name_host(os.environ) not in hosts:
-        return spec
-    from launcher.config.training import settle_job, settle_planned
-
-    settled = settle_planned(
-        spec.config,
-        plan_here(spec.config, spec.environ),
-        spec.fit_model,
-        nodes=min(spec.cluster.min_nodes, len(hosts)),
-        is_bundled=spec.is_bundled,
-        environ=spec.environ,
-    )
-    return replace(settle_job(spec, settled), fit_model=None)
-
-
 def describe_request(spec: JobSpec, argv: Sequence[str]) -> JobRequest:
-    """Return the request that the nodes read."""
-    request = make_job_request(spec, argv)
-    cluster = replace(request.config.cluster, kind=spec.cluster.kind)
-    return replace(request, config=replace(request.config, cluster=cluster))
+    """Return the request that the nodes read: they are in an allocation, however the job was asked for."""
+    cluster = replace(spec.config.cluster, kind=spec.cluster.kind)
+    return make_job_request(replace(spec, config=replace(spec.config, cluster=cluster)), argv)
 
 
 def preview_allocation(spec: JobSpec, argv: Sequence[str], hosts: Sequence[str]) -> int:

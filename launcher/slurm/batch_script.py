@@ -187,19 +187,9 @@ def render_setup(setup: Sequence[str]) -> list[str]:
     if not setup:
         return []
     lines = ["", *SETUP.splitlines()]
-    for line in join_continued_lines(setup):
+    for line in setup:
         lines += [f"launch_line={shlex.quote(line)}", line, "launch_check $?"]
     return [*lines, *SETUP_END.splitlines()]
-
-
-def join_continued_lines(setup: Sequence[str]) -> list[str]:
-    """Return the lines, with those together that end in a backslash and go on in the next."""
-    joined: list[str] = []
-    goes_on = False
-    for line in setup:
-        joined = [*joined[:-1], f"{joined[-1]}\n{line}"] if goes_on else [*joined, line]
-        goes_on = (len(line) - len(line.rstrip("\\"))) % 2 == 1
-    return joined
 
 
 def check_interpreter(script: Script) -> list[str]:

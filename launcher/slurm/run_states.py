@@ -157,7 +157,7 @@ class RunWatch:
     answer: Mapping[str, JobState | None] = field(default_factory=dict)
     """What SLURM has said of each job that it was asked about."""
     errors: list[str] = field(default_factory=list)
-    """Since its last answer."""
+    """Since its last answer; the second one is told, once."""
     wake: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
     closing: bool = False
@@ -173,9 +173,10 @@ class RunWatch:
         if self.job_ids and not self.thread:
             self.thread = threading.Thread(target=self._ask, daemon=True)
             self.thread.start()
-        if len(self.errors) > 1 and self.errors[-1]:
-            self.say(f"{self.errors[-1]}; {self.error_note}, and SLURM asked again")
-            self.errors[-1] = ""
+        errors = self.errors  # the thread begins another list
+        if len(errors) > 1 and errors[1]:
+            self.say(f"{errors[1]}; {self.error_note}, and SLURM asked again")
+            errors[1] = ""
         self.runs = [
             update_run(run, answer[job_id]) if (job_id := run.job_id or "") in answer else run
             for run in found
@@ -190,7 +191,7 @@ class RunWatch:
             try:
                 jobs = ask_queue(job_ids) if job_ids else {}
             except SchedulerError as error:
-                self.errors.append("" if len(self.errors) > 1 else str(error))
+                self.errors.append(str(error))
             else:
                 found = {job_id: jobs.get(job_id) for job_id in job_ids}
                 pause = FIRST_PAUSE if found != self.answer else min(1.5 * pause, LONGEST_PAUSE)

@@ -7,7 +7,7 @@ import pytest
 from launcher.fit.choice import find_changes, fit_step, make_step_peak
 from launcher.fit.counts import count_model_parameters
 from launcher.fit.training import Device, Learned, ParallelLayout, Range, Training, TrainingSettings
-from launcher.runs.memory_records import fingerprint_program, strip_numbers
+from launcher.runs.memory_records import fingerprint_ranks
 from tests.fit.made_requests import H100, REQUEST, make_request
 
 GIB = 1 << 30
@@ -149,8 +149,7 @@ def test_on_cpus_the_process_counts() -> None:
 
 def test_numbers_that_do_not_matter_are_left_out() -> None:
     words = ["train.py", "--lr", "3e-4", "--batch-size", "8", "--steps=100", "--seed", "1"]
-    assert strip_numbers(words) == ["train.py", "--batch-size", "8"]
     other = ["train.py", "--lr=1", "--batch-size", "8"]
-    assert fingerprint_program(words, ["ranks=8"]) == fingerprint_program(other, ["ranks=8"])
-    assert fingerprint_program(words, ["ranks=8"]) != fingerprint_program(words, ["ranks=4"])
-    assert fingerprint_program(["a", "b c"], []) != fingerprint_program(["a b", "c"], [])
+    assert fingerprint_ranks(words, "gpu", 8) == fingerprint_ranks(other, "gpu", 8)
+    assert fingerprint_ranks(words, "gpu", 8) != fingerprint_ranks(words, "gpu", 4)
+    assert fingerprint_ranks(["a", "b c"], "gpu", 8) != fingerprint_ranks(["a b", "c"], "gpu", 8)
