@@ -1,13 +1,11 @@
 """The environment of a rank that `launch` starts itself, beside that of one that torchrun starts."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from launcher.launch.coordinator import GroupNode, GroupStart
-from launcher.launch.direct_agent import make_rank_variables
-from launcher.launch.endpoint import find_free_port
 from tests.seam import clean_environ, start, write_program
 
 DUMP = """
@@ -45,7 +43,9 @@ def test_a_rank_has_what_torchrun_would_give_it(tmp_path: Path) -> None:
         folder.mkdir()
     program = write_program(tmp_path, DUMP)
     environ = {name: value for name, value in clean_environ().items() if name != "OMP_NUM_THREADS"}
-    static = ("--rdzv-backend=static", "--master-addr=127.0.0.1", f"--master-port={find_free_port()}")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    static = ("--rdzv-backend=static", "--master-addr=127.0.0.1", f"--master-port={port}")
     options = ("--nnodes=1", "--node-rank=0", *static, "--nproc-per-node=2")
     command = [sys.executable, "-m", "torch.distributed.run", *options, program]
     subprocess.run(command, cwd=folders[0], env=environ, check=True, capture_output=True)
@@ -66,26 +66,3 @@ def test_a_rank_has_what_torchrun_would_give_it(tmp_path: Path) -> None:
         different -= {"LAUNCH_TEST_MARK", *FROM_LAUNCH}
         assert different == set(DIFFERENT), {name: (theirs.get(name), ours.get(name)) for name in different}
         assert not set(FROM_LAUNCH) & set(theirs) - set(environ)
-
-
-def test_numbers_of_several_nodes() -> None:
-    nodes = (GroupNode("n10", 2), GroupNode("n2", 3))
-    group = GroupStart(4, nodes, "n10", 12345)
-    found = make_rank_variables(group, 1, 2, {})
-    assert {name: value for name, value in found.items() if not name.startswith("TORCH")} == {
-        **{"RANK": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "5"},
-        **{"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"},
-        **{"ROLE_RANK": "4", "ROLE_WORLD_SIZE": "5", "ROLE_NAME": "default"},
-        **{"MASTER_ADDR": "n10", "MASTER_PORT": "12345", "OMP_NUM_THREADS": "1"},
-    }
-    assert found["TORCHELASTIC_RESTART_COUNT"] == "4"
-
-
-def test_what_a_user_has_set_stays() -> None:
-    chosen: dict[str, str]
-    for size, chosen, threads in ((1, {}, None), (2, {}, "1"), (2, {"OMP_NUM_THREADS": "4"}, None)):
-        group = GroupStart(0, (GroupNode("n0", size),), "127.0.0.1", 12345)
-        environ = {**chosen, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-        found = make_rank_variables(group, 0, 0, environ)
-        assert found.get("OMP_NUM_THREADS") == threads
-        assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"

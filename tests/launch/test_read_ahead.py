@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from launcher.launch.warm.read_ahead import reading_ahead, start_read_ahead
-from tests.probe.in_namespace import run_in_namespace
 from tests.seam import clean_environ
 
 LIBRARY = "torch/lib/libtorch_cpu.so"
@@ -70,38 +69,3 @@ def test_files_are_read_if_they_are_not_cached(packages: Path) -> None:
         file.read(1)
     with reading_ahead("auto", uses, environ) as pids:
         assert pids
-
-
-def test_the_process_ends_with_the_launcher_though_a_disk_does_not_answer(tmp_path: Path) -> None:
-    found = run_in_namespace(
-        """
-import time
-from tests.launch.test_read_ahead import LIBRARY
-device = mount_stuck(folder / "stuck", reads=False)
-library = folder / "packages" / LIBRARY
-library.parent.mkdir(parents=True)
-library.write_bytes(b"x")
-(library.parent / "libc10.so").symlink_to(folder / "stuck" / "libc10.so")
-(library.parents[1] / "stuck.py").symlink_to(folder / "stuck" / "stuck.py")
-script = (
-    "import os, sys; from launcher.launch.warm.read_ahead import start_read_ahead;"
-    "environ = {**os.environ, 'PYTHONPATH': sys.argv[1]};"
-    "print(start_read_ahead('on', ('x.py',), environ).pid, flush=True); os._exit(0)"
-)
-words = [sys.executable, "-c", script, str(folder / "packages")]
-orphan = int(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
-def is_gone(pid):
-    try:
-        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-end = time.monotonic() + 20
-while not is_gone(orphan) and time.monotonic() < end:
-    time.sleep(0.05)
-print(json.dumps({"gone": is_gone(orphan)}))
-sys.stdout.flush()
-os._exit(0)
-""",
-        tmp_path,
-    )
-    assert found == {"gone": True}

@@ -105,7 +105,7 @@ class WarmProcess:
         if self.refusal:
             raise ExecNeededError(self.refusal)
         # What it is started with is a file, since variables can be longer than a packet.
-        with os.fdopen(os.memfd_create("launch-rank"), "w") as file, contextlib.suppress(OSError):
+        with os.fdopen(os.memfd_create("launch-rank"), "w") as file, contextlib.suppress(ConnectionError):
             json.dump({"argv": argv, "environ": environ}, file)
             file.flush()
             socket.send_fds(self.channel, [b"rank"], [file.fileno(), *streams])
