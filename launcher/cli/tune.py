@@ -26,9 +26,9 @@ from launcher.config.run_path import choose_run_path
 from launcher.config.settings import Settings
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_file
-from launcher.launch.ending import complete_manifest, explain_failure, judge_end
+from launcher.launch.ending import complete_manifest, explain_failure
 from launcher.launch.job import Job, JobSpec, build_agent_environ, render_start
-from launcher.launch.local_run import AGENT_LINES, make_agent, prepare_run, write_plan
+from launcher.launch.local_run import make_agent, prepare_run, write_plan
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.supervisor import Supervisor
 from launcher.launch.torchrun_agent import check_open_files
@@ -458,12 +458,11 @@ def _run_trial(strategy: Strategy, trial: JobSpec, value: int, argv: Sequence[st
     timeout = trial.config.tune.timeout
     supervisor = Supervisor(monitor, agent, deadline=time.monotonic() + timeout, is_starved=is_memory_low)
     try:
-        outcome = supervisor.run()
+        ending = supervisor.run()
     except OSError as error:
         raise MachineError(f"the ranks could not be started ({error}): see {run.path}") from None
     finally:
         viewer.close()
-    ending = judge_end(outcome, read_tail(run.agent_log(job.host), AGENT_LINES))
     complete_manifest(monitor, ending)
     if ending.signal is not None and not supervisor.timed_out:
         raise InterruptedTrialError(ending.signal)

@@ -183,10 +183,9 @@ def add_oom_kills(end: NodeEnd, job: Job, killed: int) -> NodeEnd:
     return replace(end, memory=f"out of memory: the kernel killed {processes} {where}{fix}")
 
 
-def report_end(monitor: RankMonitor, end: NodeEnd, agent_log: Sequence[str], seconds: float) -> int:
-    """Write how the job ended, say it, and return the exit code; the agent's log is that of this start."""
+def report_end(monitor: RankMonitor, end: NodeEnd, seconds: float) -> int:
+    """Write how the job ended, say it, and return the exit code."""
     trouble = release_space(monitor.run)
-    end = add_oom_kills(judge_end(end, agent_log), monitor.job, monitor.count_new_oom_kills())
     # What came before the first failure, and what that failure means to this job.
     codes = monitor.job.config.cluster.requeue.exit_codes
     requested = bool(end.failure and end.failure.status in codes)

@@ -16,7 +16,6 @@ from launcher.launch.supervisor import Agent, Supervisor
 from launcher.launch.torchrun_agent import TorchrunAgent
 from launcher.launch.watching import keep_watch_folder, watch_node
 from launcher.runs.manifest import describe_start, write_manifest
-from launcher.runs.rank_logs import measure_file, read_tail
 from launcher.runs.run_directory import (
     RunDir,
     create_run_dir,
@@ -27,9 +26,6 @@ from launcher.runs.run_directory import (
     write_private,
 )
 from launcher.runs.run_process import hold_directory, identify_process
-
-AGENT_LINES = 2000
-"""Last lines of the agent's log that are searched for its report."""
 
 
 def execute_job(
@@ -48,8 +44,7 @@ def execute_job(
     is one for the program; `helpers` are PIDs of processes of ours.
     """
     monitor = RankMonitor(job, run, make_viewer(job, run), count_oom_kills, manifest)
-    log = run.agent_log(job.host)
-    log_begin, started = measure_file(log), time.monotonic()
+    started = time.monotonic()
     reserve_space(run)
     with keep_watch_folder(job.environ, enabled=job.config.watch.enabled) as folder:
         watching = watch_node(job, run, folder, job.config.node_rank or 0) if folder else None
@@ -77,7 +72,7 @@ def execute_job(
         manifest["hangs"] = watching.hangs
     if watching and watching.stragglers:
         manifest["stragglers"] = watching.stragglers
-    status = report_end(monitor, end, read_tail(log, AGENT_LINES, log_begin), time.monotonic() - started)
+    status = report_end(monitor, end, time.monotonic() - started)
     if not monitor.viewer.close():
         os._exit(status)  # a thread is stuck in a write, and the interpreter's own end would wait for it
     return status

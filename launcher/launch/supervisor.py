@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.launch.direct_agent import DirectAgent
-from launcher.launch.ending import NodeEnd
+from launcher.launch.ending import NodeEnd, add_oom_kills, judge_end
 from launcher.launch.job import may_restart
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.processes import Death, RankSet, adopt_orphans, end_leftovers, reap_orphans
@@ -26,6 +26,7 @@ from launcher.launch.signals import (
 )
 from launcher.launch.torchrun_agent import TorchrunAgent
 from launcher.launch.watching import Watching
+from launcher.runs.rank_logs import measure_file, read_tail
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ TICK = 0.05
 """Seconds between two looks for new ranks and signals."""
 LOST_GRACE = 10.0
 """Seconds in which ranks may notice by themselves that a node was lost."""
+AGENT_LINES = 2000
+"""Last lines of the agent's log that are searched for its report."""
 HEARING = 0.5
 """Seconds in which an agent says that it was sent a signal."""
 
@@ -90,9 +93,11 @@ class Supervisor:
         return self.deadline < 0
 
     def run(self) -> NodeEnd:
-        """Run the agent to its end; raises OSError if it cannot be started."""
+        """Run the agent to its end, and judge that; raises OSError if it cannot be started."""
         adopt_orphans()
-        agent = self.agent
+        agent, job = self.agent, self.monitor.job
+        log = self.monitor.run.agent_log(job.host)
+        log_begin = measure_file(log)
         with catch_signals() as inbox:
             try:
                 agent.begin()
@@ -113,7 +118,11 @@ class Supervisor:
         deaths = tuple(self.ranks.deaths)
         if code == 0:  # torchrun may have looked at a rank before this process
             deaths = tuple(replace(death, exitcode=death.exitcode or 0) for death in deaths)
-        return NodeEnd(code, deaths, self.first_signal, self.signal_time, tuple(left), self.hang, agent.label)
+        end = NodeEnd(code, deaths, self.first_signal, self.signal_time, tuple(left), self.hang, agent.label)
+        # In a job of several nodes, a node has done its part if its ranks have, whatever the others need.
+        ranks = len(job.plan.ranks) if self.control else 0
+        end = judge_end(end, read_tail(log, AGENT_LINES, log_begin), ranks)
+        return add_oom_kills(end, job, self.monitor.count_new_oom_kills())
 
     def list_own(self) -> set[int]:
         """Return the PIDs of processes of the launcher's own."""

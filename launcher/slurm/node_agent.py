@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from launcher.config.settings import SLURM_KINDS
-from launcher.launch.ending import NodeEnd, add_oom_kills, check_success, describe_failure, judge_end
+from launcher.launch.ending import NodeEnd, check_success, describe_failure
 from launcher.launch.job import Job
 from launcher.launch.monitor import STARTING, RankMonitor, describe_job
 from launcher.launch.signal_channel import SignalChannel, open_signal_channel
@@ -19,7 +19,7 @@ from launcher.launch.watching import watch_node
 from launcher.probe.limits import count_oom_kills
 from launcher.report.viewer import OutputViewer, ViewOptions
 from launcher.runs.node_records import NodeRecord, RankFailure, write_node
-from launcher.runs.rank_logs import Follower, read_tail
+from launcher.runs.rank_logs import Follower
 from launcher.runs.run_directory import RunDir, release_space, reserve_space
 from launcher.slurm.group_messages import NodeReport, render_task_report
 from launcher.slurm.node_control import can_write
@@ -28,8 +28,6 @@ from launcher.slurm.slurm_environ import TaskIdentity
 
 logger = logging.getLogger(__name__)
 
-AGENT_LINES = 2000
-"""Last lines of the agent's log that are searched for its report."""
 RECORD_SIZE = 16 << 10
 """Bytes that are held for the node's record, with which its first failure would be lost on a full disk."""
 HOLD = 5.0
@@ -42,7 +40,6 @@ def run_agent(
     place: TaskIdentity,
     make_agent: AgentMaker,
     *,
-    log_begin: int,
     started: float,
     folder: str = "",
     helpers: Collection[int] = (),
@@ -52,7 +49,6 @@ def run_agent(
     `folder` is where the ranks keep their heartbeats; empty if they are not watched. `helpers` are PIDs of
     processes of ours.
     """
-    log = run.agent_log(place.host)
     monitor = RankMonitor(job, run, make_node_viewer(job, run, place), count_oom_kills)
     control = open_signal_channel(0)
     reserve_space(run, RECORD_SIZE)
@@ -65,8 +61,6 @@ def run_agent(
     end = supervisor.run()
     if watching:
         watching.close()
-    end = judge_end(end, read_tail(log, AGENT_LINES, log_begin), len(job.plan.ranks))
-    end = add_oom_kills(end, job, monitor.count_new_oom_kills())
     state = recorder.write_end(end)
     # To srun, the first task that fails is the end of all: others may still have time to stop.
     status = 0 if state == "stopped" and supervisor.commanded else end.status

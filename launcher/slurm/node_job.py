@@ -21,7 +21,6 @@ from launcher.launch.watching import keep_watch_folder
 from launcher.plan.model import Plan
 from launcher.runs.memory_records import keep_prediction
 from launcher.runs.node_records import refuse_node, write_node
-from launcher.runs.rank_logs import measure_file
 from launcher.runs.run_directory import RunDir, write_json
 from launcher.slurm.compiler_caches import open_caches
 from launcher.slurm.job_request import JobRequest, read_job_request
@@ -94,7 +93,6 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     run = RunDir(run_path, task.attempt)
     config, cluster = describe_node_part(request, task)
     merged = {**drop_task_variables(environ), **config.env}
-    log_begin = measure_file(run.agent_log(task.host))
     program = find_program(request.words, config, merged)
     with (
         reading_ahead(config.start.read_ahead, program, merged) as helpers,
@@ -131,7 +129,6 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
                 run,
                 task,
                 make_agent,
-                log_begin=log_begin,
                 started=started,
                 folder=folder,
                 helpers=helpers,
