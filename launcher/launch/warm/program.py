@@ -237,9 +237,9 @@ class ProgramText:
             parts = b".".join(filter(None, [prefix, *name])).decode(errors="replace").split(".")
             tops = [os.path.join(root, parts[0]) for root in roots]
             top = next((top for top in tops if os.path.isdir(top) or os.path.isfile(f"{top}.py")), "")
-            if not top:
-                is_known = parts[0] in sys.stdlib_module_names or parts[0] in WITHOUT_TORCH
-                self.uses_torch = self.uses_torch or not (is_known or statement["dots"])
+            is_known = parts[0] in sys.stdlib_module_names or parts[0] in WITHOUT_TORCH
+            if parts[0] == "torch" or not (top or is_known or statement["dots"]):
+                self.uses_torch = True
             for size in range(len(parts)) if top else ():
                 inner = os.path.join(top, *parts[1 : size + 1])
                 for file in filter(os.path.isfile, (f"{inner}/__init__.py", f"{inner}.py")):
