@@ -21,6 +21,8 @@ import pytest
 from launcher.config.request import LIBRARY_PREFIXES
 from launcher.plan.variables import HONOURED
 
+PATIENCE = 240
+"""Seconds to wait for what takes a few on an idle machine; pytest-timeout ends a test after 300."""
 LAUNCH = (
     sys.executable,
     "-c",
@@ -90,7 +92,7 @@ def run_outside(
     cwd: Path,
     env: Mapping[str, str] | None = None,
     *,
-    timeout: float = 120,
+    timeout: float = PATIENCE,
     **options: object,
 ) -> Result:
     """Run a command line as a process of its own."""
@@ -114,7 +116,7 @@ def list_modules(script: str, cwd: Path, **variables: str) -> set[str]:
     environ = {**clean_environ(), **variables}
     command = (sys.executable, "-c", script)
     done = subprocess.run(
-        command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=True
+        command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("LOADED "))
     return set(line.split()[1:])
@@ -128,7 +130,7 @@ def in_shell(line: str, cwd: Path, **variables: str) -> Result:
         cwd=cwd,
         env={**clean_environ(), **variables},
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     return Result(done.returncode, done.stdout.decode(), done.stderr.decode(errors="replace"))
@@ -175,7 +177,7 @@ class Started:
     def read(self, stream: str = "stderr") -> str:
         return (self.folder / stream).read_text(errors="replace")
 
-    def wait(self, timeout: float = 60) -> int:
+    def wait(self, timeout: float = PATIENCE) -> int:
         return self.process.wait(timeout)
 
     def run_dir(self) -> Path:
@@ -224,11 +226,11 @@ def start(folder: Path, *words: str, **variables: str) -> Iterator[Started]:
         for pid in [process.pid, *started.survivors()]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(PATIENCE)
 
 
 def wait_for(
-    condition: Callable[[], object], what: str, timeout: float = 60, tell: Callable[[], str] = str
+    condition: Callable[[], object], what: str, timeout: float = PATIENCE, tell: Callable[[], str] = str
 ) -> None:
     """Wait until a condition holds; where it does not come to, the test fails with what `tell` says."""
     deadline = time.monotonic() + timeout

@@ -28,7 +28,3 @@ def test_every_name_anywhere_is_listed_and_every_one_is_used() -> None:
 def test_names_are_the_values_and_those_that_no_user_sets_are_among_them() -> None:
     assert all(getattr(protocol, name) == name for name in NAMES)
     assert set(protocol.OWN_VARIABLES) < NAMES
-
-
-def test_names_of_files_are_read_back() -> None:
-    assert protocol.parse_plan_file(protocol.name_plan_file("node-1.x")) == "node-1.x"

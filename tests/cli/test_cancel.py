@@ -12,7 +12,7 @@ from launcher.cli import runs
 from launcher.runs.run_process import hold_directory, identify_process
 from tests.cli.make_runs import make_run
 from tests.launch.terminals import open_terminal
-from tests.seam import LAUNCH, Launch, Started, start, wait_for, write_program
+from tests.seam import LAUNCH, PATIENCE, Launch, Started, start, wait_for, write_program
 from tests.strangers import give_away
 
 WAITS = "import time\nprint('here', flush=True)\ntime.sleep(1000)\n"
@@ -158,4 +158,4 @@ def test_nothing_is_cancelled_where_one_of_several_is_left_alone(
     launch("cancel", "own", "planted", "yes=true").assert_error(3, f"planted/{NUMBER} is left alone")
     assert held.poll() is None
     result = launch("cancel", "own", "yes=true")
-    assert (result.code, held.wait(20)) == (0, -15), result.err
+    assert (result.code, held.wait(PATIENCE)) == (0, -15), result.err

@@ -15,6 +15,7 @@ from launcher.runs.run_process import identify_process
 from tests.cli.make_runs import make_run, write_applied, write_log
 from tests.seam import (
     LAUNCH,
+    PATIENCE,
     Launch,
     Result,
     Started,
@@ -174,7 +175,7 @@ def test_following_goes_over_the_attempts_to_the_end(here: Path) -> None:
         assert tail.process.poll() is None
         living.kill()
         living.wait()
-        assert tail.wait(20) == 0
+        assert tail.wait(PATIENCE) == 0
         assert tail.read().startswith("launch: attempt 1\nlaunch: tiny/20260801-120000 is lost: process ")
 
 
@@ -184,7 +185,7 @@ def test_ctrl_c_ends_following_quietly(here: Path) -> None:
     with follow(here, "--follow", "rank=0", "tiny") as tail:
         wait_for(lambda: tail.read("stdout") == "1\n", "the line")
         tail.process.send_signal(signal.SIGINT)
-        assert tail.wait(20) == 130
+        assert tail.wait(PATIENCE) == 130
         assert tail.read() == ""
 
 
@@ -202,7 +203,7 @@ def test_a_real_run_is_followed_whole(here: Path) -> None:
         wait_for(lambda: any((here / "runs").glob("real/*/manifest.json")), "the run directory")
         with follow(here, "-f", "real", "logs.tail=1000") as tail:
             assert run.wait() == 0
-            assert tail.wait(20) == 0
+            assert tail.wait(PATIENCE) == 0
             text = tail.read("stdout")
             assert tail.read().endswith("has succeeded\n")
     host = os.uname().nodename

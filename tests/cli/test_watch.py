@@ -29,7 +29,7 @@ from tests.cli.watched_run import (
     write_watch,
 )
 from tests.launch.terminals import COLUMNS, ROWS, Terminal, open_terminal
-from tests.seam import LAUNCH, Launch, run_outside, start, wait_for, write_program
+from tests.seam import LAUNCH, PATIENCE, Launch, run_outside, start, wait_for, write_program
 
 
 def read_screen(terminal: Terminal, rows: int = ROWS, columns: int = COLUMNS) -> list[str]:
@@ -43,7 +43,7 @@ def await_screen(
     terminal: Terminal, is_there: Callable[[list[str]], bool], rows: int = ROWS, columns: int = COLUMNS
 ) -> list[str]:
     """Read until the screen is as it should be; return it."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while not is_there(shown := read_screen(terminal, rows, columns)):
         terminal.take_some(min(deadline, time.monotonic() + 1))
         if time.monotonic() > deadline or terminal.process.poll() is not None:
@@ -96,7 +96,7 @@ class Screen:
         """Press a key, if there is one, and wait until the texts are there."""
         if key:
             await pilot.press(key)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while not has(*texts)(rows := self.read()):
             await pilot.pause(0.05)
             assert time.monotonic() < deadline, "waited in vain, with this on the screen:\n" + "\n".join(rows)

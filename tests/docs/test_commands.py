@@ -165,10 +165,6 @@ def test_a_command_of_launch_rank_works(shown: Shown, folder: Path) -> None:
     assert "launch-rank" in done.stderr or "--help" in after
 
 
-def test_what_is_not_run_is_in_the_documents() -> None:
-    assert {*NOT_RUN, *REFUSED} <= {" ".join(shown.argv) for shown in SHOWN}
-
-
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_document)
 def test_a_target_of_make_exists(path: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))

@@ -22,8 +22,7 @@ from launcher.rank.affinity import Applied
 from launcher.rank.entry import PlanEntry
 from launcher.rank.identity import Identity
 from launcher.rank.shim import write_record
-from launcher.runs.node_records import read_nodes, refuse_node, write_node
-from launcher.runs.progress import measure_attempt
+from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.run_directory import (
     RunDir,
     RunIdTakenError,
@@ -33,7 +32,6 @@ from launcher.runs.run_directory import (
     write_private,
 )
 from launcher.runs.run_process import identify_process
-from launcher.runs.run_records import AppliedReader, read_run
 from launcher.slurm.commands import JobState
 from tests.fuzzing import SEQUENCES, Terminal, assert_harmless, scalars, texts
 from tests.strangers import STRANGER
@@ -232,15 +230,6 @@ def test_verbs(victim: "subprocess.Popen[bytes]", tree: dict[str, Planted]) -> N
             tree[name].foreign for name in ("", "manifest.json") if name in tree
         )
         assert not (foreign and cancelled), "a job was cancelled that another user has named"
-
-
-@given(tree=trees)
-def test_readers_never_raise(tree: dict[str, Planted]) -> None:
-    with make_place(tree) as place:
-        read_run(place.run)
-        read_nodes(place.run, 0)
-        AppliedReader(place.run).read_new()
-        measure_attempt(RunDir(place.run))
 
 
 def write_rank(path: Path) -> None:

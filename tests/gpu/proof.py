@@ -111,8 +111,8 @@ class Proof:
         return ended
 
     def wait_for_end(self) -> None:
-        """Give the processes that end just after their parent 3 seconds, then kill what is left."""
-        deadline = time.monotonic() + 3
+        """Wait half a minute for the processes that end just after their parent, then kill what is left."""
+        deadline = time.monotonic() + 30
         while (left := find_processes(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.2)
         for pid in left:
