@@ -77,7 +77,11 @@ def main() -> None:
         return GpuSampler(gpus, nvml).sample if nvml else None
 
     watcher = NodeWatcher(
-        settings, send, is_suspended, open_gpus, lambda pid: list_cgroups(Tree(), ("cpu",), pid)
+        settings,
+        send,
+        is_suspended,
+        open_gpus,
+        lambda pid: list_cgroups(Tree(), ("cpu",), pid).get("cpu", (2, []))[1],
     )
     threading.Thread(target=read, name="inbox", daemon=True).start()
     due, line = time.monotonic(), first

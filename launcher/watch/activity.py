@@ -5,10 +5,11 @@ place is the innermost line of the main thread in the program's own code.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from launcher.watch.model import Frame, ProcessState, RankEvidence
+from launcher.watch.procfs import WAITS
 
 _STANDARD_LIBRARY = re.compile(r"/lib(64)?/python\d[\d.]*t?/|^<frozen |^<eval_with_key>|\bpython\d+\.zip/")
 """Python's files, and torch.fx's code; `<string>` and `<stdin>` are programs."""
@@ -40,43 +41,9 @@ _UNSPECIFIC = ("stands", "waits for a lock", "waits for input", "waits for the n
 _STATES = {"Z": "has ended", "X": "has ended", "T": "is stopped (SIGSTOP)", "R": "computes"}
 WORKING_IO = 1 << 16
 """Bytes a look from which on it counts as working."""
-_CALLS = {
-    name: said
-    for said, names in {
-        "sleeps": "nanosleep clock_nanosleep",
-        "waits for a signal": "pause rt_sigtimedwait",
-        "reads a file": "read readv pread64",
-        "opens a file": "open openat",
-        "lists a directory": "getdents64",
-        "looks at a file": "newfstatat statx",
-        "writes a file": "write writev pwrite64",
-        "waits for the disk (fsync)": "fsync",
-        "waits for the disk (fdatasync)": "fdatasync",
-        "waits for the disk (msync)": "msync",
-        "waits for a file's lock": "flock fcntl",
-        "waits for a lock": "futex",
-        "waits for input": "poll ppoll select pselect6 epoll_wait epoll_pwait",
-        "waits for the network": "recvfrom recvmsg",
-        "sends over the network": "sendto sendmsg",
-        "connects over the network": "connect",
-        "waits for a connection": "accept accept4",
-        "waits for another process": "wait4 waitid",
-    }.items()
-    for name in names.split()
-}
+_CALLS = {name: row["says"] for name, row in WAITS["call"].items() if "says" in row}
 """What a system call that does not return means."""
-_CHANNELS = {
-    name: said
-    for said, names in {
-        "sleeps": "hrtimer_nanosleep do_nanosleep",
-        "opens a FIFO that nobody has opened at its other end": "wait_for_partner fifo_open",
-        "reads from a pipe": "pipe_read anon_pipe_read pipe_wait_readable",
-        "waits for a lock": "futex_wait_queue futex_wait_queue_me futex_do_wait",
-        "waits for another process": "do_wait",
-    }.items()
-    for name in names.split()
-}
-"""Wait channels that say more than a system call, or stand in for one that may not be read."""
+_CHANNELS: Mapping[str, str] = WAITS["channel"]
 
 
 def _is_library(frame: Frame) -> bool:

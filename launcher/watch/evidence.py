@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher.codec import DecodeError
-from launcher.files import read_stat
 from launcher.watch.flight_recorder import (
     ServerError,
     parse_trace,
@@ -44,7 +43,8 @@ from launcher.watch.procfs import (
     list_descendants,
     list_threads,
     look_at_process,
-    read_status_field,
+    read_kernel_text,
+    read_signals,
     read_system_call,
 )
 
@@ -232,17 +232,10 @@ def _takes_lock(stack: Stack) -> bool:
 # signal is sent.
 
 _SERVER_THREAD = "pt_workerserver"
-_CUT_SHORT = (
-    *("nanosleep", "clock_nanosleep", "pause", "rt_sigtimedwait"),
-    *("poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait"),
-)
-"""System calls that a signal ends, whatever SA_RESTART says (signal(7)). Python's own calls go on."""
 STACK_SIGNAL = signal.SIGRTMIN + 8
 """The signal on which the hook registers faulthandler."""
 _POLL = 0.02
 """Seconds between two looks at the file."""
-_TRIES = 5
-"""Looks for a thread that can handle the signal."""
 _SETTLED = 0.06
 """Seconds without a further byte after which a dump is complete; faulthandler writes it at one go."""
 LARGEST_DUMP = 1 << 20
@@ -266,14 +259,13 @@ def request_stacks(pid: int, path: Path, patience: float) -> tuple[Stack, ...]:
     """Have a process append its stacks to its file, and return them; empty if none came in time.
 
     It gets no signal if `check_signal` has something against it at the last moment: it may have begun to end,
-    or become another program, while its thread was awaited. Processes that share a file are to be asked one
-    after the other.
+    or become another program. Processes that share a file are to be asked one after the other.
     """
     try:
         if path.stat().st_size > LARGEST_DUMP:  # its writers append to it; it may be in memory
             os.truncate(path, 0)
         start = path.stat().st_size
-        thread = await_thread(pid)
+        thread = choose_thread(pid)
         if check_signal(pid, path):
             return ()
         libc = ctypes.CDLL(None, use_errno=True)
@@ -296,32 +288,23 @@ def request_stacks(pid: int, path: Path, patience: float) -> tuple[Stack, ...]:
         return parse_stacks(file.read(LARGEST_DUMP).decode("utf-8", "replace"))
 
 
-def await_thread(pid: int) -> int:
-    """Return the thread that is to handle the signal: the main one, or one that is idle. Raises OSError.
+def choose_thread(pid: int) -> int:
+    """Return the thread that is to handle the signal: an idle one if there is one, else the main thread.
 
     The handler writes the stacks of all threads, whichever it runs in. A signal cuts short what sleeps or
-    polls in C code (signal(7)): `sleep()` would return early. So if the main thread does, an idle thread is
-    taken, if possible one of torch's server, which the hook has started. So it is if the main thread waits
-    for a dead disk (state D), where no signal reaches it; most waits in state D are short.
+    polls in C code (signal(7)): `sleep()` would return early. It does not reach a thread that waits for a
+    dead disk (state D). So a thread is taken that waits for a lock, which goes on after a signal, and has not
+    blocked ours; if possible one of torch's server, which the hook has started.
     """
-    for _ in range(_TRIES):
-        is_stuck = read_stat(pid)[1][0] == "D"
-        if not is_stuck and read_system_call(pid) not in _CUT_SHORT:
-            return pid
-        idle = {name: tid for tid, name in list_threads(pid) if tid != pid and _is_idle_thread(pid, tid)}
-        if idle:
-            return idle.get(_SERVER_THREAD) or next(iter(idle.values()))
-        if not is_stuck:
-            return pid
-        time.sleep(_POLL)
-    raise BlockingIOError("its only thread is in state D")
-
-
-def _is_idle_thread(pid: int, tid: int) -> bool:
-    """Tell whether a thread waits in a call that goes on after a signal, and does not block ours."""
-    blocked = read_status_field(pid, "SigBlk", f"task/{tid}/status")
-    is_blocked = not blocked or bool(int(blocked, 16) >> (STACK_SIGNAL - 1) & 1)
-    return not is_blocked and read_system_call(pid, f"task/{tid}/syscall") == "futex"
+    idle = {
+        read_kernel_text(f"/proc/{pid}/task/{thread}/comm").strip(): thread
+        for thread in list_threads(pid)
+        if thread != pid
+        and read_system_call(pid, f"task/{thread}/syscall") == "futex"
+        and (blocked := read_signals(pid, "SigBlk", f"task/{thread}/status")) is not None
+        and not blocked >> (STACK_SIGNAL - 1) & 1
+    }
+    return idle.get(_SERVER_THREAD, next(iter(idle.values()), pid))
 
 
 def parse_stacks(text: str) -> tuple[Stack, ...]:

@@ -128,7 +128,6 @@ _NODE_ROWS = (
         lambda n: {"memory": n.memory_pressure, "cpu": n.cpu_pressure, "io": n.io_pressure},
         "resource",
     ),
-    _Row("launch_node_throttled_ratio", "Seconds per second, by a CPU quota.", lambda n: n.throttled),
     _Row(
         *("launch_node_stalled_seconds", "Time without progress once it is a hang; else 0."),
         lambda n: 0 if n.stalled_since is None else n.time - n.stalled_since,

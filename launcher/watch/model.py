@@ -160,9 +160,7 @@ class NodeSample:
     memory_pressure: float | None = None
     cpu_pressure: float | None = None
     io_pressure: float | None = None
-    """Share of the last 10 s that some task waited for it (PSI): in the ranks' common cgroup, else at all."""
-    throttled: float | None = None
-    """Seconds per second, summed over CPUs, that a quota held back the ranks' common cgroup or one above."""
+    """Share of the last 10 s that some task waited for it (PSI)."""
 
 
 @dataclass(frozen=True, slots=True)

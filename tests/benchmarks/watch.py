@@ -24,7 +24,7 @@ def make_report(node: int, number: int) -> NodeReport:
     return NodeReport(
         f"node{node:04}", node, NODES, 0, now, number, INTERVAL, ranks, limit=20.0,
         nic_rates=tuple((f"mlx5_{nic}", 24.123e9 + nic) for nic in range(8)),
-        memory_pressure=0.0, cpu_pressure=0.0123, io_pressure=0.004, throttled=0.0,
+        memory_pressure=0.0, cpu_pressure=0.0123, io_pressure=0.004,
     )  # fmt: skip
 
 

@@ -33,11 +33,7 @@ from launcher.watch.own_time import measure_steps, measure_waits
 from launcher.watch.procfs import (
     KernelLook,
     compare_looks,
-    list_connections,
-    list_socket_inodes,
     look_at_process,
-    read_connection,
-    read_socket_bytes,
 )
 from launcher.watch.ranks import read_heartbeat
 from tests.inprocess.hooked import list_heartbeats, make_watched_environ
@@ -197,27 +193,6 @@ def test_a_program_that_the_signal_could_harm_gets_none(case: dict[str, str], tm
         assert not [path for path in tmp_path.glob("[mo]*") if path.stat().st_size]
     assert not found.process.stacks and any(case["reason"] in note for note in found.notes)
     assert activity.describe_activity(found)[0] == "sleeps"
-
-
-def test_a_program_that_becomes_another_at_the_last_moment_gets_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While its thread is awaited."""
-    path = tmp_path / "rank-0.stack"
-    read, write = os.pipe()
-
-    def await_program(pid: int) -> int:
-        os.write(write, b"x")
-        await_state(pid, lambda look: look.process.command == "sleep")
-        return pid
-
-    with start("ready(); os.read(0, 1); os.execvp('sleep', ['sleep', '600'])", tmp_path, read) as process:
-        assert evidence.check_signal(process.pid, path) == ""
-        monkeypatch.setattr(evidence, "await_thread", await_program)
-        assert evidence.request_stacks(process.pid, path, 0.3) == ()
-        assert process.poll() is None
-    os.close(read)
-    os.close(write)
 
 
 CHILDREN = """
@@ -400,12 +375,3 @@ def test_bytes_that_only_recv_has_seen_count_as_work(address: str) -> None:
                     received += len(client.recv(1 << 16))
             after = look_at_process(os.getpid())
     assert compare_looks(before, after, 1.0).io_bytes >= 4 * activity.WORKING_IO
-
-
-def test_a_process_without_connections_or_that_is_gone_has_none() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert read_socket_bytes(process.pid) == 0
-    process.communicate(b"\n")
-    assert read_socket_bytes(process.pid) == 0
-    assert read_connection(bytes(72)) == (0, None), "a kernel that does not count is no error"
-    assert list_connections(list_socket_inodes(os.getpid())).keys() <= {*list_socket_inodes(os.getpid())}

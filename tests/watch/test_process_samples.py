@@ -4,16 +4,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from launcher.probe.limits import list_cgroups
-from launcher.probe.sysfs import Tree
 from launcher.watch.model import NodeSample, RankSample
-from launcher.watch.samples import Groups, NodeReader, Sample, Sampler, list_growth
+from launcher.watch.samples import Sample, Sampler
 
 BUSY = "while True: pass"
 WITH_CHILD = f"""
@@ -102,7 +100,6 @@ def test_first_samples_know_memory_alone_and_those_of_nobody_are_empty() -> None
             sampler._before[rank.pid].start -= 1  # the PID is another process's by now
     gone = [rank.pid, 0, -1, 1 << 30]
     assert sampler.sample(gone).ranks == dict.fromkeys(gone, RankSample())
-    assert list_growth({1: 50, 2: 7, 3: 5}, {1: 20, 2: 9, 4: 100}) == [30, 7, 5], "a counter was reset"
 
 
 def write(root: Path, files: dict[str, object]) -> None:
@@ -125,53 +122,42 @@ def test_networks_are_rdma_devices_and_physical_interfaces_or_all(tmp_path: Path
     for name in ("eth0", "docker0", "lo"):
         files |= {f"{net}/{name}/statistics/{word}_bytes": 100 for word in ("rx", "tx")}
     write(tmp_path, files)
-    container, node = NodeReader(None, str(tmp_path)), NodeReader(None, str(tmp_path))
-    container.sample([], 0)
+    container, node = Sampler(root=str(tmp_path)), Sampler(root=str(tmp_path))
+    container.sample([])
+    names = [name for name, _ in container.sample([]).node.nic_rates]
+    assert names == ["efa_0", "mlx5_0", "docker0", "eth0"]
     (tmp_path / net / "eth0/device").mkdir()
-    assert node.sample([], 0) == (NodeSample(), {})
+    assert node.sample([]).node == NodeSample()
     grown = {name: int(str(value)) + 1000 for name, value in files.items()}
     write(tmp_path, {**grown, f"{net}/eth0/statistics/rx_bytes": 1})
-    # Counters that were reset are no negative rate.
-    rates = [("efa_0", 1000.0), ("mlx5_0", 4000.0), ("eth0", 450.5)]
-    assert list(node.sample([], 2)[0].nic_rates) == rates
-    names = [name for name, _ in container.sample([], 2)[0].nic_rates]
-    assert names == ["efa_0", "mlx5_0", "docker0", "eth0"]
+    time.sleep(0.1)
+    (efa, rate), (mlx, words), (eth, less) = node.sample([]).node.nic_rates
+    assert (efa, mlx, eth) == ("efa_0", "mlx5_0", "eth0")
+    # Words of four bytes; counters that were reset are no negative rate.
+    assert words == pytest.approx(4 * rate) and less == pytest.approx(rate * 901 / 2000) and rate > 2000
     write(tmp_path, files)
-    assert {rate for _, rate in node.sample([], 2)[0].nic_rates} == {0.0}
-    (tmp_path / ib / "counters/port_rcv_data").unlink()
-    assert [name for name, _ in node.sample([], 2)[0].nic_rates] == ["efa_0", "eth0"]
+    assert {rate for _, rate in node.sample([]).node.nic_rates} == {0.0}
+    (tmp_path / ib / "counters/port_rcv_data").write_text("")
+    assert [name for name, _ in node.sample([]).node.nic_rates] == ["efa_0", "eth0"]
 
 
 PSI = "some avg10={} avg60=0.00 avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=1"
 
 
-def test_pressure_is_the_jobs_own_if_its_cgroup_tells(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "proc/pressure/memory": PSI.format("50.00"),
-            "proc/pressure/io": PSI.format("12.50"),
-            "proc/pressure/cpu": "nonsense",
-            "sys/fs/cgroup/job/memory.pressure": PSI.format("3.00"),
-        },
-    )
-    folders = ("sys/fs/cgroup/job/step", "sys/fs/cgroup/job")
-    found, _ = NodeReader(lambda _: {"cpu": (2, folders)}, str(tmp_path)).sample([1], 1)
-    assert (found.memory_pressure, found.io_pressure, found.cpu_pressure) == (0.03, 0.125, None)
+def test_pressure(tmp_path: Path) -> None:
+    pressure = {"memory": PSI.format("50.00"), "io": PSI.format("12.50"), "cpu": "nonsense"}
+    write(tmp_path, {f"proc/pressure/{name}": text for name, text in pressure.items()})
+    assert Sampler(root=str(tmp_path)).sample([]).node == NodeSample(memory_pressure=0.5, io_pressure=0.125)
 
 
 @pytest.mark.parametrize(
-    ("version", "line", "unit"),
-    [(1, "throttled_time", 10**9), (2, "throttled_usec", 10**6)],
-    ids=["v1", "v2"],
+    ("line", "unit"), [("throttled_time", 10**9), ("throttled_usec", 10**6)], ids=["v1", "v2"]
 )
-def test_the_strictest_quota_of_a_rank_and_of_the_job(
-    tmp_path: Path, version: int, line: str, unit: int
-) -> None:
-    """The rank's own cgroup is held back more than the job's, in which another rank is too."""
+def test_the_strictest_quota_of_a_rank(tmp_path: Path, line: str, unit: int) -> None:
+    """A rank's own cgroup is held back more than the one above it, which holds another rank too."""
     mine, other = os.getpid(), os.getppid()
     folders = {mine: ["cg/job/rank", "cg/job", "cg"], other: ["cg/job", "cg"]}
-    reader = NodeReader(lambda pid: {"cpu": (version, folders[pid])}, str(tmp_path))
+    sampler = Sampler(folders.__getitem__, str(tmp_path))
     for seconds in (1, 2):
         write(
             tmp_path,
@@ -180,23 +166,7 @@ def test_the_strictest_quota_of_a_rank_and_of_the_job(
                 "cg/job/cpu.stat": f"nr_throttled 4\n{line} {unit * seconds // 4}",
             },
         )
-        node, ranks = reader.sample([mine, other], 2)
-    assert (ranks, node.throttled) == ({mine: 0.5, other: 0.125}, 0.125)
-
-
-def test_the_probes_cgroups_of_a_process_are_what_the_sampler_reads() -> None:
-    with running("import time; time.sleep(99)") as rank:
-        folders: list[str] = []
-
-        def find(pid: int) -> Mapping[str, Groups]:
-            found = list_cgroups(Tree(), ("cpu",), pid)
-            folders.extend(found["cpu"][1] if "cpu" in found else ())
-            return found
-
-        sampler = Sampler(find)
-        for _ in range(2):
-            found = sampler.sample([rank.pid])
-            time.sleep(0.01)
-        has_counts = any(Path("/", folder, "cpu.stat").exists() for folder in folders)
-        assert (found.ranks[rank.pid].throttled is not None) == has_counts
-        assert found.ranks[rank.pid].throttled == found.node.throttled
+        ranks = sampler.sample([mine, other]).ranks
+        time.sleep(0.1)
+    strict, loose = ranks[mine].throttled, ranks[other].throttled
+    assert strict and loose and strict == pytest.approx(4 * loose) and strict > 1
