@@ -1,14 +1,12 @@
 """What is measured of a rank and of its GPU, as metrics.toml has it, and its ways out: Prometheus and a file.
 
-Prometheus is served on a port, or by a file for node_exporter's textfile collector. prometheus_client is an
-extra of this package's, so it is imported only if one of them is asked for. What fails is a warning: metrics
-are never a reason to end a job. Names and units are by the library's conventions
-(https://prometheus.io/docs/practices/naming/: base units, `_total`, `_ratio`).
+Prometheus is served on a port. prometheus_client is an extra of this package's, so it is imported only if it
+is asked for. What fails is a warning: metrics are never a reason to end a job. Names and units are by the
+library's conventions (https://prometheus.io/docs/practices/naming/: base units, `_total`, `_ratio`).
 """
 
 import json
 import os
-import re
 import time
 import tomllib
 from collections import Counter
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from launcher.codec import DecodeError, convert, load
-from launcher.files import open_append, open_below, open_directory, read_file, remove, write_whole
+from launcher.files import open_append, open_below, read_file
 from launcher.runs.run_directory import closing_descriptor
 from launcher.watch.model import PHASES, NodeReport, Rank, WatcherSettings
 from launcher.watch.run_files import FOLDER, watch_path
@@ -58,176 +56,122 @@ class Metric:
         return self.field.startswith("gpu.")
 
 
-def _load() -> tuple[Metric, ...]:
-    rows = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text())["metric"]
-    return convert(tuple[Metric, ...], rows)
+_TABLE = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text())
+METRICS = convert(tuple[Metric, ...], _TABLE["metric"])
 
 
-METRICS = _load()
+# Prometheus: metrics of a rank, of its GPU and of the node, from the table and others of several values
 
-
-# Prometheus
-
-_NO_CLIENT = "metrics for Prometheus need its client: pip install 'launch-ranks[metrics]'"
-_PLAIN = re.compile(r"[^A-Za-z0-9_.-]+")
-_NODE = ("run", "host")
-_RANK = (*_NODE, "rank", "local_rank")
-_GPU = (*_RANK, "gpu")
-Value = float | None
+_Values = float | None | Mapping[str, float | None]
+"""A value, or one for each value of a further label."""
 
 
 class _Row(NamedTuple):
-    """A metric: a value of a node or of a rank, or one for each value of a further label."""
-
     name: str
     help: str
-    get: Callable[[Any], Value | Mapping[str, Value]]
+    get: Callable[[Any], _Values]
     label: str = ""
     is_counter: bool = False
 
 
-def _mark_phase(rank: Rank) -> Mapping[str, Value]:
-    return {phase: float(phase == rank.phase) for phase in (*PHASES, rank.phase)}
+def _list_rows(*, is_gpu: bool) -> Iterator[_Row]:
+    """Give the rows of the table's metrics, in base units."""
+    for metric in METRICS:
+        if metric.prometheus and metric.is_gpu == is_gpu:
+            factor = 1e6 if metric.unit == "MHz" else 1
 
+            def get(rank: Rank, metric: Metric = metric, factor: float = factor) -> float | None:
+                value = metric.read(rank)
+                return None if value is None else value * factor
 
-def _count_xids(rank: Rank) -> Mapping[str, Value]:
-    return Counter(map(str, sorted(rank.gpu.xids))) if rank.gpu else {}
-
-
-def _list_reasons(rank: Rank) -> Mapping[str, Value]:
-    return dict.fromkeys(rank.gpu.event_reasons, 1) if rank.gpu else {}
-
-
-_FACTORS = {"MHz": 1e6}
-"""What a value is multiplied by for Prometheus' base unit."""
-
-
-def _make_row(metric: Metric) -> _Row:
-    def read(rank: Rank) -> Value:
-        value = metric.read(rank)
-        return None if value is None else value * _FACTORS.get(metric.unit, 1)
-
-    text = f"{metric.meaning[0].upper()}{metric.meaning[1:]}."
-    return _Row(metric.prometheus, text, read, is_counter=metric.is_counter)
+            yield _Row(metric.prometheus, metric.meaning, get, is_counter=metric.is_counter)
 
 
 _RANK_ROWS = (
-    *(_make_row(metric) for metric in METRICS if metric.prometheus and not metric.is_gpu),
-    _Row("launch_rank_step_seconds", "Time of a step.", lambda r: {"0.5": r.p50, "0.99": r.p99}, "quantile"),
-    _Row("launch_rank_phase", "1 for what the rank does.", _mark_phase, "phase"),
+    *_list_rows(is_gpu=False),
+    _Row("launch_rank_step_seconds", "time of a step", lambda r: {"0.5": r.p50, "0.99": r.p99}, "quantile"),
+    _Row(
+        *("launch_rank_phase", "1 for what the rank does"),
+        *(lambda r: {phase: float(phase == r.phase) for phase in (*PHASES, r.phase)}, "phase"),
+    ),
 )
 _GPU_ROWS = (
-    *(_make_row(metric) for metric in METRICS if metric.prometheus and metric.is_gpu),
-    _Row("launch_gpu_xid_errors", "XID errors so far.", _count_xids, "xid", is_counter=True),
-    _Row("launch_gpu_clock_event", "1 for why clocks are low.", _list_reasons, "reason"),
+    *_list_rows(is_gpu=True),
+    _Row("launch_gpu_xid_errors", "XID errors so far", lambda r: Counter(map(str, r.gpu.xids)), "xid", True),
+    _Row(
+        *("launch_gpu_clock_event", "1 for why clocks are low"),
+        *(lambda r: dict.fromkeys(r.gpu.event_reasons, 1), "reason"),
+    ),
 )
 _NODE_ROWS = (
-    _Row("launch_node_network_bytes_per_second", "Received and sent.", lambda n: dict(n.nic_rates), "device"),
+    _Row("launch_node_network_bytes_per_second", "received and sent", lambda n: dict(n.nic_rates), "device"),
     _Row(
-        *("launch_node_pressure_ratio", "Share of 10 s that some task waited (PSI)."),
+        *("launch_node_pressure_ratio", "share of 10 s that some task waited (PSI)"),
         lambda n: {"memory": n.memory_pressure, "cpu": n.cpu_pressure, "io": n.io_pressure},
         "resource",
     ),
     _Row(
-        *("launch_node_stalled_seconds", "Time without progress once it is a hang; else 0."),
+        *("launch_node_stalled_seconds", "time without progress once it is a hang, else 0"),
         lambda n: 0 if n.stalled_since is None else n.time - n.stalled_since,
     ),
-    _Row("launch_node_report_timestamp_seconds", "When this was read.", lambda n: n.time),
+    _Row("launch_node_report_timestamp_seconds", "when this was read", lambda n: n.time),
 )
 
 
-class PrometheusExport:
+class _Collector:
     """Gives out the last report of this node; a collector of prometheus_client."""
 
-    def __init__(self, settings: WatcherSettings, warn: Callable[[str], None]) -> None:
-        """Serve on the port that is asked for, and write the file; raises ImportError."""
-        from prometheus_client import CollectorRegistry
-
-        self._labels = settings.run, settings.host
-        self._report: NodeReport | None = None
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        watch = settings.watch
-        if watch.prometheus_port is not None:
-            self._serve(watch.prometheus_port, watch.prometheus_address, warn)
-        self._worker = self._start_writer(watch.textfile, warn) if watch.textfile else None
+    def __init__(self, run: str, host: str) -> None:
+        self.labels = run, host
+        self.report: NodeReport | None = None
 
     def collect(self) -> "Iterator[metrics_core.Metric]":
         """Give all metrics that have a value."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        if (report := self._report) is None:
+        if (report := self.report) is None:
             return
-        ranks = [((*self._labels, str(one.rank), str(one.local_rank)), one) for one in report.ranks]
+        ranks = [((*self.labels, str(one.rank), str(one.local_rank)), one) for one in report.ranks]
         gpus = [((*labels, str(one.gpu.index)), one) for labels, one in ranks if one.gpu]
-        tables: Sequence[tuple[Sequence[_Row], Sequence[str], Sequence[tuple[Sequence[str], object]]]] = (
-            (_RANK_ROWS, _RANK, ranks),
-            (_GPU_ROWS, _GPU, gpus),
-            (_NODE_ROWS, _NODE, [(self._labels, report)]),
+        names = ("run", "host", "rank", "local_rank", "gpu")
+        tables: Sequence[tuple[Sequence[_Row], int, Sequence[tuple[Sequence[str], object]]]] = (
+            (_RANK_ROWS, 4, ranks),
+            (_GPU_ROWS, 5, gpus),
+            (_NODE_ROWS, 2, [(self.labels, report)]),
         )
-        for rows, names, subjects in tables:
+        for rows, count, subjects in tables:
             for row in rows:
                 family = CounterMetricFamily if row.is_counter else GaugeMetricFamily
-                metric = family(row.name, row.help, labels=[*names, row.label] if row.label else names)
+                metric = family(row.name, row.help, labels=[*names[:count], *filter(None, [row.label])])
                 for labels, subject in subjects:
                     found = row.get(subject)
                     for more, value in found.items() if isinstance(found, Mapping) else [("", found)]:
                         if value is not None:
-                            metric.add_metric([*labels, more] if row.label else [*labels], value)
+                            metric.add_metric([*labels, *([more] if row.label else [])], value)
                 if metric.samples:
                     yield metric
 
-    def _serve(self, port: int, address: str, warn: Callable[[str], None]) -> None:
-        """Answer Prometheus on a port, in threads; 0 chooses a free one."""
-        from prometheus_client import start_http_server
 
+def start_prometheus(settings: WatcherSettings, warn: Callable[[str], None]) -> Callable[[NodeReport], None]:
+    """Serve on the port that `watch.prometheus_port` asks for, in threads; return what takes each report."""
+    port, address = settings.watch.prometheus_port, settings.watch.prometheus_address
+    collector = _Collector(settings.run, settings.host)
+    if port is not None:
         try:
-            start_http_server(port, address, self._registry)
+            from prometheus_client import CollectorRegistry, start_http_server
+
+            registry = CollectorRegistry()
+            registry.register(collector)
+            start_http_server(port, address, registry)
+        except ImportError:
+            warn("metrics for Prometheus need its client: pip install 'launch-ranks[metrics]'")
         except (OSError, OverflowError) as error:
             warn(f"metrics are not served on {address}:{port} ({error}): choose watch.prometheus_port")
 
-    def _start_writer(self, folder: str, warn: Callable[[str], None]) -> Worker[None]:
-        """Start what writes each report into a folder, in a thread: it may be on a slow filesystem.
+    def take(report: NodeReport) -> None:
+        collector.report = report
 
-        The file is removed in the end: Prometheus takes metrics that are gone as ended.
-        """
-        from prometheus_client import generate_latest
-
-        run, host = self._labels
-        name = _PLAIN.sub("_", f"launch-{run}-{host}.prom")
-
-        def write(_: None) -> None:
-            with closing_descriptor(open_directory(folder)) as at:
-                write_whole(at, name, generate_latest(self._registry), private=False)
-
-        def end() -> None:
-            with closing_descriptor(open_directory(folder)) as at:
-                remove(at, name)
-
-        text = f"metrics could not be written into {folder} ({{}}): see watch.textfile"
-        return Worker("textfile", write, 1, lambda error: warn(text.format(error)), end)
-
-    def update(self, report: NodeReport) -> None:
-        """Give out this report from now on."""
-        self._report = report
-        if self._worker:
-            self._worker.put(None)
-
-    def end_file(self, timeout: float) -> None:
-        """Remove the file, within so many seconds."""
-        if self._worker:
-            self._worker.close(timeout)
-
-
-def start_prometheus(settings: WatcherSettings, warn: Callable[[str], None]) -> PrometheusExport | None:
-    """Start what the settings of `watch` ask for; None if that is nothing or cannot be."""
-    if settings.watch.prometheus_port is None and not settings.watch.textfile:
-        return None
-    try:
-        return PrometheusExport(settings, warn)
-    except ImportError:
-        warn(_NO_CLIENT)
-        return None
+    return take
 
 
 # `RUN_DIR/watch/metrics-HOST.jsonl`: what a node's ranks did over time, and what happened to them. A line is
@@ -238,7 +182,6 @@ def start_prometheus(settings: WatcherSettings, warn: Callable[[str], None]) -> 
 #
 # A sample is model.NodeReport without the fields that have their default value, and without notes and
 # neighbours; numbers have five digits. The node that judges writes the events into its own file.
-
 
 _BEGINNING, _ENDING = "metrics-", ".jsonl"
 _EVENT = b'{"event"'
@@ -286,11 +229,6 @@ class NodeMetrics:
     """Lines that could not be read, as the last one of a node that died."""
 
 
-def choose_sample_interval(age: float, longest: float) -> float:
-    """Return the seconds from one sample to the next; `age` is that of the attempt, in seconds."""
-    return max(min(max(_SHORTEST, age / _GROWTH), longest), age / _KEPT)
-
-
 class MetricsLog:
     """Writes samples and events in a thread of its own: a stuck filesystem stops nothing else."""
 
@@ -299,39 +237,36 @@ class MetricsLog:
         self._run_path = run_path
         self._name = f"{_BEGINNING}{host}{_ENDING}"
         self._interval = interval
-        self._start = time.monotonic()
-        self.next_time = self._start
+        self._start = self._next_time = time.monotonic()
         self._is_broken = True
         """The file may end within a line: what another process has left, or a failure."""
-        text = f"{self._name} could not be written ({{}}): metrics are missing in it"
-        self.worker = (
-            Worker("metrics", self._write, WAITING, lambda error: warn(text.format(error)))
-            if interval > 0
-            else None
-        )
 
-    def add_report(self, report: NodeReport) -> bool:
-        """Write a sample if one is due; return whether it was."""
+        def tell(error: OSError) -> None:
+            warn(f"{self._name} could not be written ({error}): metrics are missing in it")
+
+        self._worker = Worker("metrics", self._write, WAITING, tell) if interval > 0 else None
+
+    def add_report(self, report: NodeReport) -> None:
+        """Write a sample if one is due: often at first, then less and less often."""
         now = time.monotonic()
-        if now < self.next_time:
-            return False
-        # Half a second of grace: reports come at intervals of their own.
-        self.next_time = now + choose_sample_interval(now - self._start, self._interval) - 0.5
-        return self._put(report)
+        if now >= self._next_time:
+            age = now - self._start
+            seconds = max(min(max(_SHORTEST, age / _GROWTH), self._interval), age / _KEPT)
+            self._next_time = now + seconds - 0.5  # of grace: reports come at intervals of their own
+            self._put(report)
 
-    def add_event(self, event: MetricsEvent) -> bool:
-        """Write an event; return False if it had to be dropped."""
-        return self._put(event)
+    def add_event(self, event: MetricsEvent) -> None:
+        """Write an event."""
+        self._put(event)
 
-    def _put(self, value: object) -> bool:
-        if self.worker is None:
-            return False
-        return self.worker.put(json.dumps(_compact(value), separators=(",", ":")).encode() + b"\n")
+    def _put(self, value: object) -> None:
+        if self._worker:
+            self._worker.put(json.dumps(_compact(value), separators=(",", ":")).encode() + b"\n")
 
     def close(self, timeout: float) -> None:
         """Write what waits, for this many seconds at most."""
-        if self.worker:
-            self.worker.close(timeout)
+        if self._worker:
+            self._worker.close(timeout)
 
     def _write(self, line: bytes) -> None:
         """Append a line to the file, opened each time, since it may be moved away; raises OSError."""
@@ -385,7 +320,11 @@ def read_metrics(run_path: Path, most_rows: int | None = None) -> tuple[NodeMetr
         except OSError:
             continue
         samples = [line for line in lines if not line.startswith(_EVENT)]
-        rows = [_decode(NodeReport, line) for line in thin_out(samples, most_rows, number / len(paths))]
+        if most_rows is not None and len(samples) > most_rows:
+            shift = number / len(paths)
+            places = [int((at + 1 - shift) * len(samples) / most_rows) - 1 for at in range(most_rows - 1)]
+            samples = [*(samples[max(0, place)] for place in places), samples[-1]]
+        rows = [_decode(NodeReport, line) for line in samples]
         events = [_decode(MetricsEvent, line) for line in lines if line.startswith(_EVENT)]
         found.append(
             NodeMetrics(
@@ -396,14 +335,6 @@ def read_metrics(run_path: Path, most_rows: int | None = None) -> tuple[NodeMetr
             )
         )
     return tuple(found)
-
-
-def thin_out(lines: Sequence[bytes], most: int | None, shift: float = 0.0) -> Sequence[bytes]:
-    """Return at most so many of the lines, evenly, with the last one; a `shift` of 0 to 1 takes others."""
-    if most is None or len(lines) <= most:
-        return lines
-    places = (int((number + 1 - shift) * len(lines) / most) - 1 for number in range(most - 1))
-    return [*(lines[max(0, place)] for place in places), lines[-1]]
 
 
 def _decode(kind: type[T], line: bytes) -> T | None:

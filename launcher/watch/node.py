@@ -84,7 +84,7 @@ class NodeWatcher:
             host=settings.host,
             job_id=os.environ.get("SLURM_JOB_ID"),
         )
-        self.prometheus = start_prometheus(settings, warn)
+        self.give_out = start_prometheus(settings, warn)
         self.collectives = CollectiveReader(self.folder, settings.ranks * settings.nodes)
         self.read_gpus = GpuReader(open_gpus, settings.watch.interval).latest
         self.stragglers = StragglerFinder()
@@ -181,8 +181,7 @@ class NodeWatcher:
             text = f"{count_things(self.settings.ranks, 'rank')}{nodes}"
             self._record(MetricsEvent("start", own.time, text), "starting")
         self.log.add_report(own)
-        if self.prometheus:
-            self.prometheus.update(own)
+        self.give_out(own)
         if state is not None:
             if state.step > self.pinged:
                 self.notifier.ping()
@@ -396,8 +395,6 @@ class NodeWatcher:
         self.files.submit(Exchange(own, state, reads_all=False))
         self.files.wait_idle(seconds)
         self.log.close(seconds)
-        if self.prometheus:
-            self.prometheus.end_file(seconds)
         self.notifier.close(seconds)
 
 

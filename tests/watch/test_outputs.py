@@ -2,7 +2,6 @@
 
 import builtins
 import json
-import os
 import socket
 import threading
 import time
@@ -26,10 +25,8 @@ from launcher.watch import metrics, notify
 from launcher.watch.metrics import (
     MetricsEvent,
     MetricsLog,
-    choose_sample_interval,
     read_metrics,
     start_prometheus,
-    thin_out,
 )
 from launcher.watch.model import (
     GpuSample,
@@ -118,6 +115,13 @@ def find(text: str, name: str, **labels: str) -> list[float]:
     return [one.value for one in samples if one.name == name and labels.items() <= one.labels.items()]
 
 
+def find_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
 def fetch(port: int, accept: str = "") -> str:
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
     with urllib.request.urlopen(request, timeout=30) as answer:
@@ -127,17 +131,19 @@ def fetch(port: int, accept: str = "") -> str:
 
 @pytest.mark.slow
 def test_a_job_that_hangs_and_is_restarted(tmp_path: Path) -> None:
-    textfile = tmp_path / "textfile"
-    textfile.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_port()
     with serving() as hook:
         urls = (f"notify.url={hook.url}", f"notify.ping_url={hook.url}/ping", "notify.ping_interval=3600")
-        outputs = (f"watch.prometheus_port={port}", f"watch.textfile={textfile}")
         program = write_program(tmp_path, PROGRAM)
         with start(
-            tmp_path, *WORDS, *urls, *outputs, "--", program, PYTHONPATH=QUICK_AGENT, no_proxy="*"
+            tmp_path,
+            *WORDS,
+            *urls,
+            f"watch.prometheus_port={port}",
+            "--",
+            program,
+            PYTHONPATH=QUICK_AGENT,
+            no_proxy="*",
         ) as job:
 
             def list_posts() -> list[dict[str, Any]]:
@@ -148,26 +154,19 @@ def test_a_job_that_hangs_and_is_restarted(tmp_path: Path) -> None:
 
             wait_for(is_restarted, "the restart", 90, job.read)
 
-            def read_both() -> list[str]:
-                return [fetch(port), *(path.read_text() for path in textfile.glob("*.prom"))]
-
-            def have_memory() -> bool:
-                return [bool(find(text, MEMORY, rank="0")) for text in read_both()] == [True, True]
-
-            wait_for(have_memory, "the second report of the ranks", 60, job.read)
-            for text in read_both():
-                assert find(text, "launch_rank_steps_total", rank="1", local_rank="1")[0] > 5
-                assert find(text, "launch_rank_phase", rank="0", phase="training") == [1]
-                assert find(text, "launch_rank_phase", rank="0", phase="saving") == [0]
-                assert find(text, MEMORY, rank="0")[0] > 1e6
-                assert 0.05 < find(text, "launch_rank_step_seconds", rank="0", quantile="0.5")[0] < 5
-                assert not find(text, "launch_gpu_temperature_celsius"), "what is not known is left out"
+            wait_for(lambda: find(fetch(port), MEMORY, rank="0"), "the second report", 60, job.read)
+            text = fetch(port)
+            assert find(text, "launch_rank_steps_total", rank="1", local_rank="1")[0] > 5
+            assert find(text, "launch_rank_phase", rank="0", phase="training") == [1]
+            assert find(text, "launch_rank_phase", rank="0", phase="saving") == [0]
+            assert find(text, MEMORY, rank="0")[0] > 1e6
+            assert 0.05 < find(text, "launch_rank_step_seconds", rank="0", quantile="0.5")[0] < 5
+            assert not find(text, "launch_gpu_temperature_celsius"), "what is not known is left out"
             opened = fetch(port, "application/openmetrics-text; version=1.0.0")
             assert opened.endswith("# EOF\n") and "# TYPE launch_rank_steps counter" in opened
             (tmp_path / "go").touch()
             assert job.wait(60) == 0, job.read()
         posts = list_posts()
-    assert list(textfile.iterdir()) == [], "the run has ended"
     assert [post["event"] for post in posts] == ["start", "hang", "recover", "end"]
     begin, hang, recovery, end = posts
     run_dir = job.run_dir()
@@ -199,14 +198,14 @@ def test_what_cannot_be_given_out_is_a_warning_each_and_the_job_goes_on(tmp_path
         done = run_outside(
             [
                 *("nproc_per_node=1", "watch.interval=1", "watch.metrics_interval=1"),
-                *(f"watch.prometheus_port={taken.getsockname()[1]}", f"watch.textfile={tmp_path}/none"),
-                *(f"notify.url={hook.url}", "notify.events=[start]", "--", program),
+                *(f"watch.prometheus_port={taken.getsockname()[1]}", f"notify.url={hook.url}"),
+                *("notify.events=[start]", "--", program),
             ],
             tmp_path,
             {"no_proxy": "*"},
         )
     assert done.code == 0, done
-    for setting in ("watch.prometheus_port", "watch.textfile", "notify.url"):
+    for setting in ("watch.prometheus_port", "notify.url"):
         assert done.err.count(setting) == 1, (setting, done.err)
     assert "403" in done.err and SECRET not in done.err + done.out
 
@@ -337,20 +336,14 @@ REPORT = NodeReport(
 EVENT = MetricsEvent("hang", TIME, "rank 5 on n2 has not joined all_reduce #1042", 120, (5,), ("n2",), 1)
 
 
-def test_what_prometheus_gets_is_what_the_report_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_prometheus_gets_is_what_the_report_says(monkeypatch: pytest.MonkeyPatch) -> None:
     def settings(**watch: object) -> WatcherSettings:
         told = WatchSettings(**watch), NotifySettings()  # type: ignore[arg-type]  # by name
         return WatcherSettings("/r", "gpt/7", "/f", 'n"1\n', 0, 1, 0, 2, *told)
 
-    export = start_prometheus(settings(textfile=str(tmp_path)), pytest.fail)
-    assert export
-    export.update(replace(REPORT, host='n"1\n'))
-    wait_for(lambda: list(tmp_path.glob("*.prom")), "the file")
-    found = (tmp_path / "launch-gpt_7-n_1_.prom").read_text()
-    export.end_file(30)
-    assert list(tmp_path.iterdir()) == []
+    port = find_port()
+    start_prometheus(settings(prometheus_port=port), pytest.fail)(replace(REPORT, host='n"1\n'))
+    found = fetch(port)
     labels = {"run": "gpt/7", "host": 'n"1\n', "rank": "8", "local_rank": "0"}
     assert find(found, "launch_rank_steps_total", **labels) == [120]
     assert find(found, "launch_rank_step_seconds", **labels, quantile="0.99") == [0.5]
@@ -373,88 +366,66 @@ def test_what_prometheus_gets_is_what_the_report_says(
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    for port in (0, None):
-        assert start_prometheus(settings(prometheus_port=port), warnings.append) is None
+    for asked in (0, None):
+        start_prometheus(settings(prometheus_port=asked), warnings.append)(REPORT)
     assert len(warnings) == 1 and "pip install 'launch-ranks[metrics]'" in warnings[0]
 
 
-def make_log(run: Path, interval: float = 30.0) -> tuple[MetricsLog, list[str]]:
-    warnings: list[str] = []
-    return MetricsLog(run, "n2", interval, warnings.append), warnings
-
-
-def test_a_metrics_file_is_compact_and_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metrics_file_is_compact_has_an_end_and_ends_in_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(metrics, "LARGEST", 1000)
-    log, _ = make_log(tmp_path)
     odd = replace(REPORT, ranks=(replace(RANK, p50=1 / 3, cpu=float("nan"), notes=("x",)),))
-    for report in (odd, *[REPORT] * 9):
-        log.next_time = 0
-        log.add_report(report)
-        log.add_event(EVENT)
-    log.close(10)
     path = tmp_path / "watch/metrics-n2.jsonl"
+    for report in (odd, *[REPORT] * 9):  # each by another process
+        log = MetricsLog(tmp_path, "n2", 30.0, pytest.fail)
+        log.add_report(report)
+        log.add_report(report)  # too soon
+        log.add_event(EVENT)
+        log.close(10)
+        if report is odd:
+            path.write_bytes(path.read_bytes()[:-20])  # as one that has died leaves it
     (rank,) = json.loads(path.read_text().splitlines()[0])["ranks"]
     assert (rank["p50"], rank["cpu"]) == (0.33333, None) and "notes" not in rank and "exit_code" not in rank
     (found,) = read_metrics(tmp_path)
-    assert found.rows[0].ranks[0].cpu is None and found.rows[1:] == (REPORT,) and 2 < len(found.events) < 10
-    path.unlink()
-    (tmp_path / "elsewhere").touch()
-    path.symlink_to(tmp_path / "elsewhere")  # others' files and links are not written to
-    log, warnings = make_log(tmp_path)
-    log.add_report(REPORT)
-    log.close(10)
-    assert len(warnings) == 1 and (tmp_path / "elsewhere").read_bytes() == b"" and not read_metrics(tmp_path)
-    log, _ = make_log(tmp_path / "none", interval=0)
-    assert not log.add_report(REPORT) and not log.add_event(EVENT)
-    log.close(10)
+    assert found.rows[0].ranks[0].cpu is None and found.rows[1:] == (REPORT,)
+    assert 2 < len(found.events) < 10 and found.skipped == 1
+    MetricsLog(tmp_path / "none", "n2", 0, pytest.fail).add_event(EVENT)
     assert not (tmp_path / "none").exists()
 
 
-def test_a_full_disk_is_one_warning_and_the_rest_is_kept(
+def test_a_file_that_cannot_be_written_is_one_warning_and_a_stuck_filesystem_stops_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the kernel writes of a line before the disk is full is half a line."""
-    log, warnings = make_log(tmp_path)
-    full, real = threading.Event(), os.write
-    full.set()
-    monkeypatch.setattr(os, "write", lambda at, data: real(at, data[:20] if full.is_set() else data))
+    path, warnings = tmp_path / "watch/metrics-n2.jsonl", list[str]()
+    path.parent.mkdir(mode=0o700)
+    path.symlink_to(tmp_path / "elsewhere")  # others' files and links are not written to
+    log = MetricsLog(tmp_path, "n2", 30.0, warnings.append)
     for _ in range(2):
         log.add_event(EVENT)
-    path = tmp_path / "watch/metrics-n2.jsonl"
-    wait_for(lambda: path.exists() and path.stat().st_size >= 40, "two half lines")
-    full.clear()
-    log.add_report(REPORT)
     log.close(10)
-    (found,) = read_metrics(tmp_path)
-    assert (found.rows, found.skipped, len(warnings)) == ((REPORT,), 2, 1)
-    assert "metrics-n2.jsonl could not be written" in warnings[0]
-
-
-def test_a_stuck_filesystem_stops_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (warning,) = warnings
+    assert "metrics-n2.jsonl could not be written" in warning and not read_metrics(tmp_path)
+    path.unlink()
     stuck = threading.Event()
     monkeypatch.setattr(metrics, "open_below", lambda *where: stuck.wait(60) and open_below(*where))
-    log, _ = make_log(tmp_path)
-    results = [log.add_event(EVENT) for _ in range(metrics.WAITING + 9)]
+    log = MetricsLog(tmp_path, "n2", 30.0, pytest.fail)
+    for _ in range(metrics.WAITING + 9):
+        log.add_event(EVENT)
     log.close(0.01)
-    assert results[0] and not results[-1] and log.worker and log.worker.thread.is_alive()
     monkeypatch.undo()
     stuck.set()
     log.close(30)
-    assert not log.worker.thread.is_alive() and len(read_metrics(tmp_path)[0].events) >= metrics.WAITING
+    assert metrics.WAITING <= len(read_metrics(tmp_path)[0].events) < metrics.WAITING + 9
 
 
-def test_samples_become_rarer_and_are_left_out_evenly() -> None:
-    ages = (
-        (0, 30, 5),
-        (100, 30, 5),
-        (240, 30, 10),
-        (720, 30, 30),
-        (7200, 30, 30),
-        (86400, 30, 43.2),
-        (9, 2, 2),
-    )
-    for age, longest, expected in ages:
-        assert choose_sample_interval(age, longest) == pytest.approx(expected)
-    lines = [str(number).encode() for number in range(10)]
-    assert thin_out(lines, None) == thin_out(lines, 10) == lines
-    assert thin_out(lines, 3) == [b"2", b"5", b"9"]
+def test_samples_are_left_out_evenly(tmp_path: Path) -> None:
+    lines = [json.dumps({**HEAD, "number": number}) for number in range(10)]
+    (tmp_path / "watch").mkdir()
+    (tmp_path / "watch/metrics-n2.jsonl").write_text("\n".join(lines))
+    for most, numbers in ((None, range(10)), (10, range(10)), (3, (2, 5, 9))):
+        (found,) = read_metrics(tmp_path, most)
+        assert [row.number for row in found.rows] == [*numbers]
+
+
+HEAD = {"host": "n2", "node_rank": 0, "nodes": 1, "attempt": 0, "time": TIME, "interval": 5.0, "ranks": []}
