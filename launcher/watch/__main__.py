@@ -23,7 +23,7 @@ from launcher.probe.nvml import GpuSampler, import_nvml
 from launcher.probe.sysfs import Tree
 from launcher.watch.model import RankMessage, WatcherSettings
 from launcher.watch.node import TICK, NodeWatcher
-from launcher.watch.ranks import ReadGpus, read_planned_gpus
+from launcher.watch.ranks import GpuReader, ReadGpus, read_planned_gpus
 
 _IGNORED = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
@@ -76,11 +76,12 @@ def main() -> None:
         nvml = import_nvml() if gpus else None
         return GpuSampler(gpus, nvml).sample if nvml else None
 
+    gpus = GpuReader(open_gpus, settings.watch.interval)
     watcher = NodeWatcher(
         settings,
         send,
         is_suspended,
-        open_gpus,
+        gpus.latest,
         lambda pid: list_cgroups(Tree(), ("cpu",), pid).get("cpu", (2, []))[1],
     )
     threading.Thread(target=read, name="inbox", daemon=True).start()
@@ -89,7 +90,7 @@ def main() -> None:
         with suppress(queue.Empty):
             if line := inbox.get(timeout=max(0.0, due - time.monotonic())):
                 with suppress(ValueError):
-                    watcher.take(load(RankMessage, line))
+                    watcher.book.take(load(RankMessage, line))
         if line and time.monotonic() >= due:
             _try_tick(watcher)
             due = max(due + TICK, time.monotonic())

@@ -12,8 +12,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,20 +75,19 @@ def gather_node(
     host: str,
     node_rank: int,
     number: int,
-    sample_gpu: Callable[[int], GpuSample | None] | None = None,
+    gpus: Mapping[int, GpuSample],
     deadline: float = DEADLINE,
 ) -> NodeEvidence:
     """Return the evidence of a node's ranks for hang `number`, at the latest about `deadline` seconds later.
 
-    `folder` has the ranks' heartbeats, stacks and sockets; `heartbeats` are by rank; `sample_gpu` is called
-    with a local rank.
+    `folder` has the ranks' stacks and sockets; `heartbeats` are by rank, `gpus` by local rank.
     """
     start = time.monotonic()
-    looks = [_RankLook(folder, rank, host, heartbeats.get(rank.rank), start + deadline) for rank in ranks]
-    threads = [
-        threading.Thread(target=look.run, args=(sample_gpu,), name=f"evidence-{look.rank.rank}", daemon=True)
-        for look in looks
+    looks = [
+        _RankLook(folder, rank, host, heartbeats.get(rank.rank), gpus.get(rank.local_rank), start + deadline)
+        for rank in ranks
     ]
+    threads = [threading.Thread(target=look.run, name="evidence", daemon=True) for look in looks]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -108,7 +106,13 @@ class _RankLook:
     """A look at one rank, step by step, by a thread; `evidence` has at any time what was found so far."""
 
     def __init__(
-        self, folder: Path, rank: RankEntry, host: str, beat: Heartbeat | None, deadline: float
+        self,
+        folder: Path,
+        rank: RankEntry,
+        host: str,
+        beat: Heartbeat | None,
+        gpu: GpuSample | None,
+        deadline: float,
     ) -> None:
         self.rank = rank
         self.beat = beat
@@ -127,17 +131,15 @@ class _RankLook:
             step_age=now - beat.step_time if beat and beat.step_time else None,
             idle=max(now - max(beat.activity_time, beat.phase_since), 0.0) if beat else 0.0,
             process=ProcessState(rank.pid, "X"),
+            gpu=gpu,
             exit_code=rank.exit_code,
             is_measured=has_ended,
             notes=beat.notes if beat else (),
         )
 
-    def run(self, sample_gpu: Callable[[int], GpuSample | None] | None) -> None:
+    def run(self) -> None:
         """Look at the rank: the thread's body."""
         if self.rank.exit_code is None:
-            if sample_gpu is not None:
-                with suppress(Exception):
-                    self._add(gpu=sample_gpu(self.rank.local_rank))
             self._measure()
             self._ask()
         self.is_done = True

@@ -10,16 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.watch.activity import find_phase, is_working
-from launcher.watch.model import (
-    Decision,
-    Frame,
-    Hang,
-    JobState,
-    NodeEvidence,
-    NodeReport,
-    Rank,
-    Verdict,
-)
+from launcher.watch.job_view import JobView
+from launcher.watch.model import Decision, Frame, Hang, NodeEvidence, NodeReport, Rank
 from launcher.watch.verdict import judge_evidence
 
 # How long ranks may make no progress before a notice, and before it is a hang
@@ -83,12 +75,6 @@ def list_stalled(ranks: Iterable[Rank], limit: float) -> list[Rank]:
     return [rank for rank in stalled if rank.step] if goes_on else stalled
 
 
-def find_stall_begin(stalled: Iterable[Rank], now: float) -> float | None:
-    """Return since when the last of some stalled ranks has made no progress, by a clock that reads `now`."""
-    idle = [rank.idle for rank in stalled if rank.idle is not None]
-    return now - min(idle) if idle else None
-
-
 # The judge
 
 _PATIENCE = 9.0
@@ -131,10 +117,9 @@ def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: 
     culprits = [ranks[number] for number in verdict.ranks if number in ranks]
     phases = [find_phase(rank) for rank in culprits]
     phases += [states[number].phase for number in verdict.ranks if number in states.keys() - ranks.keys()]
-    is_silent, setting = verdict.kind == "silent", pause.setting
-    unit, learned = _HANG_SECONDS, _PAUSES_TO_HANG * pause.longest
-    if isinstance(setting, int | float):
-        unit, learned = float(setting), 0.0
+    is_silent, unit, learned = verdict.kind == "silent", _HANG_SECONDS, _PAUSES_TO_HANG * pause.longest
+    if isinstance(pause.setting, int | float):
+        unit, learned = float(pause.setting), 0.0
     patient = max((_PATIENT_PHASES.get(phase, 0.0) for phase in phases), default=0.0)
     working = max(patient, _WORKING)
     if not any(one.step for one in ranks.values()) and not any(one.step for one in states.values()):
@@ -156,32 +141,25 @@ def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: 
 
 
 class HangJudge:
-    """The judging node's memory of the job's hangs, in this attempt.
-
-    `ranks` are those of now of the nodes that are heard of, `limit` the seconds without progress after which
-    they are looked at, and `now` is monotonic.
-    """
+    """The judging node's memory of the job's hangs, in this attempt."""
 
     def __init__(
         self, on_hang: str, hang_seconds: object = "auto", decide: Callable[..., Decision] = decide
     ) -> None:
         self._decide = decide
-        self.on_hang = on_hang
+        self._on_hang = on_hang
         self._hang_seconds = hang_seconds
         self.asks = 0
         """Number of the question that is open; 0 for none."""
-        self.last_asks = 0
         self.asked_at = 0.0
+        self._last_asks = 0
         self._next_look = 0.0
         self._patience = _AGAIN
         self.hangs: list[Hang] = []
-        self._stalled_steps: dict[int, int] = {}
-        """Steps of the ranks of the last hang, by rank."""
-        self._hang_pids: dict[int, int] = {}
-        """PIDs of all ranks that were heard of then, by rank."""
-        self.restarts = 0
-        self._adopted = 0.0
-        """Time of the last word of another node that judged."""
+        self._hang_ranks: dict[int, Rank] = {}
+        """All ranks that were heard of at the last hang, by rank."""
+        self._stalled: set[int] = set()
+        """Those of them that made no progress."""
         self.longest_pause = 0.0
         """Seconds without progress after which a rank went on by itself, the most so far."""
         self._has_begun = False
@@ -195,80 +173,54 @@ class HangJudge:
         self._stacks: dict[int, tuple[int, Sequence[Frame]]] = {}
         """PID and main thread of each rank, as the last evidence has it."""
 
-    @property
-    def hang(self) -> Hang | None:
-        """The hang that goes on."""
-        return self.hangs[-1] if self.hangs and self.hangs[-1].recovered is None else None
-
     def is_hanging(self, ranks: Sequence[Rank]) -> bool:
-        """Tell whether a hang goes on, in the ranks in which it began."""
-        return self.hang is not None and not self._has_restarted(self.hang, ranks)
+        """Tell whether a hang goes on, in the ranks in which it began.
 
-    def adopt(self, job: JobState) -> None:
-        """Go on where another node stopped that judged; once for each of its words."""
-        if job.time <= self._adopted:
-            return
-        self._adopted = job.time
-        known = {hang.number: hang for hang in (*self.hangs, *job.hangs)}
-        if self.hang is None or known[self.hang.number] != self.hang:
-            self._stalled_steps, self._hang_pids = {}, {}
-        self.hangs = [known[number] for number in sorted(known)]
-        self.restarts = max(self.restarts, job.restarts)
-        self.last_asks = max(self.last_asks, job.asks)
-
-    def should_ask(self, ranks: Sequence[Rank], limit: float, now: float) -> bool:
-        """Tell whether all nodes are to gather evidence now."""
-        is_early = self.asks or now < self._next_look or self.is_hanging(ranks)
-        return not is_early and bool(list_stalled(ranks, limit))
-
-    def ask(self, now: float, least: int) -> int:
-        """Raise a question, with a number of at least `least`; return it."""
-        self.asks = self.last_asks = max(self.last_asks + 1, least)
-        self.asked_at = now
-        return self.asks
-
-    def is_answered(self, fresh: Sequence[NodeReport], hosts: Iterable[str], now: float) -> bool:
-        """Tell whether all nodes that are heard of have answered, as these have, or have had their time."""
-        return {report.host for report in fresh} <= {*hosts} or now > self.asked_at + _PATIENCE
-
-    def conclude(
-        self,
-        ranks: Sequence[Rank],
-        reports: Sequence[NodeReport],
-        evidence: Sequence[NodeEvidence],
-        limit: float,
-        *,
-        now: float,
-        number: int,
-    ) -> Hang | str | None:
-        """Judge what was gathered; return a hang, a notice, or None.
-
-        `reports` are all nodes', also the last ones of those that are heard of no more. A hang gets this
-        number, or the one after the last. A notice is of a pause that may end by itself; nothing follows from
-        it.
+        They do not once all that were heard of have been started again, or are gone. A node's report is a few
+        seconds old: until then, some of it is of the ranks before.
         """
-        self.asks = 0
-        self._note_activity(evidence, now)
-        stalled = list_stalled(ranks, limit)
-        if not stalled:  # it went on meanwhile
-            return None
-        quiet = {one.rank: min(one.quiet, now - self._active_at.get(one.rank, -math.inf)) for one in ranks}
-        idle = [rank.idle or 0.0 for rank in stalled]
-        longest = self.longest_pause if self._has_begun else 0.0
-        pause = Pause(limit, max(idle), quiet, longest, self._hang_seconds)
-        decision = self._decide(evidence, reports, pause)
-        if decision.word == "hang":
-            return self._record(ranks, decision.verdict, stalled, number)
-        self._next_look = now + max(_LEAST_AGAIN, min(self._patience, decision.seconds or self._patience))
-        self._patience = min(self._patience * 1.5, _MOST_AGAIN)
-        if decision.word == "none" or self._has_noticed:
-            return None
-        self._has_noticed = True
-        return f"no step for {min(idle):.0f} s: {decision.verdict.sentence}"
+        if not self.hangs or self.hangs[-1].recovered is not None:
+            return False
+        pids = {rank.rank: rank.pid for rank in ranks}
+        known = self._hang_ranks
+        return not known.keys() & pids or any(pids.get(rank) == one.pid for rank, one in known.items())
 
-    def _note_activity(self, evidence: Sequence[NodeEvidence], now: float) -> None:
-        """Note which ranks the evidence shows to be active, among them those that are at another place."""
-        for rank in (rank for node in evidence for rank in node.ranks):
+    def look(
+        self, view: JobView, evidence: Mapping[str, NodeEvidence], limit: float, now: float
+    ) -> int | str | Hang | None:
+        """Look at the job; return what is new.
+
+        A number: a question, for which all nodes are to gather evidence. A text: a notice of a pause that may
+        end by itself; nothing follows from it. A hang: one that has begun, or recovered. `evidence` is what
+        has been gathered for the open question, by host; `limit` are the seconds without progress after which
+        ranks are looked at, and `now` is monotonic.
+        """
+        ranks = view.ranks
+        stalled = list_stalled(ranks, limit)
+        self._note_pauses(ranks, is_stalled=bool(stalled))
+        if self.asks:
+            is_answered = {report.host for report in view.fresh} <= evidence.keys()
+            if is_answered or now > self.asked_at + _PATIENCE:
+                self.asks = 0
+                gathered = {node.host: node for node in (*view.ended, *evidence.values())}
+                nodes = sorted(gathered.values(), key=lambda node: node.node_rank)
+                return self._conclude(view, nodes, stalled, limit, now)
+        elif stalled and now >= self._next_look and not self.is_hanging(ranks):
+            self.asks = self._last_asks = max(self._last_asks + 1, int(time.time()))
+            self.asked_at = now
+            return self.asks
+        return None if stalled else self._find_recovery(ranks)
+
+    def _conclude(
+        self,
+        view: JobView,
+        nodes: Sequence[NodeEvidence],
+        stalled: Sequence[Rank],
+        limit: float,
+        now: float,
+    ) -> Hang | str | None:
+        """Judge what was gathered."""
+        for rank in (rank for node in nodes for rank in node.ranks):
             main = rank.process.main_stack
             before, frames = self._stacks.get(rank.rank), main.frames if main else ()
             is_elsewhere = before is not None and before[0] == rank.pid and before[1] != frames
@@ -276,9 +228,42 @@ class HangJudge:
                 self._active_at[rank.rank] = now
             if frames or not is_elsewhere:  # without an answer, the next one is compared with the last one
                 self._stacks[rank.rank] = rank.pid, frames
+        if not stalled:  # it went on meanwhile
+            return None
+        quiet = {
+            one.rank: min(one.quiet, now - self._active_at.get(one.rank, -math.inf)) for one in view.ranks
+        }
+        idle = [rank.idle or 0.0 for rank in stalled]
+        longest = self.longest_pause if self._has_begun else 0.0
+        pause = Pause(limit, max(idle), quiet, longest, self._hang_seconds)
+        decision = self._decide(nodes, (*view.fresh, *view.silent), pause)
+        verdict = decision.verdict
+        if decision.word == "hang":
+            moment = time.time()
+            hang = Hang(
+                number=1 + max([view.hangs, *(hang.number for hang in self.hangs)]),
+                time=moment,
+                stalled_since=moment - min(idle),
+                step=max(rank.step for rank in stalled),
+                verdict=verdict,
+                # Of ranks that are not heard of, nobody knows whether they work.
+                action="report" if verdict.kind == "silent" else self._on_hang,
+                pids=tuple((rank.rank, rank.pid) for rank in view.ranks if rank.rank in verdict.ranks),
+            )
+            self.hangs.append(hang)
+            self._patience = _AGAIN
+            self._stalled = {rank.rank for rank in stalled}
+            self._hang_ranks = {rank.rank: rank for rank in view.ranks}
+            return hang
+        self._next_look = now + max(_LEAST_AGAIN, min(self._patience, decision.seconds or self._patience))
+        self._patience = min(self._patience * 1.5, _MOST_AGAIN)
+        if decision.word == "none" or self._has_noticed:
+            return None
+        self._has_noticed = True
+        return f"no step for {min(idle):.0f} s: {verdict.sentence}"
 
-    def note_pauses(self, ranks: Sequence[Rank], limit: float) -> None:
-        """Note how long the pauses were that have ended by themselves; `limit` is that of a notice.
+    def _note_pauses(self, ranks: Sequence[Rank], *, is_stalled: bool) -> None:
+        """Note how long the pauses were that have ended by themselves.
 
         Before the first step, activity ends a pause, too: such pauses only put off the next notice, and not
         for long. With the first step they are forgotten.
@@ -294,56 +279,24 @@ class HangJudge:
                 if pid == rank.pid and rank.idle < before:
                     self.longest_pause = max(self.longest_pause, min(before, most))
                 self._idle[rank.rank] = rank.pid, rank.idle
-        if not list_stalled(ranks, limit):
+        if not is_stalled:
             self._has_noticed, self._patience, self._next_look = False, _AGAIN, 0.0
 
-    def _record(self, ranks: Sequence[Rank], verdict: Verdict, stalled: Sequence[Rank], number: int) -> Hang:
-        """Remember a hang; of ranks that are not heard of, nobody knows whether they work."""
-        now = time.time()
-        hang = Hang(
-            number=max(number, self.hangs[-1].number + 1 if self.hangs else 1),
-            time=now,
-            stalled_since=find_stall_begin(stalled, now) or now,
-            step=max(rank.step for rank in stalled),
-            verdict=verdict,
-            action="report" if verdict.kind == "silent" else self.on_hang,
-            pids=tuple((rank.rank, rank.pid) for rank in ranks if rank.rank in verdict.ranks),
-        )
-        self.hangs.append(hang)
-        self._patience = _AGAIN
-        self._stalled_steps = {rank.rank: rank.step for rank in stalled}
-        self._hang_pids = {rank.rank: rank.pid for rank in ranks}
-        self.restarts += hang.action == "restart"
-        return hang
+    def _find_recovery(self, ranks: Sequence[Rank]) -> Hang | None:
+        """Return the last hang once steps go on, in the same ranks or in those that have replaced them.
 
-    def find_recovery(self, ranks: Sequence[Rank], limit: float) -> Hang | None:
-        """Return the last hang once steps go on, in the same ranks or in those that have replaced them."""
-        hang = self.hang
-        if hang is None or list_stalled(ranks, limit):
-            return None
-        if not any(self._has_gone_on(rank, hang) for rank in ranks):
-            return None
-        self.hangs[-1] = over = replace(hang, recovered=time.time())
-        if not self._has_restarted(hang, ranks):
-            self.restarts -= hang.action == "restart"
-        return over
-
-    def _has_gone_on(self, rank: Rank, hang: Hang) -> bool:
-        """Tell whether a rank of the last hang has made a step since."""
-        if self._hang_pids.get(rank.rank, rank.pid) != rank.pid:
-            return rank.step > 0
-        if not self._stalled_steps:  # another node has told of it
-            return rank.step > hang.step
-        return rank.rank in self._stalled_steps and rank.step > self._stalled_steps[rank.rank]
-
-    def _has_restarted(self, hang: Hang, ranks: Sequence[Rank]) -> bool:
-        """Tell whether all ranks that were heard of in the last hang have been started again, or are gone.
-
-        A node's report is a few seconds old: until then, some of it is of the ranks before.
+        A hang that passes before its restart has none.
         """
-        known = dict(hang.pids) | self._hang_pids
-        pids = {rank.rank: rank.pid for rank in ranks}
-        return bool(known.keys() & pids) and all(pids.get(rank) != pid for rank, pid in known.items())
+        if not self.hangs or self.hangs[-1].recovered is not None:
+            return None
+        for rank in ranks:
+            before = self._hang_ranks.get(rank.rank, rank)
+            is_same = before.pid == rank.pid
+            if rank.step > (before.step if is_same else 0) and (rank.rank in self._stalled or not is_same):
+                action = "report" if self.is_hanging(ranks) else self.hangs[-1].action
+                self.hangs[-1] = replace(self.hangs[-1], recovered=time.time(), action=action)
+                return self.hangs[-1]
+        return None
 
 
 def list_orders(hangs: Iterable[Hang], after: int, pids: Mapping[int, int]) -> Iterator[dict[str, object]]:

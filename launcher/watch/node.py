@@ -1,34 +1,43 @@
 """The watcher of a node: reads heartbeats once a second, reports, and finds out when ranks stand still.
 
 Nothing in its loop waits for anything but time and the supervisor: the run directory has a thread of its own,
-and so has each gathering of evidence.
+and so has each gathering of evidence. The job's first node judges: it reads all nodes' reports, asks for
+evidence, and tells what it finds in a file that the others follow.
 """
 
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from launcher.text import count_things
 from launcher.watch.evidence import gather_node
 from launcher.watch.flight_recorder import CollectiveReader
-from launcher.watch.hang import HangJudge, choose_limit, find_stall_begin, list_orders, list_stalled
-from launcher.watch.job_view import Exchange, JobView, SharedFiles, is_judge, make_job_view
+from launcher.watch.hang import (
+    UNWATCHED,
+    HangJudge,
+    choose_limit,
+    find_quantile,
+    find_slow_step,
+    list_orders,
+    list_stalled,
+)
+from launcher.watch.job_view import JobView, SharedFiles, make_job_view
 from launcher.watch.metrics import MetricsEvent, MetricsLog, start_prometheus
 from launcher.watch.model import (
+    GpuSample,
     Hang,
     JobState,
     NodeEvidence,
     NodeReport,
     RankEntry,
-    RankMessage,
     Straggler,
     WatcherSettings,
 )
 from launcher.watch.notify import Notifier
-from launcher.watch.ranks import GpuReader, RankBook, ReadGpus, read_heartbeat
+from launcher.watch.ranks import RankBook
 from launcher.watch.run_files import (
     REQUEST_PATIENCE,
     hang_path,
@@ -53,22 +62,25 @@ _STILL, _STILL_INTERVAL = 3.0, 2.0
 
 
 class NodeWatcher:
-    """Watches a node's ranks, and judges the job if this node is the one that does."""
+    """Watches a node's ranks, and judges the job if this is its first node."""
 
     def __init__(
         self,
         settings: WatcherSettings,
         send: Callable[[dict[str, object]], None],
         is_suspended: Callable[[], bool],
-        open_gpus: Callable[[], ReadGpus | None],
+        read_gpus: Callable[[], Mapping[int, GpuSample]],
         find_cgroups: FindCgroups,
     ) -> None:
-        """`send` tells the supervisor something; the user may have stopped the job, as by Ctrl-Z."""
+        """`send` tells the supervisor something; the user may have stopped the job, as by Ctrl-Z.
+
+        `read_gpus` gives the last reading, by local rank.
+        """
         self.settings = settings
-        self.folder = Path(settings.folder)
         self.send = send
         self.is_suspended = is_suspended
-        self.book = RankBook(self.folder, read_heartbeat)
+        self.read_gpus = read_gpus
+        self.book = RankBook(Path(settings.folder))
         self.files = SharedFiles(Path(settings.run_dir))
         self.judge = HangJudge(settings.watch.on_hang, settings.watch.hang_seconds)
 
@@ -85,12 +97,10 @@ class NodeWatcher:
             job_id=os.environ.get("SLURM_JOB_ID"),
         )
         self.give_out = start_prometheus(settings, warn)
-        self.collectives = CollectiveReader(self.folder, settings.ranks * settings.nodes)
-        self.read_gpus = GpuReader(open_gpus, settings.watch.interval).latest
+        self.collectives = CollectiveReader(self.book.folder, settings.ranks * settings.nodes)
         self.stragglers = StragglerFinder()
         self.sampler = Sampler(find_cgroups)
         self.sample = Sample()
-        self.steps = StepCount()
         self.state = "starting"
         """Of the job, as this node has written it last."""
         self.pinged = 0
@@ -110,49 +120,50 @@ class NodeWatcher:
         """Number of the last request for a rank's stack."""
         self.acted = 0
         """Number of the last hang that is dealt with."""
-        self.was_judge = False
         self.told: dict[str, str] = {}
         """Warnings that were given."""
 
-    def take(self, message: RankMessage) -> None:
-        """Take the supervisor's word on ranks."""
-        self.book.add_ranks(message.found)
-        self.book.note_ends(message.ended)
-
     def tick(self, now: float) -> None:
         """Look at the heartbeats, and do what is due; `now` is monotonic."""
+        watch, book = self.settings.watch, self.book
         if now - self.last_look > _LATE or self.is_suspended():
-            self.book.forgive(now)
+            book.counts_from = now
         self.last_look = now
-        self.book.look(now)
+        book.look(now)
         if now >= self.next_sample:
-            still = self.book.list_still(_STILL)
-            interval = self.settings.watch.interval
-            self.next_sample = now + (min(interval, _STILL_INTERVAL) if still else interval)
-            running = [known.entry.pid for known in self.book.ranks.values() if not known.has_ended]
+            still = book.list_still(_STILL)
+            self.next_sample = now + (min(watch.interval, _STILL_INTERVAL) if still else watch.interval)
+            running = [known.entry.pid for known in book.ranks.values() if not known.has_ended]
             self.sample = self.sampler.sample(running, still)
-            if not self.gathering:  # what ranks answer is no activity of theirs
-                self.book.note_activity(self.sample, self.read_gpus())
+            # What ranks answer is no activity of theirs.
+            book.take_sample(self.sample, self.read_gpus(), counts=not self.gathering)
             self.gathering = any(thread.is_alive() for thread in self.gatherers)
-            self.book.measure_data_shares()
         own, state = self._make_report(now), None
-        if is_judge(own, self.files.view, now, stuck=self.files.is_stuck(now)):
+        if self.settings.node_rank == 0:
             state = self._judge_job(own, now)
         else:
-            self.was_judge, self.judge.asks = False, 0
             self._follow_judge(own, now)
-        self._exchange(own, state, now)
-        self._check_files(now)
+        # Reports are written and others' read if it is time: at each look once ranks may hang.
+        idle = max((rank.idle for rank in own.ranks if rank.idle is not None), default=0.0)
+        hurry = (self.judge.asks or idle > _HURRY * (own.limit or 0.0)) and self.files.worker.wait_idle(0.0)
+        if now >= self.next_exchange or hurry:
+            self._exchange(own, state, now)
+        if self.files.is_stuck(now):
+            text = "the run directory does not answer: reports of watching are not written for now"
+            self.warn("stuck", f"{text} ({self.files.run_path})")
+        elif trouble := self.files.trouble:
+            self.warn("trouble", f"reports of watching cannot be written ({trouble})")
 
     def _make_report(self, now: float) -> NodeReport:
         """Return this node's report of now."""
-        settings, node, wall = self.settings, self.sample.node, time.time()
-        limit = choose_limit(
-            settings.watch.hang_seconds, self.book.find_slow_step(), self.judge.longest_pause
-        )
-        job = self.files.view.job if self.files.view else None
+        settings, wall = self.settings, time.time()
+        beats = self.book.list_beats()
+        slow = max((find_slow_step(beat.durations) for beat in beats.values()), default=0.0)
+        limit = choose_limit(settings.watch.hang_seconds, slow, self.judge.longest_pause)
+        job = self.files.found.job if self.files.found else None
         waits = self.stragglers.waits or dict(job.value.wait_shares if job else ())
         ranks = self.book.list_ranks(self.sample, self.read_gpus(), waits)
+        stalled = [rank.idle or 0.0 for rank in list_stalled(ranks, limit)]
         return NodeReport(
             host=settings.host,
             node_rank=settings.node_rank,
@@ -162,19 +173,15 @@ class NodeWatcher:
             number=self.number,
             interval=settings.watch.interval,
             ranks=ranks,
-            stalled_since=find_stall_begin(list_stalled(ranks, limit), wall),
+            stalled_since=wall - min(stalled) if stalled else None,
             limit=limit,
             asks=self.judge.asks,
-            collectives=self.collectives.read(tuple(self.book.list_beats().values()), wall),
-            **{item.name: getattr(node, item.name) for item in fields(node)},
+            collectives=self.collectives.read(tuple(beats.values()), wall),
+            **{item.name: getattr(self.sample.node, item.name) for item in fields(self.sample.node)},
         )
 
     def _exchange(self, own: NodeReport, state: JobState | None, now: float) -> None:
-        """Have the report written and others' read, if it is time: at each look once ranks may hang."""
-        idle = [rank.idle for rank in own.ranks if rank.idle is not None]
-        hurry = bool(self.judge.asks) or max(idle, default=0.0) > _HURRY * (own.limit or 0.0)
-        if now < self.next_exchange and not (hurry and self.files.is_idle()):
-            return
+        """Have the report written, give it out, and have others' read."""
         self.number += 1
         if self.number == 1 and self.settings.node_rank == 0:
             nodes = f" on each of {own.nodes} nodes" if own.nodes > 1 else ""
@@ -183,72 +190,74 @@ class NodeWatcher:
         self.log.add_report(own)
         self.give_out(own)
         if state is not None:
-            if state.step > self.pinged:
+            if state.step != self.pinged:
                 self.notifier.ping()
             self.pinged, self.state = state.step, state.state
         self.next_exchange = now + self.settings.watch.interval
-        reads_all = self.settings.nodes > 1 and (state is not None or own.stalled_since is not None)
-        self.files.submit(Exchange(own, state, reads_all))
-        self._look_for_stack_request(now)
+        self.files.submit(own, state)
+        # Somebody who looks at the run may have asked for a rank's stack.
+        request = self.files.found.request if self.files.found else None
+        if request and request.value.number > self.stack_request and now - request.seen <= REQUEST_PATIENCE:
+            self.stack_request = request.value.number
+            if known := self.book.ranks.get(request.value.rank):
+                self._gather([known.entry], 0, lambda found: write_stack_answer(self.files.run_path, found))
 
     # The judge
 
     def _judge_job(self, own: NodeReport, now: float) -> JobState:
         """Judge the job; return what is to be written of it."""
-        shared, judge, limit = self.files.view, self.judge, own.limit or 0.0
-        if job := shared.find_word(own, now, self.begin) if shared else None:
-            judge.adopt(job)
-            self.steps.adopt(job.step)
-        self.was_judge = True
-        view = make_job_view(own, shared, now)
-        judge.note_pauses(view.ranks, limit)
-        if judge.asks:
-            self._collect_evidence(view, now)
-            if judge.is_answered(view.fresh, self.evidence, now):
-                gathered = {node.host: node for node in (*view.list_ended_ranks(), *self.evidence.values())}
-                evidence = tuple(sorted(gathered.values(), key=lambda node: node.node_rank))
-                number = 1 + (shared.hangs if shared else 0)
-                reports = (*view.fresh, *view.silent)
-                found = judge.conclude(view.ranks, reports, evidence, limit, now=now, number=number)
-                if isinstance(found, Hang):
-                    self._tell_hang(found, evidence)
-                elif found:
-                    self._send("note", found)
-        elif judge.should_ask(view.ranks, limit, now):
-            self._answer(judge.ask(now, int(time.time())))
-        if hang := judge.find_recovery(view.ranks, limit):
-            self._tell_recovery(hang)
+        judge, view = self.judge, make_job_view(own, self.files.found, now)
+        missing = {report.host for report in view.fresh} - self.evidence.keys()
+        if judge.asks and missing and len(view.fresh) > 1 and now > judge.asked_at + TICK:
+            self._read_answers(judge.asks)
+        new = judge.look(view, self.evidence, own.limit or 0.0, now)
+        if isinstance(new, int):
+            self._answer(new)
+        elif isinstance(new, str):
+            self._send("note", new)
+        elif new is not None and new.recovered is None:
+            self._tell_hang(new, (*view.ended, *self.evidence.values()))
+        elif new is not None:
+            self._tell_recovery(new)
         self._act(judge.hangs, now)
         self.stragglers.start(view.fresh, now, self._tell_straggler)
         return self._describe_job(own, view)
 
+    def _read_answers(self, number: int) -> None:
+        """Have the other nodes' evidence read."""
+
+        def read() -> None:
+            for node in read_evidence(watch_path(self.files.run_path), number, own=True):
+                if number == self.answered:
+                    self.evidence.setdefault(node.host, node)
+
+        if self.files.worker.wait_idle(0.0):
+            self.files.worker.put(read)
+
     def _describe_job(self, own: NodeReport, view: JobView) -> JobState:
         """Return what is to be written of the job."""
-        judge, finder = self.judge, self.stragglers
-        return view.describe(
-            own,
-            hanging=judge.is_hanging(view.ranks),
-            notes=tuple(self.told.values()),
-            step=self.steps.count(view),
+        judge, finder, ranks = self.judge, self.stragglers, view.ranks
+        ages = [one.step_age for one in ranks if one.phase not in UNWATCHED and one.step_age is not None]
+        step = max((one.step for one in ranks), default=0)
+        missing = own.nodes - len(view.fresh) - len(view.silent) - len(view.ended)
+        late = [f"{missing} of {own.nodes} nodes have not reported yet"] if missing > 0 else []
+        return JobState(
+            time=own.time,
+            host=own.host,
+            attempt=own.attempt,
+            state="hanging" if judge.is_hanging(ranks) else "running" if step else "starting",
+            step=step,
+            step_age=min(ages, default=None),
+            p50=find_quantile([one.p50 for one in ranks if one.p50 is not None], 0.5),
+            nodes=own.nodes,
+            silent=tuple(report.host for report in view.silent),
             hangs=tuple(judge.hangs),
-            restarts=judge.restarts,
-            asks=judge.asks,
+            restarts=sum(hang.action == "restart" for hang in judge.hangs),
             stragglers=finder.told,
+            notes=(*late, *self.told.values()),
+            asks=judge.asks,
             wait_shares=tuple(sorted(finder.waits.items())),
         )
-
-    def _collect_evidence(self, view: JobView, now: float) -> None:
-        """Have the other nodes' answers read."""
-        missing = [report.host for report in view.fresh if report.host not in self.evidence]
-        if missing and len(view.fresh) > 1 and self.files.is_idle() and now > self.judge.asked_at + TICK:
-            number = self.judge.asks
-
-            def read() -> None:
-                for node in read_evidence(watch_path(self.files.run_path), number, own=True):
-                    if number == self.answered:
-                        self.evidence.setdefault(node.host, node)
-
-            self.files.add_task(read)
 
     def _tell_hang(self, hang: Hang, evidence: Sequence[NodeEvidence]) -> None:
         """Tell of a hang, and keep what is known of it."""
@@ -267,7 +276,7 @@ class NodeWatcher:
             write_hang(self.files.run_path, hang, evidence)
             self._send("note", f"stacks in {hang_path(self.files.run_path, hang.number)}")
 
-        self.files.add_task(keep)
+        self.files.worker.put(keep)
         self.next_exchange = 0.0
 
     def _tell_recovery(self, hang: Hang) -> None:
@@ -277,7 +286,7 @@ class NodeWatcher:
         self._send("recovered", f"hang {hang.number} is over after {seconds}: steps go on", hang=asdict(hang))
         text = f"steps go on after {seconds}"
         self._record(MetricsEvent("recovered", over, text, hang.step, number=hang.number), "running")
-        self.files.add_task(lambda: write_hang(self.files.run_path, hang))
+        self.files.worker.put(lambda: write_hang(self.files.run_path, hang))
         self.next_exchange = 0.0
 
     def _tell_straggler(self, found: Straggler) -> None:
@@ -296,27 +305,19 @@ class NodeWatcher:
     # Every node
 
     def _follow_judge(self, own: NodeReport, now: float) -> None:
-        """Answer the judging node's question, and act upon its hangs."""
-        shared = self.files.view
-        job = shared.find_word(own, now, self.begin) if shared else None
-        if job is None or not shared or not shared.job or is_silent(now - shared.job.seen, own.interval):
-            return
-        if job.asks > self.answered:
-            self._answer(job.asks)
-        self._act(job.hangs, now)
+        """Answer the judging node's question, and act upon its hangs.
 
-    def _look_for_stack_request(self, now: float) -> None:
-        """Answer somebody who looks at the run and asks for a rank's stack."""
-        stored = self.files.view.request if self.files.view else None
-        if (
-            stored is None
-            or stored.value.number <= self.stack_request
-            or now - stored.seen > REQUEST_PATIENCE
-        ):
+        The run directory, and even the number of the attempt, can be those of a job of yesterday: what was
+        written before this watcher's start does not count. Ages are by the filesystem's clock.
+        """
+        stored = self.files.found.job if self.files.found else None
+        if stored is None or stored.seen < self.begin or is_silent(now - stored.seen, own.interval):
             return
-        self.stack_request = stored.value.number
-        if known := self.book.ranks.get(stored.value.rank):
-            self._gather([known.entry], 0, lambda found: write_stack_answer(self.files.run_path, found))
+        job = stored.value
+        if job.attempt == own.attempt and job.state != "ended":
+            if job.asks > self.answered:
+                self._answer(job.asks)
+            self._act(job.hangs, now)
 
     def _answer(self, number: int) -> None:
         """Gather this node's evidence for a question, in a thread."""
@@ -333,17 +334,17 @@ class NodeWatcher:
 
         def gather() -> None:
             found = gather_node(
-                self.folder,
+                self.book.folder,
                 ranks,
                 self.book.list_beats(),
                 host=self.settings.host,
                 node_rank=self.settings.node_rank,
                 number=number,
-                sample_gpu=self.read_gpus().get,
+                gpus=self.read_gpus(),
             )
             if number and number == self.answered:
                 self.evidence[found.host] = found
-            self.files.add_task(lambda: keep(found))
+            self.files.worker.put(lambda: keep(found))
 
         self.gathering = True
         thread = threading.Thread(target=gather, name="evidence", daemon=True)
@@ -352,25 +353,11 @@ class NodeWatcher:
 
     def _act(self, hangs: Sequence[Hang], now: float) -> None:
         """Have ranks ended for hangs; not while the run directory hangs, which may be all that is wrong."""
-        if self.files.is_stuck(now) or self.files.twin is not None:
-            return
-        for order in list_orders(hangs, self.acted, self.book.list_pids()):
-            self.send(order)
-        self.acted = max([self.acted, *(hang.number for hang in hangs)])
-
-    def _check_files(self, now: float) -> None:
-        """Warn once if the run directory hangs, or cannot be written."""
-        if self.files.is_stuck(now):
-            text = "the run directory does not answer: reports of watching are not written for now"
-            self.warn("stuck", f"{text} ({self.files.run_path})")
-        elif (twin := self.files.twin) is not None:
-            self.judge.on_hang = "report"
-            text = (
-                f"node {twin} has the same host name as this one, {self.settings.host}: reports of watching"
-            )
-            self.warn("twin", f"{text} overwrite each other, and hangs are only reported")
-        elif trouble := self.files.trouble:
-            self.warn("trouble", f"reports of watching cannot be written ({trouble})")
+        if not self.files.is_stuck(now):
+            pids = {rank: known.entry.pid for rank, known in self.book.ranks.items()}
+            for order in list_orders(hangs, self.acted, pids):
+                self.send(order)
+            self.acted = max([self.acted, *(hang.number for hang in hangs)])
 
     def warn(self, key: str, text: str) -> None:
         """Give a warning once."""
@@ -384,41 +371,14 @@ class NodeWatcher:
 
     def end(self, seconds: float) -> None:
         """Write a last report, if that takes no longer than this."""
-        now = time.monotonic()
+        now, self.judge.asks = time.monotonic(), 0
         own, state = self._make_report(now), None
-        if self.was_judge:
-            self.judge.asks = 0
-            state = self._describe_job(own, make_job_view(own, self.files.view, now))
-            state = replace(state, state="ended")
+        if self.settings.node_rank == 0:
+            view = make_job_view(own, self.files.found, now)
+            state = replace(self._describe_job(own, view), state="ended")
             if slow := list_slow_ranks(self.stragglers.told):
                 self._send("note", f"stragglers: {slow}")
-        self.files.submit(Exchange(own, state, reads_all=False))
-        self.files.wait_idle(seconds)
+        self.files.submit(own, state)
+        self.files.worker.wait_idle(seconds)
         self.log.close(seconds)
         self.notifier.close(seconds)
-
-
-class StepCount:
-    """Counts the steps of the job: those of ranks that were started again are added to those before."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, int] = {}
-        """Steps of earlier processes, by rank."""
-        self._last: dict[int, tuple[int, int]] = {}
-        """PID and steps, by rank."""
-        self._least = 0
-
-    def adopt(self, steps: int) -> None:
-        """Take over from another node, which has counted so many."""
-        self._least = max(self._least, steps)
-
-    def count(self, view: JobView) -> int:
-        """Return the steps of the rank that has made most."""
-        for rank in view.ranks:
-            pid, step = self._last.get(rank.rank, (rank.pid, 0))
-            if pid != rank.pid:
-                self._before[rank.rank] = self._before.get(rank.rank, 0) + step
-            self._last[rank.rank] = rank.pid, rank.step
-        found = (self._before.get(rank, 0) + step for rank, (_, step) in self._last.items())
-        self._least = max([self._least, *found])
-        return self._least

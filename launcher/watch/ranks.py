@@ -5,7 +5,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from launcher.files import LARGEST, read_file, read_stat
 from launcher.protocol import name_plan_file
 from launcher.runs.run_records import read_ranks
-from launcher.watch.hang import find_quantile, find_slow_step
-from launcher.watch.model import PHASES, GpuSample, Heartbeat, Rank, RankEntry, RankSample
+from launcher.watch.hang import find_quantile
+from launcher.watch.model import PHASES, GpuSample, Heartbeat, Rank, RankEntry, RankMessage, RankSample
 from launcher.watch.procfs import START
 from launcher.watch.samples import ACTIVE_CPU, Sample
 
@@ -132,8 +132,8 @@ class RankBook:
     """Keeps what is known of this node's ranks."""
 
     folder: Path
-    read: Callable[[Path], Heartbeat | None]
-    """`read_heartbeat`."""
+    """Of their heartbeats."""
+    read: Callable[[Path], Heartbeat | None] = read_heartbeat
     ranks: dict[int, WatchedRank] = field(default_factory=dict)
     """By rank, of torchrun's last start; never changed in place, since other threads go through it."""
     counts_from: float = 0.0
@@ -143,19 +143,16 @@ class RankBook:
     sampled_at: float = 0.0
     """Monotonic time of the last samples."""
 
-    def add_ranks(self, entries: Iterable[RankEntry]) -> None:
-        """Add ranks that have started; a later start of a rank replaces the one before."""
+    def take(self, message: RankMessage) -> None:
+        """Add ranks that have started, and note that ranks have ended; a later start replaces one before."""
         ranks = dict(self.ranks)
-        for entry in entries:
+        for entry in message.found:
             known = ranks.get(entry.rank)
             if known is None or entry.attempt >= known.entry.attempt:
                 ranks[entry.rank] = WatchedRank(entry)
         newest = max((known.entry.attempt for known in ranks.values()), default=0)
         self.ranks = {rank: known for rank, known in ranks.items() if known.entry.attempt == newest}
-
-    def note_ends(self, entries: Iterable[RankEntry]) -> None:
-        """Note that ranks have ended."""
-        for entry in entries:
+        for entry in message.ended:
             known = self.ranks.get(entry.rank)
             if known and known.entry.pid == entry.pid:
                 known.entry, known.has_ended = replace(known.entry, exit_code=entry.exit_code), True
@@ -164,30 +161,12 @@ class RankBook:
         """Read the heartbeats; `now` is monotonic."""
         self.now = now
         for known in self.ranks.values():
-            if known.has_ended:
-                continue
-            beat = self.read(self.folder / f"rank-{known.entry.rank}.beat")
-            # A file of the rank's last start has that one's PID.
-            known.beat = beat if beat and beat.pid == known.entry.pid else None
-            known.last = known.beat or known.last
-            known.read_at = time.time()
-
-    def forgive(self, now: float) -> None:
-        """Leave out the time so far: nobody could run in it, or this process was not there to see."""
-        self.counts_from = now
-
-    def measure_idle(self, known: WatchedRank) -> float | None:
-        """Return the seconds since a rank's last progress; None if it is not watched."""
-        if known.beat is None or known.has_ended:
-            return None
-        idle = min(known.read_at - known.beat.activity_time, self.now - self.counts_from)
-        if not known.beat.step and idle < _MOST_START:
-            idle = min(idle, self.now - known.active_at)
-        return max(0.0, idle)
-
-    def measure_quiet(self, known: WatchedRank) -> float:
-        """Return the seconds since a rank's last activity, or progress."""
-        return max(0.0, min(self.now - known.active_at, self.measure_idle(known) or 0.0))
+            if not known.has_ended:
+                beat = self.read(self.folder / f"rank-{known.entry.rank}.beat")
+                # A file of the rank's last start has that one's PID.
+                known.beat = beat if beat and beat.pid == known.entry.pid else None
+                known.last = known.beat or known.last
+                known.read_at = time.time()
 
     def list_still(self, seconds: float) -> Sequence[int]:
         """Return the PIDs of ranks without a step so far, or without progress for more than some seconds."""
@@ -197,43 +176,33 @@ class RankBook:
             if (beat := known.beat) and (not beat.step or known.read_at - beat.activity_time > seconds)
         ]
 
-    def note_activity(self, sample: Sample, gpus: Mapping[int, GpuSample]) -> None:
-        """Note which ranks are active; before its first step, that counts as a rank's progress.
+    def take_sample(self, sample: Sample, gpus: Mapping[int, GpuSample], *, counts: bool) -> None:
+        """Note which ranks are active, if that counts, and for which share of the time they waited for data.
 
-        Imports and the reading of data make no progress that the heartbeat has. `sample` is of the time since
-        the last call: a rank that used the CPU for part of it is taken to have done so first. `gpus` are by
-        local rank.
+        Before its first step, activity counts as a rank's progress: imports and the reading of data make none
+        that the heartbeat has. `sample` is of the time since the last call: a rank that used the CPU for part
+        of it is taken to have done so first. `gpus` are by local rank.
         """
-        elapsed, self.sampled_at = self.now - self.sampled_at if self.sampled_at else 0.0, self.now
+        elapsed = self.now - self.sampled_at if self.sampled_at else 0.0
         for known in self.ranks.values():
             one, gpu = sample.ranks.get(known.entry.pid, _NO_SAMPLE), gpus.get(known.entry.local_rank)
-            used = (one.cpu or 0.0) + (one.run_delay or 0.0)
-            if known.entry.pid not in sample.resting or (gpu and gpu.utilization != 0.0):
+            is_active = known.entry.pid not in sample.resting or (gpu and gpu.utilization != 0.0)
+            if counts and is_active:
+                used = (one.cpu or 0.0) + (one.run_delay or 0.0)
                 rest = 1 - min(used, 1.0) if used >= ACTIVE_CPU else 0.0
                 known.active_at = self.now - elapsed * rest
-
-    def measure_data_shares(self) -> None:
-        """Find the share of the time since the last call that each rank waited for data."""
-        for known in self.ranks.values():
-            if known.beat is None:
-                continue
-            before, since = known.waited
-            elapsed = known.read_at - since
-            if since and elapsed > 0:
-                known.data_share = min(1.0, max(0.0, known.beat.data_wait - before) / elapsed)
-            known.waited = known.beat.data_wait, known.read_at
+            if known.beat:
+                before, since = known.waited
+                if since and known.read_at > since:
+                    share = (known.beat.data_wait - before) / (known.read_at - since)
+                    known.data_share = min(1.0, max(0.0, share))
+                known.waited = known.beat.data_wait, known.read_at
+        if counts:
+            self.sampled_at = self.now
 
     def list_beats(self) -> Mapping[int, Heartbeat]:
         """Return the heartbeats by rank."""
         return {rank: known.beat for rank, known in self.ranks.items() if known.beat}
-
-    def list_pids(self) -> Mapping[int, int]:
-        """Return the PIDs of all ranks, by rank."""
-        return {rank: known.entry.pid for rank, known in self.ranks.items()}
-
-    def find_slow_step(self) -> float:
-        """Return the seconds of the slow steps of the last 256, over all ranks."""
-        return max((find_slow_step(beat.durations) for beat in self.list_beats().values()), default=0.0)
 
     def list_ranks(
         self, sample: Sample, gpus: Mapping[int, GpuSample], wait_shares: Mapping[int, float]
@@ -241,7 +210,12 @@ class RankBook:
         """Return the ranks' part of a report; `gpus` are by local rank, `wait_shares` by rank."""
         found = []
         for rank, known in sorted(self.ranks.items()):
-            entry, beat = known.entry, known.last if known.has_ended else known.beat
+            entry, beat, idle = known.entry, known.last if known.has_ended else known.beat, None
+            if known.beat and not known.has_ended:
+                idle = min(known.read_at - known.beat.activity_time, self.now - self.counts_from)
+                if not known.beat.step and idle < _MOST_START:
+                    idle = min(idle, self.now - known.active_at)
+                idle = max(0.0, idle)
             own = sample.ranks.get(entry.pid, _NO_SAMPLE)
             phase = known.beat.phase if known.beat else "unwatched"
             found.append(
@@ -260,8 +234,8 @@ class RankBook:
                     exit_code=entry.exit_code,
                     gpu=gpus.get(entry.local_rank),
                     notes=beat.notes if beat else (),
-                    idle=self.measure_idle(known),
-                    quiet=self.measure_quiet(known),
+                    idle=idle,
+                    quiet=max(0.0, min(self.now - known.active_at, idle or 0.0)),
                     **{item.name: getattr(own, item.name) for item in fields(own)},
                 )
             )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.watch.hang import list_stalled
-from launcher.watch.job_view import SharedView, make_job_view
+from launcher.watch.job_view import Found, make_job_view
 from launcher.watch.model import GpuSample, Neighbour, NodeReport, Rank
 from launcher.watch.run_files import FOLDER, ReportCache, write_report
 from launcher.watch.run_reader import RunReader
@@ -66,12 +66,10 @@ def bench_watch_scale(folder: Path, rounds: int) -> None:
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
     print_row(f"the judge reads all, {grown} MiB", round(wall), round(cpu))
     own, now, read = make_report(0, 2), time.monotonic(), ReportCache(folder).read_reports()
-    shared = SharedView(reports=read)
+    found = Found(reports=read)
 
     def look() -> None:
-        view = make_job_view(own, shared, now)
-        view.describe(own, hanging=False, step=1)
-        list_stalled(view.ranks, 20.0)
+        list_stalled(make_job_view(own, found, now).ranks, 20.0)
 
     print_row("the judge looks, once a second", *(f"{time:.1f}" for time in measure(look, rounds)))
     reader = RunReader(folder)

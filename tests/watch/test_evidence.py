@@ -101,8 +101,9 @@ def gather_one(
 ) -> RankEvidence:
     """The evidence of one process."""
     rank, beats = RankEntry(0, 3, 0, pid, exit_code), {0: make_heartbeat(pid, can_dump=can_dump)}
-    (found,) = gather_node(folder, [rank], beats, host="n1", node_rank=0, number=1, **options).ranks
-    return found
+    gpus = {3: GpuSample(3)}
+    node = gather_node(folder, [rank], beats, host="n1", node_rank=0, number=1, gpus=gpus, **options)
+    return node.ranks[0]
 
 
 def judge(*nodes: NodeEvidence) -> Verdict:
@@ -139,9 +140,6 @@ def test_where_a_program_stands_and_what_it_does(case: dict[str, Any], tmp_path:
 
 
 def test_evidence_of_one_that_sleeps_is_stopped_and_ends(tmp_path: Path) -> None:
-    def fail(_: int) -> GpuSample:
-        raise RuntimeError("NVML")
-
     path = tmp_path / "rank-0.stack"
     with start(SLEEP, tmp_path) as process:
         await_state(process.pid, is_asleep)
@@ -149,9 +147,8 @@ def test_evidence_of_one_that_sleeps_is_stopped_and_ends(tmp_path: Path) -> None
         assert not found.process.stacks and path.read_bytes() == b""
         found = gather_one(tmp_path, process.pid, exit_code=0)
         assert (found.phase, found.exit_code, found.process.stacks) == ("exited", 0, ())
-        assert gather_one(tmp_path, process.pid, sample_gpu=GpuSample).gpu == GpuSample(3)
-        found = gather_one(tmp_path, process.pid, sample_gpu=fail)
-        assert found.gpu is None and found.process.stacks
+        found = gather_one(tmp_path, process.pid)
+        assert found.gpu == GpuSample(3) and found.process.stacks
         with path.open("ab") as file:  # files in memory do not grow without bound
             file.write(b"x" * (evidence.LARGEST_DUMP + 1))
         for _ in range(2):
@@ -301,7 +298,7 @@ def gather_until(
     for _ in range(60):
         found = {number: read_heartbeat(folder / f"rank-{number}.beat") for number in range(len(ranks))}
         beats = {number: beat for number, beat in found.items() if beat}
-        node = gather_node(folder, entries, beats, host="n1", node_rank=0, number=1)
+        node = gather_node(folder, entries, beats, host="n1", node_rank=0, number=1, gpus={})
         if is_there(node.ranks[0]):
             return node
     raise AssertionError(node)

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from launcher.watch import job_view
-from launcher.watch.job_view import Exchange, SharedFiles
-from launcher.watch.model import JobState, NodeReport, RankEntry
-from launcher.watch.ranks import RankBook
-from launcher.watch.run_files import hang_path, read_job_state, read_reports, write_job_state, write_report
+from launcher.watch.job_view import SharedFiles
+from launcher.watch.model import JobState, NodeReport
+from launcher.watch.run_files import hang_path, read_job_state, read_reports
 from tests.seam import QUICK_AGENT, Started, find_run, run_outside, start, wait_for, write_program
 
 HANGS = """
@@ -150,7 +149,6 @@ def test_folders_of_launchers_that_were_killed_are_removed(tmp_path: Path) -> No
 
 REPORT = NodeReport("n0", 0, 2, 0, 100.0, 1, 5.0, ())
 STATE = JobState(100.0, "n0", 0, "running", 1, 1.0, 1.0, 2)
-OTHERS = JobState(200.0, "n1", 0, "hanging", 1, 30.0, 1.0, 2)
 
 
 def test_a_filesystem_that_hangs_is_noticed_and_goes_on_later(
@@ -162,68 +160,39 @@ def test_a_filesystem_that_hangs_is_noticed_and_goes_on_later(
     def read_dead_disk() -> None:
         answer.wait(60)
 
-    files.add_task(read_dead_disk)
-    files.submit(Exchange(REPORT, STATE, reads_all=True))
+    files.worker.put(read_dead_disk)
+    files.submit(REPORT, STATE)
     wait_for(lambda: files.is_stuck(time.monotonic()), "the stuck call")
-    assert files.view is None and not files.wait_idle(0.05)
+    assert files.found is None and not files.worker.wait_idle(0.05)
     answer.set()
-    assert files.wait_idle(10) and not files.is_stuck(time.monotonic())
-    assert files.view and [one.value for one in files.view.reports] == [REPORT]
+    assert files.worker.wait_idle(10) and not files.is_stuck(time.monotonic())
+    assert files.found and [one.value for one in files.found.reports] == [REPORT]
 
 
-def test_what_cannot_be_written_is_told_and_tried_again(tmp_path: Path) -> None:
-    files = SharedFiles(tmp_path / "later")
-    files.submit(Exchange(REPORT, None, reads_all=False))
-    assert files.wait_idle(10) and "later" in files.trouble
-    (tmp_path / "later").mkdir()
-    files.submit(Exchange(REPORT, None, reads_all=False))
-    assert files.wait_idle(10) and files.trouble == ""
-    assert len(read_reports(tmp_path / "later")) == 1
-
-
-def test_no_exception_ends_the_thread(tmp_path: Path) -> None:
+def test_what_fails_is_told_and_tried_again_and_no_exception_ends_the_thread(tmp_path: Path) -> None:
     """Such as a thread that cannot be started: the node would count as stuck for ever."""
 
     def fail() -> None:
         raise RuntimeError("can't start new thread")
 
-    files = SharedFiles(tmp_path)
-    files.add_task(fail)
-    assert files.wait_idle(10) and files.trouble == "RuntimeError: can't start new thread"
-    files.submit(Exchange(REPORT, None, reads_all=False))
-    assert files.wait_idle(10) and files.view and files.trouble == ""
+    files = SharedFiles(tmp_path / "later")
+    files.worker.put(fail)
+    assert files.worker.wait_idle(10) and files.trouble == "RuntimeError: can't start new thread"
+    files.submit(REPORT, None)
+    assert files.worker.wait_idle(10) and "later" in files.trouble
+    (tmp_path / "later").mkdir()
+    files.submit(REPORT, STATE)
+    assert files.worker.wait_idle(10) and files.trouble == ""
+    assert len(read_reports(tmp_path / "later")) == 1 and read_job_state(tmp_path / "later") == STATE
 
 
-def test_ranks_are_added_while_another_thread_goes_through_them(tmp_path: Path) -> None:
-    book = RankBook(tmp_path, lambda _: None)
-    book.add_ranks([RankEntry(0, 0, 0, 100), RankEntry(1, 1, 0, 101)])
-    others = iter(book.ranks.items())
-    assert next(others)[0] == 0
-    book.add_ranks([RankEntry(2, 2, 0, 102)])
-    assert [rank for rank, _ in others] == [1] and list(book.ranks) == [0, 1, 2]
-
-
-def test_what_another_node_has_told_is_read_before_it_is_replaced(tmp_path: Path) -> None:
-    write_job_state(tmp_path, OTHERS)
-    write_report(tmp_path, replace(REPORT, host="n1", node_rank=1))
-    os.utime(tmp_path / "watch/node-n1.json", (0, (tmp_path / "watch/job.json").stat().st_mtime - 60))
-    files = SharedFiles(tmp_path)
-    files.submit(Exchange(REPORT, STATE, reads_all=True))
-    assert files.wait_idle(10) and files.view and files.view.job and files.view.job.value == OTHERS
-    ages = [time.monotonic() - one.seen for one in files.view.reports]
-    assert ages == pytest.approx([0, 60], abs=10), "by the filesystem's clock"
-    assert read_job_state(tmp_path) == OTHERS
-    files.submit(Exchange(REPORT, STATE, reads_all=False))
-    assert files.wait_idle(10) and read_job_state(tmp_path) == STATE
-
-
-def test_two_nodes_of_one_host_name_notice_each_other(tmp_path: Path) -> None:
-    both = [SharedFiles(tmp_path), SharedFiles(tmp_path)]
-    for number in (1, 2):
-        for node_rank, files in enumerate(both):
-            report = replace(REPORT, node_rank=node_rank, number=number)
-            files.submit(Exchange(report, None, reads_all=False))
-            assert files.wait_idle(10)
-            if number == 1:
-                assert files.twin is None  # what was there before may be of a job before
-    assert [files.twin for files in both] == [1, 0]
+def test_another_node_follows_the_judge_by_the_filesystems_clock(tmp_path: Path) -> None:
+    judge, other = SharedFiles(tmp_path), SharedFiles(tmp_path)
+    judge.submit(REPORT, STATE)
+    assert judge.worker.wait_idle(10)
+    state = tmp_path / "watch/job.json"
+    os.utime(state, (0, state.stat().st_mtime - 60))
+    other.submit(replace(REPORT, host="n1", node_rank=1), None)
+    assert other.worker.wait_idle(10) and other.found and other.found.job
+    assert other.found.job.value == STATE
+    assert time.monotonic() - other.found.job.seen == pytest.approx(60, abs=10)
