@@ -19,11 +19,11 @@ from typing import Any
 
 from launcher.codec import DecodeError
 from launcher.watch.flight_recorder import (
+    TRACE,
     ServerError,
     parse_trace,
     parse_wait_counters,
     post_handler,
-    read_trace,
 )
 from launcher.watch.model import (
     Frame,
@@ -77,51 +77,17 @@ def gather_node(
     number: int,
     gpus: Mapping[int, GpuSample],
     deadline: float = DEADLINE,
+    between: float = BETWEEN,
 ) -> NodeEvidence:
     """Return the evidence of a node's ranks for hang `number`, at the latest about `deadline` seconds later.
 
     `folder` has the ranks' stacks and sockets; `heartbeats` are by rank, `gpus` by local rank.
     """
-    start = time.monotonic()
-    looks = [
-        _RankLook(folder, rank, host, heartbeats.get(rank.rank), gpus.get(rank.local_rank), start + deadline)
-        for rank in ranks
-    ]
-    threads = [threading.Thread(target=look.run, name="evidence", daemon=True) for look in looks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, start + deadline - time.monotonic()))
-    found = [
-        look.evidence
-        if look.is_done
-        else replace(look.evidence, notes=(*look.evidence.notes, "its evidence was not complete in time"))
-        for look in looks
-    ]
-    seconds = round(time.monotonic() - start, 3)
-    return NodeEvidence(host, node_rank, number, time.time(), seconds, tuple(found))
-
-
-class _RankLook:
-    """A look at one rank, step by step, by a thread; `evidence` has at any time what was found so far."""
-
-    def __init__(
-        self,
-        folder: Path,
-        rank: RankEntry,
-        host: str,
-        beat: Heartbeat | None,
-        gpu: GpuSample | None,
-        deadline: float,
-    ) -> None:
-        self.rank = rank
-        self.beat = beat
-        self.deadline = deadline
-        self.is_done = False
-        self.dump, self.socket = folder / f"rank-{rank.rank}.stack", folder / f"rank-{rank.rank}.sock"
-        now = time.time()
-        has_ended = rank.exit_code is not None
-        self.evidence = RankEvidence(
+    start, now = time.monotonic(), time.time()
+    looks = []
+    for rank in ranks:
+        beat, has_ended = heartbeats.get(rank.rank), rank.exit_code is not None
+        evidence = RankEvidence(
             rank=rank.rank,
             local_rank=rank.local_rank,
             host=host,
@@ -131,86 +97,97 @@ class _RankLook:
             step_age=now - beat.step_time if beat and beat.step_time else None,
             idle=max(now - max(beat.activity_time, beat.phase_since), 0.0) if beat else 0.0,
             process=ProcessState(rank.pid, "X"),
-            gpu=gpu,
+            gpu=gpus.get(rank.local_rank),
             exit_code=rank.exit_code,
             is_measured=has_ended,
             notes=beat.notes if beat else (),
         )
+        looks.append(_RankLook(evidence, folder, start + deadline, can_dump=bool(beat and beat.can_dump)))
+    threads = [
+        threading.Thread(target=look.run, args=(between,), name="evidence", daemon=True) for look in looks
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, start + deadline - time.monotonic()))
+    late = ("its evidence was not complete in time",)
+    found = [
+        look.evidence if look.is_done else replace(look.evidence, notes=(*look.evidence.notes, *late))
+        for look in looks
+    ]
+    seconds = round(time.monotonic() - start, 3)
+    return NodeEvidence(host, node_rank, number, time.time(), seconds, tuple(found))
 
-    def run(self) -> None:
-        """Look at the rank: the thread's body."""
-        if self.rank.exit_code is None:
-            self._measure()
-            self._ask()
+
+class _RankLook:
+    """A look at one rank, step by step, by a thread; `evidence` has at any time what was found so far."""
+
+    def __init__(self, evidence: RankEvidence, folder: Path, deadline: float, *, can_dump: bool) -> None:
+        self.evidence = evidence
+        self.deadline = deadline
+        self.can_dump = can_dump
+        self.is_done = False
+        self.dump, self.socket = (folder / f"rank-{evidence.rank}.{word}" for word in ("stack", "sock"))
+
+    def run(self, between: float) -> None:
+        """Measure what the rank and its children do, before they are asked for anything; then ask."""
+        pid = self.evidence.pid
+        if self.evidence.exit_code is None:
+            first, begin = look_at_process(pid), time.monotonic()
+            self._add(process=first.process)
+            looks = [first, *map(look_at_process, list_descendants(pid))]
+            time.sleep(between)
+            process, *children = (
+                compare_looks(look, look_at_process(look.process.pid), time.monotonic() - begin)
+                for look in looks
+            )
+            self._add(process=process, children=tuple(children), is_measured=True)
+            if reason := _CANNOT_ANSWER.get(process.state):
+                self._note(reason)
+            else:
+                self._read_stacks()
+                self._read_server()
+            if self.can_dump:
+                self._read_more_stacks()
         self.is_done = True
 
     def _add(self, **found: Any) -> None:  # noqa: ANN401 - fields of RankEvidence
         self.evidence = replace(self.evidence, **found)
 
-    def _add_process(self, **found: Any) -> None:  # noqa: ANN401 - fields of ProcessState
-        self._add(process=replace(self.evidence.process, **found))
-
-    def _add_note(self, text: str) -> None:
+    def _note(self, text: str) -> None:
         self._add(notes=(*self.evidence.notes, text))
 
     def _limit(self, seconds: float) -> float:
         """Return so many seconds, or those that are left."""
         return min(seconds, max(self.deadline - time.monotonic(), 0.0))
 
-    def _measure(self) -> None:
-        """See what the rank and its children do within BETWEEN, before they are asked for anything."""
-        first, begin = look_at_process(self.rank.pid), time.monotonic()
-        self._add(process=first.process)
-        looks = [first, *map(look_at_process, list_descendants(self.rank.pid))]
-        time.sleep(BETWEEN)
-        process, *children = (
-            compare_looks(look, look_at_process(look.process.pid), time.monotonic() - begin) for look in looks
-        )
-        self._add(process=process, children=tuple(children), is_measured=True)
-
-    def _ask(self) -> None:
-        """Get what the rank answers if it can, and its children's stacks."""
-        pid, state = self.rank.pid, self.evidence.process.state
-        can_dump, reason = self.beat is not None and self.beat.can_dump, "its hook has no handler for stacks"
-        if state in _CANNOT_ANSWER:
-            self._add_note(_CANNOT_ANSWER[state])
-        else:
-            if can_dump and not (reason := check_signal(pid, self.dump)):
-                if stacks := request_stacks(pid, self.dump, self._limit(_STACK_PATIENCE)):
-                    self._add_process(stacks=stacks, stack_source="faulthandler")
-                else:
-                    reason = check_signal(pid, self.dump) or "it did not react to the stack signal"
-            if not self.evidence.process.stacks:
-                self._add_note(f"no stacks from faulthandler: {reason}")
-            self._read_server()
-        if can_dump:
-            self._read_child_stacks()
-        patience, main = self._limit(_STACK_PATIENCE), self.evidence.process.main_stack
-        if self.evidence.process.stacks and patience > 0 and not check_signal(pid, self.dump):
-            again = replace(self.evidence.process, stacks=request_stacks(pid, self.dump, patience))
-            later = again.main_stack
-            self._add_process(stack_changes=bool(main and later and main.frames != later.frames))
-        stacks = tuple(replace(one, awaits_lock=_takes_lock(one)) for one in self.evidence.process.stacks)
-        self._add_process(stacks=stacks)
+    def _read_stacks(self) -> None:
+        pid, reason = self.evidence.pid, "its hook has no handler for stacks"
+        if self.can_dump and not (reason := check_signal(pid, self.dump)):
+            if found := request_stacks(pid, self.dump, self._limit(_STACK_PATIENCE)):
+                stacks = tuple(replace(one, awaits_lock=_takes_lock(one)) for one in found)
+                self._add(process=replace(self.evidence.process, stacks=stacks, stack_source="faulthandler"))
+                return
+            reason = check_signal(pid, self.dump) or "it did not react to the stack signal"
+        self._note(f"no stacks from faulthandler: {reason}")
 
     def _read_server(self) -> None:
         """Get the flight recorder and the waits in the store."""
         try:
-            trace = read_trace(self.socket, self._limit(_SERVER_PATIENCE))
+            trace = post_handler(self.socket, self._limit(_SERVER_PATIENCE), *TRACE)
             self._add(groups=parse_trace(trace), answered=True)
         except (ServerError, DecodeError) as error:
-            self._add_note(f"no flight recorder from torch's server: {error}")
-        if not (self.evidence.answered or self.socket.exists()):
-            return
-        try:
-            counters = post_handler(self.socket, "wait_counter_values", self._limit(_SERVER_PATIENCE))
-            waits, operation = parse_wait_counters(counters)
-            self._add(store_wait=waits, store_operation=operation)
-        except ServerError as error:
-            self._add_note(f"no waits in the store from torch's server: {error}")
+            self._note(f"no flight recorder from torch's server: {error}")
+        if self.evidence.answered or self.socket.exists():
+            try:
+                counters = post_handler(self.socket, self._limit(_SERVER_PATIENCE), "wait_counter_values")
+                waits, operation = parse_wait_counters(counters)
+                self._add(store_wait=waits, store_operation=operation)
+            except ServerError as error:
+                self._note(f"no waits in the store from torch's server: {error}")
 
-    def _read_child_stacks(self) -> None:
-        """Get the stacks of children that have the rank's handler and file, one after the other."""
+    def _read_more_stacks(self) -> None:
+        """Get those of children that have the rank's handler and file, one by one, and then its own again."""
         children, end = [], time.monotonic() + self._limit(_ALL_CHILDREN)
         for child in self.evidence.children:
             can_answer = child.state not in _CANNOT_ANSWER and time.monotonic() <= end
@@ -219,6 +196,10 @@ class _RankLook:
                 child = replace(child, stacks=stacks)  # noqa: PLW2901
             children.append(child)
         self._add(children=tuple(children))
+        process, patience = self.evidence.process, self._limit(_STACK_PATIENCE)
+        if (main := process.main_stack) and patience > 0 and not check_signal(process.pid, self.dump):
+            later = replace(process, stacks=request_stacks(process.pid, self.dump, patience)).main_stack
+            self._add(process=replace(process, stack_changes=bool(later and main.frames != later.frames)))
 
 
 def _takes_lock(stack: Stack) -> bool:

@@ -30,14 +30,12 @@ from launcher.watch.model import Call, CollectiveTimes, GroupState, Heartbeat
 
 _LARGEST_ANSWER = 16 << 20
 """Bytes of an answer that are read; a flight recorder with 2,000 entries has one MiB."""
+TRACE = ("fr_trace_json", "dump_nccl_trace_json")
+"""The flight recorder's handler, and its older name."""
 
 
 class ServerError(Exception):
     """The server did not answer; the text says why."""
-
-
-class UnknownHandlerError(ServerError):
-    """The server has no such handler, as in an older torch."""
 
 
 class _UnixConnection(HTTPConnection):
@@ -54,37 +52,29 @@ class _UnixConnection(HTTPConnection):
         self.sock.connect(str(self.path))
 
 
-def post_handler(path: Path, handler: str, timeout: float) -> bytes:
-    """Return the answer of a handler, as `fr_trace_json`; raises ServerError.
+def post_handler(path: Path, timeout: float, *handlers: str) -> bytes:
+    """Return the answer of the first of these handlers that the server has; raises ServerError.
 
     The timeout is for each read and write, so that a server that answers byte by byte may take longer.
     """
     if timeout <= 0:
         raise ServerError("no time was left to ask it")
-    with closing(_UnixConnection(path, timeout)) as connection:
-        try:
-            connection.request("POST", f"/handler/{handler}")
-            answer = connection.getresponse()
-            data = answer.read(_LARGEST_ANSWER + 1)
-        except TimeoutError:
-            raise ServerError(f"no answer within {timeout:g} s") from None
-        except (OSError, HTTPException, ValueError) as error:
-            raise ServerError(str(error) or type(error).__name__) from None
-    if answer.status == 404:
-        raise UnknownHandlerError(f"it has no {handler}")
-    if answer.status != 200:
-        raise ServerError(f"answered with status {answer.status}")
-    if len(data) > _LARGEST_ANSWER:
-        raise ServerError(f"answered with more than {_LARGEST_ANSWER >> 20} MiB")
-    return data
-
-
-def read_trace(path: Path, timeout: float) -> bytes:
-    """Return the flight recorder, by its older name if that is all there is; raises ServerError."""
-    try:
-        return post_handler(path, "fr_trace_json", timeout)
-    except UnknownHandlerError:
-        return post_handler(path, "dump_nccl_trace_json", timeout)
+    for handler in handlers:
+        with closing(_UnixConnection(path, timeout)) as connection:
+            try:
+                connection.request("POST", f"/handler/{handler}")
+                answer = connection.getresponse()
+                data = answer.read(_LARGEST_ANSWER + 1)
+            except TimeoutError:
+                raise ServerError(f"no answer within {timeout:g} s") from None
+            except (OSError, HTTPException, ValueError) as error:
+                raise ServerError(str(error) or type(error).__name__) from None
+        if answer.status == 200 and len(data) <= _LARGEST_ANSWER:
+            return data
+        if answer.status != 404:
+            size = f" and more than {_LARGEST_ANSWER >> 20} MiB" if answer.status == 200 else ""
+            raise ServerError(f"answered with status {answer.status}{size}")
+    raise ServerError(f"it has no {handlers[0]}")
 
 
 def parse_wait_counters(data: bytes) -> tuple[bool, str]:
@@ -325,29 +315,52 @@ def unpack_marks(times: CollectiveTimes) -> tuple[Mark, ...]:
 
 # Reading
 
-_HANDLER = "fr_trace_json"
 _TIMEOUT = 2.0
 """Seconds for a rank's answer; after that many for all ranks the others are not asked."""
 _MOST_PACKED, _LEAST_PACKED = 1024, 128
 """Marks of a rank in a report: the most, and what large jobs come down to."""
 _ALL_PACKED = 1 << 17
 """Marks of all ranks of a job, as a goal."""
+_QUICK = 5
+"""Seconds between readings at the beginning, and after steps have become longer."""
+_SLOWEST = 640
+"""Seconds between readings at most: QUICK doubled again and again, so that the moments of nodes coincide."""
+_MAX_COST = 0.0005
+"""Cores that readings may take from a rank later on."""
+_QUICK_SECONDS, _QUICK_STEPS, _QUICK_LIMIT = 60, 100, 600
+"""Readings are quick for so many seconds and so many steps, whichever is longer, up to a limit in seconds."""
+_LONGER = 1.03
+"""Steps that last so many times as long as before have become longer."""
+_RECENT = 20
+"""Steps whose median is compared."""
 
 
 class CollectiveReader:
-    """Reads the recorders of a node's ranks if it is time to."""
+    """Reads the recorders of a node's ranks if it is time to.
+
+    That is at multiples of QUICK on the clock, so that all nodes read at the same moments. A straggler makes
+    the steps of all ranks longer: nothing is missed while they are not.
+    """
 
     def __init__(self, folder: Path, ranks: int) -> None:
         """`folder` has the sockets of the ranks' servers; `ranks` is how many ranks the job has."""
         self.folder = folder
         self.limit = max(_LEAST_PACKED, min(_MOST_PACKED, _ALL_PACKED // max(1, ranks)))
-        self.moments = ReadingTimes()
-        self.found: tuple[CollectiveTimes, ...] = ()
         self.cost = 0.0
         """Seconds that the last reading took of the slowest rank."""
-        self.pids: dict[int, int] = {}
-        """Of the ranks; new ones have no past."""
         self.thread: threading.Thread | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with new ranks."""
+        self.found: tuple[CollectiveTimes, ...] = ()
+        self.pids: dict[int, int] = {}
+        self.last = 0
+        """Moment of the last reading, in units of QUICK since the epoch."""
+        self.quick_since, self.quick_step = -inf, 0
+        """Since when, and since which step, readings are quick."""
+        self.usual = 0.0
+        """Seconds of a step that new ones are compared with."""
 
     def read(self, beats: Sequence[Heartbeat], now: float) -> tuple[CollectiveTimes, ...]:
         """Return the marks of the ranks with these heartbeats, as of the last reading.
@@ -356,13 +369,34 @@ class CollectiveReader:
         recorders cannot be had are missing.
         """
         if any(self.pids.get(beat.rank, beat.pid) != beat.pid for beat in beats):
-            self.pids, self.found, self.moments = {}, (), ReadingTimes()
+            self._forget()
         self.pids |= {beat.rank: beat.pid for beat in beats}
         is_reading = self.thread is not None and self.thread.is_alive()
-        if not is_reading and self.moments.is_due(beats, now, self.cost):
+        if not is_reading and self.is_due(beats, now):
             self.thread = threading.Thread(target=self.fetch, args=(tuple(beats),), daemon=True)
             self.thread.start()
         return self.found
+
+    def is_due(self, beats: Sequence[Heartbeat], now: float) -> bool:
+        """Tell whether to read; if so it counts as done."""
+        beat = max(beats, key=lambda one: len(one.durations), default=None)
+        if beat is None or len(beat.durations) < 2:
+            return False
+        current, age = median(beat.durations[-_RECENT:]), now - self.quick_since
+        is_young = age < _QUICK_LIMIT and beat.step < self.quick_step + _QUICK_STEPS
+        is_quick = age < _QUICK_SECONDS or is_young
+        if not is_quick and current > _LONGER * self.usual:
+            self.quick_since, self.quick_step, self.usual, is_quick = now, beat.step, current, True
+        else:
+            self.usual = current if is_quick else min(self.usual, current)
+        interval = _QUICK
+        while not is_quick and interval < _SLOWEST and self.cost > _MAX_COST * interval:
+            interval *= 2
+        moment, every = int(now // _QUICK), interval // _QUICK
+        due = moment // every != self.last // every
+        if due:
+            self.last = moment
+        return due
 
     def fetch(self, beats: Sequence[Heartbeat]) -> None:
         """Ask all ranks, one after the other."""
@@ -371,7 +405,7 @@ class CollectiveReader:
             if (start := time.monotonic()) - begin > _TIMEOUT:
                 break
             try:
-                trace = post_handler(self.folder / f"rank-{beat.rank}.sock", _HANDLER, _TIMEOUT)
+                trace = post_handler(self.folder / f"rank-{beat.rank}.sock", _TIMEOUT, *TRACE)
                 costs.append(time.monotonic() - start)
                 times = condense(trace, beat, self.limit)
             except (ServerError, ValueError, OverflowError):
@@ -411,64 +445,3 @@ def condense(trace: bytes, beat: Heartbeat, limit: int) -> CollectiveTimes | Non
     chosen = [] if start is None else [mark for _, mark in marks[start:]]
     has_calls = any(mark.group != STEP_ENDS for mark in chosen)
     return pack_marks(beat.rank, measure, chosen) if has_calls else None
-
-
-# When to read
-
-QUICK = 5
-"""Seconds between readings at the beginning, and after steps have become longer."""
-_SLOWEST = 640
-"""Seconds between readings at most: QUICK doubled again and again, so that the moments of nodes coincide."""
-_MAX_COST = 0.0005
-"""Cores that readings may take from a rank later on."""
-_QUICK_SECONDS, _QUICK_STEPS, _QUICK_LIMIT = 60, 100, 600
-"""Readings are quick for so many seconds and so many steps, whichever is longer, up to a limit in seconds."""
-_LONGER = 1.03
-"""Steps that last so many times as long as before have become longer."""
-_RECENT = 20
-"""Steps whose median is compared."""
-
-
-class ReadingTimes:
-    """Says when it is time, at multiples of QUICK on the clock, so that all nodes read at the same moments.
-
-    A straggler makes the steps of all ranks longer: nothing is missed while they are not.
-    """
-
-    def __init__(self) -> None:
-        self.last = 0
-        """Moment of the last reading, in units of QUICK since the epoch."""
-        self.quick_since, self.quick_step = -inf, 0
-        """Since when, and since which step, readings are quick."""
-        self.usual = 0.0
-        """Seconds of a step that new ones are compared with."""
-
-    def is_due(self, beats: Sequence[Heartbeat], now: float, cost: float) -> bool:
-        """Tell whether to read; if so it counts as done.
-
-        `now` is in seconds since the epoch, `cost` the seconds that the last reading took from a rank.
-        """
-        beat = max(beats, key=lambda one: len(one.durations), default=None)
-        if beat is None or len(beat.durations) < 2:
-            return False
-        current, age = median(beat.durations[-_RECENT:]), now - self.quick_since
-        is_young = age < _QUICK_LIMIT and beat.step < self.quick_step + _QUICK_STEPS
-        is_quick = age < _QUICK_SECONDS or is_young
-        if not is_quick and current > _LONGER * self.usual:
-            self.quick_since, self.quick_step, self.usual, is_quick = now, beat.step, current, True
-        else:
-            self.usual = current if is_quick else min(self.usual, current)
-        moment = int(now // QUICK)
-        every = 1 if is_quick else choose_reading_interval(cost) // QUICK
-        due = moment // every != self.last // every
-        if due:
-            self.last = moment
-        return due
-
-
-def choose_reading_interval(cost: float) -> int:
-    """Return the seconds between readings that keep their cost within MAX_COST, as far as SLOWEST goes."""
-    interval = QUICK
-    while interval < _SLOWEST and cost > _MAX_COST * interval:
-        interval *= 2
-    return interval

@@ -43,19 +43,18 @@ def find_quantile(values: Sequence[float], share: float) -> float | None:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def find_slow_step(durations: Sequence[float]) -> float:
-    """Return the seconds of a slow step (p99); 0 if there was none yet."""
-    if len(durations) <= _FEW:
-        return max(durations, default=0.0)
-    return sorted(durations)[min(len(durations) - 1, math.ceil(_SLOW_SHARE * len(durations))) - 1]
-
-
-def choose_limit(setting: object, slow_step: float, longest_pause: float = 0.0) -> float:
+def choose_limit(setting: object, durations: Iterable[Sequence[float]], longest_pause: float = 0.0) -> float:
     """Return the seconds without progress after which ranks are looked at, and a notice is given.
 
-    `setting` is `watch.hang_seconds`; a notice does not come after the hang that it sets.
+    `durations` are those of each rank's last steps, of which the slow ones (p99) count. `setting` is
+    `watch.hang_seconds`; a notice does not come after the hang that it sets.
     """
-    limit = max(_LEAST_NOTICE, _FACTOR * slow_step, _PAUSES_TO_NOTICE * longest_pause)
+    slow = 0.0
+    for steps in durations:
+        kept = sorted(steps)
+        last = len(kept) if len(kept) <= _FEW else min(len(kept) - 1, math.ceil(_SLOW_SHARE * len(kept)))
+        slow = max([slow, *kept[last - 1 : last]])
+    limit = max(_LEAST_NOTICE, _FACTOR * slow, _PAUSES_TO_NOTICE * longest_pause)
     return min(limit, float(setting)) if isinstance(setting, int | float) else limit
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from launcher.codec import DecodeError, convert, load
 from launcher.files import open_append, open_below, read_file
 from launcher.runs.run_directory import closing_descriptor
-from launcher.watch.model import PHASES, NodeReport, Rank, WatcherSettings
+from launcher.watch.model import PHASES, NodeReport, Rank
 from launcher.watch.run_files import FOLDER, watch_path
 from launcher.watch.worker import Worker
 
@@ -152,10 +152,11 @@ class _Collector:
                     yield metric
 
 
-def start_prometheus(settings: WatcherSettings, warn: Callable[[str], None]) -> Callable[[NodeReport], None]:
-    """Serve on the port that `watch.prometheus_port` asks for, in threads; return what takes each report."""
-    port, address = settings.watch.prometheus_port, settings.watch.prometheus_address
-    collector = _Collector(settings.run, settings.host)
+def start_prometheus(
+    run: str, host: str, port: int | None, address: str, warn: Callable[[str], None]
+) -> Callable[[NodeReport], None]:
+    """Serve on a port, if there is one, in threads; return what takes each report."""
+    collector = _Collector(run, host)
     if port is not None:
         try:
             from prometheus_client import CollectorRegistry, start_http_server
@@ -180,8 +181,8 @@ def start_prometheus(settings: WatcherSettings, warn: Callable[[str], None]) -> 
 #     {"host": "n1", "node_rank": 0, …, "ranks": [{"rank": 0, "step": 120, "p50": 0.41, …}, …], …}
 #     {"event": "hang", "time": 1767225600.25, "sentence": "rank 5 on n2 has not joined …", "step": 120, …}
 #
-# A sample is model.NodeReport without the fields that have their default value, and without notes and
-# neighbours; numbers have five digits. The node that judges writes the events into its own file.
+# A sample is model.NodeReport without the fields that have their default value, and without notes,
+# neighbours and collectives; numbers have five digits. The node that judges writes the events into its file.
 
 _BEGINNING, _ENDING = "metrics-", ".jsonl"
 _EVENT = b'{"event"'
@@ -196,7 +197,7 @@ LARGEST = 32 << 20
 """Bytes of a file at most: from there on only events are added, as many as fit twice this."""
 WAITING = 256
 """Lines that wait for a slow filesystem, at most; more are dropped."""
-_LEFT_OUT = ("notes", "neighbours", "step_ends")
+_LEFT_OUT = ("notes", "neighbours", "collectives")
 _EPOCH = 1e8
 """Numbers from here on are times, of which milliseconds count."""
 T = TypeVar("T")

@@ -20,7 +20,6 @@ from launcher.watch.hang import (
     HangJudge,
     choose_limit,
     find_quantile,
-    find_slow_step,
     list_orders,
     list_stalled,
 )
@@ -96,7 +95,13 @@ class NodeWatcher:
             host=settings.host,
             job_id=os.environ.get("SLURM_JOB_ID"),
         )
-        self.give_out = start_prometheus(settings, warn)
+        self.give_out = start_prometheus(
+            settings.run,
+            settings.host,
+            settings.watch.prometheus_port,
+            settings.watch.prometheus_address,
+            warn,
+        )
         self.collectives = CollectiveReader(self.book.folder, settings.ranks * settings.nodes)
         self.stragglers = StragglerFinder()
         self.sampler = Sampler(find_cgroups)
@@ -158,8 +163,8 @@ class NodeWatcher:
         """Return this node's report of now."""
         settings, wall = self.settings, time.time()
         beats = self.book.list_beats()
-        slow = max((find_slow_step(beat.durations) for beat in beats.values()), default=0.0)
-        limit = choose_limit(settings.watch.hang_seconds, slow, self.judge.longest_pause)
+        durations = [beat.durations for beat in beats.values()]
+        limit = choose_limit(settings.watch.hang_seconds, durations, self.judge.longest_pause)
         job = self.files.found.job if self.files.found else None
         waits = self.stragglers.waits or dict(job.value.wait_shares if job else ())
         ranks = self.book.list_ranks(self.sample, self.read_gpus(), waits)

@@ -168,10 +168,12 @@ def _align_clocks(arrivals: _Arrivals, hosts: Mapping[int, str]) -> None:
             middle = median(arrival.time for arrival in found.values())
             for rank, arrival in found.items():
                 late[arrival.place][rank].append(arrival.time - middle)
-    if not late:
+    # Ranks may count a collective to different steps, so that a place does not have those of all nodes.
+    places = [place for place, own in late.items() if {hosts[rank] for rank in own} == names]
+    if not places:
         arrivals.clear()
         return
-    together = late[min(late, key=lambda place: _measure_spread(late[place]))]
+    together = late[min(places, key=lambda place: _measure_spread(late[place]))]
     by_host: dict[str, list[float]] = defaultdict(list)
     for rank, values in together.items():
         by_host[hosts[rank]] += values

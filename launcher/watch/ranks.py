@@ -2,15 +2,14 @@
 
 import math
 import os
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 from launcher.files import LARGEST, read_file, read_stat
+from launcher.inprocess.launch_inprocess import heartbeat as hook
 from launcher.protocol import name_plan_file
 from launcher.runs.run_records import read_ranks
 from launcher.watch.hang import find_quantile
@@ -18,24 +17,19 @@ from launcher.watch.model import PHASES, GpuSample, Heartbeat, Rank, RankEntry, 
 from launcher.watch.procfs import START
 from launcher.watch.samples import ACTIVE_CPU, Sample
 
-MAGIC = int.from_bytes(b"launchHB", "little")
-LAYOUT, SIZE = 1, 8192
-RING = 257
-ENDS_AT, DURATIONS_AT, NOTES_AT = 32, 32 + RING, 32 + 2 * RING
-MAX_NOTES = 1024
-HEAD = struct.Struct("=7q qd qdd qd q qq")
-"""The first 17 items."""
 _START_STACK = 28 - 3
 """Index of this field of proc(5)'s stat in `read_stat`."""
 _MAX_READS = 3
 """Readings until two agree; of a rank that writes more often than that, the last one is taken."""
-
-
-HEAD_FIELDS = (
-    *("magic", "layout", "pid", "start_time", "start_stack", "rank", "local_rank", "phase", "phase_since"),
-    *("step", "step_time", "activity_time", "batches", "data_wait", "dump_signal", "notes_size", "recorded"),
+_COUNTS = (
+    hook.AT_RANK,
+    hook.AT_LOCAL_RANK,
+    hook.AT_STEP,
+    hook.AT_BATCHES,
+    hook.AT_NOTES_SIZE,
+    hook.AT_RECORDED,
 )
-"""The items before the rings, as they are in the file; times are CLOCK_MONOTONIC's."""
+_TIMES = (hook.AT_PHASE_SINCE, hook.AT_STEP_TIME, hook.AT_ACTIVITY_TIME, hook.AT_DATA_WAIT)
 
 
 def read_heartbeat(path: str | os.PathLike[str]) -> Heartbeat | None:
@@ -45,59 +39,51 @@ def read_heartbeat(path: str | os.PathLike[str]) -> Heartbeat | None:
     ended or become another program. Times are converted to seconds since the epoch by the clocks of now.
     """
     try:
-        data = read_file(path, SIZE, own=True)
+        data = read_file(path, hook.SIZE, own=True)
         for _ in range(_MAX_READS - 1):
-            before, data = data, read_file(path, SIZE, own=True)
+            before, data = data, read_file(path, hook.SIZE, own=True)
             if data == before:
                 break
-        head = _read_head(data)
-        if head is None:
+        if len(data) != hook.SIZE:
             return None
-        state, *_ = fields = read_stat(head.pid)[1]
+        items, floats = memoryview(data).cast("q"), memoryview(data).cast("d")
+        if (items[hook.AT_MAGIC], items[hook.AT_LAYOUT]) != (hook.MAGIC, hook.LAYOUT):
+            return None
+        rank, local_rank, step, batches, notes_size, recorded = counts = [items[at] for at in _COUNTS]
+        phase_since, step_time, activity_time, data_wait = times = [floats[at] for at in _TIMES]
+        phase = items[hook.AT_PHASE]
+        if not (0 <= phase < len(PHASES) and min(counts) >= 0 and all(map(math.isfinite, times))):
+            return None
+        state, *_ = fields = read_stat(items[hook.AT_PID])[1]
     except OSError:
         return None
     # The kernel shows where a process's stack is, which an exec changes, to those alone who may trace it.
-    stack = int(fields[_START_STACK])
-    if (
-        state in "ZX"
-        or int(fields[START]) != head.start_time
-        or (stack and head.start_stack not in (0, stack))
-    ):
+    stack, stack_before = int(fields[_START_STACK]), items[hook.AT_START_STACK]
+    is_another = stack and stack_before not in (0, stack)
+    if state in "ZX" or is_another or int(fields[START]) != items[hook.AT_START_TIME]:
         return None
     # The rings' oldest places may have what was written meanwhile.
-    ends, durations = (struct.unpack_from(f"={RING}d", data, 8 * at) for at in (ENDS_AT, DURATIONS_AT))
-    places = [number % RING for number in range(max(0, head.recorded - (RING - 1)), head.recorded)]
-    steps = sorted((ends[at], durations[at]) for at in places if math.isfinite(ends[at] + durations[at]))
-    notes = data[8 * NOTES_AT : 8 * NOTES_AT + min(head.notes_size, MAX_NOTES)].decode(errors="replace")
+    places = [number % hook.RING for number in range(max(0, recorded - (hook.RING - 1)), recorded)]
+    rings = [(floats[hook.AT_ENDS + at], floats[hook.AT_DURATIONS + at]) for at in places]
+    steps = sorted((end, duration) for end, duration in rings if math.isfinite(end + duration))
+    notes = data[8 * hook.AT_NOTES :][: min(notes_size, hook.MAX_NOTES)].decode(errors="replace")
     shift = time.time() - time.monotonic()
     return Heartbeat(
-        rank=head.rank,
-        local_rank=head.local_rank,
-        pid=head.pid,
-        phase=PHASES[head.phase],
-        phase_since=head.phase_since + shift,
-        step=head.step,
-        step_time=head.step_time and head.step_time + shift,
-        activity_time=max(head.activity_time, head.phase_since, head.step_time) + shift,
-        batches=head.batches,
-        data_wait=head.data_wait,
+        rank=rank,
+        local_rank=local_rank,
+        pid=items[hook.AT_PID],
+        phase=PHASES[phase],
+        phase_since=phase_since + shift,
+        step=step,
+        step_time=step_time and step_time + shift,
+        activity_time=max(activity_time, phase_since, step_time) + shift,
+        batches=batches,
+        data_wait=data_wait,
         durations=tuple(duration for _, duration in steps),
         step_ends=tuple(end + shift for end, _ in steps),
-        can_dump=head.dump_signal > 0,
+        can_dump=items[hook.AT_DUMP_SIGNAL] > 0,
         notes=tuple(notes.splitlines()),
     )
-
-
-def _read_head(data: bytes) -> SimpleNamespace | None:
-    """Return the items before the rings; None for what no hook of this version has written."""
-    if len(data) != SIZE:
-        return None
-    head = SimpleNamespace(**dict(zip(HEAD_FIELDS, HEAD.unpack_from(data), strict=True)))
-    numbers = (head.phase_since, head.step_time, head.activity_time, head.data_wait)
-    counts = (head.rank, head.local_rank, head.step, head.batches, head.notes_size, head.recorded)
-    is_known = head.magic == MAGIC and head.layout == LAYOUT and 0 <= head.phase < len(PHASES)
-    is_sane = all(map(math.isfinite, numbers)) and min(counts) >= 0
-    return head if is_known and is_sane else None
 
 
 # The ranks of this node

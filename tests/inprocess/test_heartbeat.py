@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.watch.evidence import STACK_SIGNAL, check_signal, request_stacks
+from launcher.watch.evidence import check_signal, request_stacks
 from launcher.watch.flight_recorder import post_handler
-from launcher.watch.procfs import catches_signal
 from tests.inprocess.hooked import check_table, is_mapped, run_code, start_program
 
 BEGIN = """
@@ -79,7 +78,7 @@ os.execv(sys.executable, [sys.executable, "-c", "print('again', flush=True); inp
         assert program.wait() == "again"
         assert program.read() is None
         assert not is_mapped(program.path, program.pid)
-        assert not catches_signal(program.pid, STACK_SIGNAL)
+        assert "no handler" in check_signal(program.pid, program.path.with_suffix(".stack"))
         program.go_on()
         assert program.finish() == (0, "", "")
 
@@ -147,6 +146,6 @@ def test_a_rank_that_waits_for_the_others_answers(tmp_path: Path) -> None:
         while program.read_now().phase != "joining":
             assert program.process.poll() is None
         assert program.read_now().notes == ()
-        assert post_handler(server, "ping", 60) == b"pong"
+        assert post_handler(server, 60, "ping") == b"pong"
         program.process.send_signal(signal.SIGTERM)
         assert program.finish() == (-signal.SIGTERM, "", "")

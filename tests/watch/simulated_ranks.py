@@ -1,11 +1,15 @@
-"""Simulated programs with a slow rank: the marks that their ranks leave, or at once the excess of ranks."""
+"""Simulated programs with a slow rank: their nodes' reports, or at once the excess of ranks."""
 
+import json
 import math
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from launcher.watch.flight_recorder import STEP_ENDS, Mark
+from launcher.codec import convert
+from launcher.watch.flight_recorder import condense
+from launcher.watch.model import Heartbeat, NodeReport
 from launcher.watch.own_time import StepExcess, subtract_others
 
 LATENCY = 1e-3
@@ -22,7 +26,8 @@ class World:
         self.now = [0.0] * simulation.ranks
         self.step = 0
         self.counts: dict[str, int] = {}
-        self.marks: dict[int, list[Mark]] = {rank: [] for rank in self.ranks}
+        self.calls: dict[int, list[dict[str, object]]] = {rank: [] for rank in self.ranks}
+        self.step_ends: dict[int, list[float]] = {rank: [] for rank in self.ranks}
 
     def compute(self, seconds: float) -> None:
         """Have each rank do its own part of a step."""
@@ -35,20 +40,27 @@ class World:
         """Have ranks enqueue a collective; return when it is done."""
         members = list(self.ranks if members is None else members)
         self.counts[group] = number = self.counts.get(group, 0) + 1
+        done = max(self.now[rank] for rank in members) + LATENCY
         for rank in members:
-            self.mark(rank, group, number)
-        return max(self.now[rank] for rank in members) + LATENCY
+            entry = {"process_group": [group, ""], "pg_id": group, "collective_seq_id": number}
+            timing = {"duration_ms": 1e3 * (done - self.now[rank])} if self.setting.durations else {}
+            nanoseconds = int(self.read_clock(rank) * 1e9)
+            self.calls[rank].append({**entry, **timing, "time_created_ns": nanoseconds})
+        return done
 
     def wait(self, done: float, members: Iterable[int] | None = None) -> None:
         """Have ranks wait for a collective."""
         for rank in self.ranks if members is None else members:
             self.now[rank] = max(self.now[rank], done)
 
-    def mark(self, rank: int, group: str, number: int) -> None:
-        """Leave a mark by the clock of a rank's node."""
+    def read_clock(self, rank: int) -> float:
+        """Return the time on the clock of a rank's node."""
         clocks = self.setting.clocks
-        offset = clocks[rank * len(clocks) // len(self.now)]
-        self.marks[rank].append(Mark(self.step, group, number, self.now[rank] + offset))
+        return 1e6 + self.now[rank] + clocks[rank * len(clocks) // len(self.now)]
+
+    def end_step(self) -> None:
+        for rank in self.ranks:
+            self.step_ends[rank].append(self.read_clock(rank))
 
 
 def step_ddp(world: World) -> None:
@@ -125,15 +137,56 @@ class Simulation:
     seed: int
     clocks: tuple[float, ...] = (0.0,)
     """Offsets of the nodes' clocks; the ranks are shared out over nodes in their order."""
+    durations: bool = False
+    """The recorder has those of collectives, as with NCCL's timing."""
 
-    def run(self, steps: int) -> dict[int, list[Mark]]:
-        """Return the marks of all ranks."""
-        world = World(self)
+    def run(self, steps: int) -> list[dict[str, Any]]:
+        """Return the reports of all nodes as JSON, n0 to the last, with what the ranks' recorders say."""
+        world, nodes = World(self), len(self.clocks)
         for world.step in range(1, steps + 1):
             PROGRAMS[self.program](world)
-            for rank in world.ranks:
-                world.mark(rank, STEP_ENDS, world.step)
-        return world.marks
+            world.end_step()
+        reports: list[dict[str, Any]] = [
+            {"host": f"n{node}", "node_rank": node, "nodes": nodes, "ranks": [], "collectives": []}
+            for node in range(nodes)
+        ]
+        for rank in world.ranks:
+            ends = tuple(world.step_ends[rank])
+            beat = Heartbeat(rank, 0, 100, "training", 0.0, steps, ends[-1], ends[-1], 0, 0.0, step_ends=ends)
+            times = condense(json.dumps({"entries": world.calls[rank]}).encode(), beat, 1 << 20)
+            report = reports[rank * nodes // self.ranks]
+            report["ranks"].append({**HEALTHY, "rank": rank, "step": steps})
+            report["collectives"].append(times)
+        return reports
+
+
+HEALTHY = {
+    "local_rank": 0,
+    "pid": 100,
+    "attempt": 0,
+    "phase": "training",
+    "step_age": 0.1,
+    "data_share": 0.01,
+    "cpu": 0.95,
+    "thread_delay": 0.01,
+    "gpu": {"index": 0, "sm_clock": 1980, "pcie_width": 16, "max_pcie_width": 16},
+}
+"""What a report has of a rank that nothing is wrong with."""
+
+
+def make_reports(
+    reports: list[dict[str, Any]], number: int, ranks: Mapping[int, Mapping[str, Any]] = {}, **node: Any
+) -> list[NodeReport]:
+    """Return the reports with this number, with more of some ranks and of their nodes."""
+    found = []
+    for report in reports:
+        own = [{**rank, **ranks.get(rank["rank"], {})} for rank in report["ranks"]]
+        more = node if ranks.keys() & {rank["rank"] for rank in own} else {}
+        rest = {"attempt": 0, "time": 5.0 * number, "number": number, "interval": 5.0}
+        plain = {key: value for key, value in report.items() if key != "collectives"}
+        made = convert(NodeReport, {**plain, **rest, **more, "ranks": own})
+        found.append(replace(made, collectives=tuple(report["collectives"])))
+    return found
 
 
 def draw_noise(rng: random.Random, kind: str, sigma: float, before: float) -> float:

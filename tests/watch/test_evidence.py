@@ -10,34 +10,33 @@ import textwrap
 import time
 import tomllib
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from launcher.watch import activity, evidence
+from launcher.codec import convert
 from launcher.watch.evidence import gather_node
-from launcher.watch.flight_recorder import ENQUEUED, CollectiveReader, unpack_marks
+from launcher.watch.flight_recorder import CollectiveReader
 from launcher.watch.hang import Pause, decide
 from launcher.watch.model import (
-    Frame,
+    Decision,
     GpuSample,
     Heartbeat,
     NodeEvidence,
+    NodeReport,
     RankEntry,
     RankEvidence,
-    Verdict,
-)
-from launcher.watch.own_time import measure_steps, measure_waits
-from launcher.watch.procfs import (
-    KernelLook,
-    compare_looks,
-    look_at_process,
 )
 from launcher.watch.ranks import read_heartbeat
+from launcher.watch.stragglers import StragglerFinder
 from tests.inprocess.hooked import list_heartbeats, make_watched_environ
-from tests.seam import clean_environ
+from tests.seam import clean_environ, wait_for
+from tests.watch.simulated_ranks import HEALTHY
 
 TABLES = tomllib.loads(Path(__file__).with_name("hangs.toml").read_text())
 BEGIN = """
@@ -78,17 +77,10 @@ def start(code: str, folder: Path, stdin: int | None = None) -> Generator["subpr
         process.communicate()
 
 
-def await_state(pid: int, is_there: Callable[[KernelLook], bool]) -> None:
-    """Wait until the kernel says something of a process."""
-    for _ in range(500):
-        if is_there(look_at_process(pid)):
-            return
-        time.sleep(0.02)
-    raise AssertionError(look_at_process(pid))
-
-
-def is_asleep(look: KernelLook) -> bool:
-    return look.process.state in "SD"
+def await_sleep(pid: int) -> None:
+    """Wait until a process sleeps, or is in state D."""
+    asleep = (psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP)
+    wait_for(lambda: psutil.Process(pid).status() in asleep, "its sleep", 10)
 
 
 def make_heartbeat(pid: int, *, can_dump: bool = True) -> Heartbeat:
@@ -99,41 +91,43 @@ def make_heartbeat(pid: int, *, can_dump: bool = True) -> Heartbeat:
 def gather_one(
     folder: Path, pid: int, *, can_dump: bool = True, exit_code: int | None = None, **options: Any
 ) -> RankEvidence:
-    """The evidence of one process."""
+    """The evidence of one process; the second look comes after 0.3 s."""
     rank, beats = RankEntry(0, 3, 0, pid, exit_code), {0: make_heartbeat(pid, can_dump=can_dump)}
+    options = {"between": 0.3, **options}
     gpus = {3: GpuSample(3)}
     node = gather_node(folder, [rank], beats, host="n1", node_rank=0, number=1, gpus=gpus, **options)
     return node.ranks[0]
 
 
-def judge(*nodes: NodeEvidence) -> Verdict:
-    return decide(nodes, (), Pause(20.0, 30.0, {}, 0.0, "auto")).verdict
-
-
-@pytest.fixture(autouse=True)
-def looks_follow_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second look comes after 0.3 s."""
-    monkeypatch.setattr(evidence, "BETWEEN", 0.3)
+def judge(*nodes: NodeEvidence | RankEvidence, idle: float = 30.0) -> Decision:
+    """What follows, if nobody has been active for `idle` seconds."""
+    evidence = [
+        one if isinstance(one, NodeEvidence) else NodeEvidence("n1", 0, 1, 0.0, 0.0, (one,)) for one in nodes
+    ]
+    return decide(evidence, (), Pause(20.0, idle, {0: idle}, 0.0, "auto"))
 
 
 @pytest.mark.parametrize("case", TABLES["hang"], ids=lambda case: case["name"])
 def test_where_a_program_stands_and_what_it_does(case: dict[str, Any], tmp_path: Path) -> None:
     doing = case["doing"]
     with start(case["code"], tmp_path) as process:
-        begin = look_at_process(process.pid).ticks
-        is_there = is_asleep if doing != "computes" else lambda look: look.ticks > begin + 2
-        await_state(process.pid, is_there)
+        if doing == "computes":
+            begin = psutil.Process(process.pid).cpu_times().user
+            wait_for(lambda: psutil.Process(process.pid).cpu_times().user > begin + 0.02, "its work", 10)
+        else:
+            await_sleep(process.pid)
         found = gather_one(tmp_path, process.pid)
-        text, frame = activity.describe_activity(found)
+        verdict = judge(found).verdict
         assert process.poll() is None and process.stdout is not None
         # A signal would end a sleep in C code, which would print what is left of it.
         assert not select.select([process.stdout], [], [], 0)[0]
-    assert text.startswith(doing) and " at program.py:" in text and text.endswith(", hang")
+    text, frame = verdict.sentence, verdict.frame
+    assert f": it {doing}" in text and " at program.py:" in text and text.endswith(", hang")
     assert frame and frame.function == "hang" and found.process.stack_source == "faulthandler"
     assert doing == "computes" or found.process.cpu < 0.3
     assert not found.process.stack_changes or doing == "computes"
     assert found.step == 7 and 40 <= found.idle < 60 and found.step_age and found.step_age >= 40
-    assert activity.is_deadlocked(found) is case.get("deadlocked", False)
+    assert verdict.is_final is case.get("deadlocked", False)
     if threads := case.get("threads"):
         assert [stack.is_current for stack in found.process.stacks] == [False, True]
         assert [stack.frames[-1].function for stack in found.process.stacks] == threads
@@ -142,25 +136,23 @@ def test_where_a_program_stands_and_what_it_does(case: dict[str, Any], tmp_path:
 def test_evidence_of_one_that_sleeps_is_stopped_and_ends(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.stack"
     with start(SLEEP, tmp_path) as process:
-        await_state(process.pid, is_asleep)
+        await_sleep(process.pid)
         found = gather_one(tmp_path, process.pid, can_dump=False)  # a hook without handler is not asked
         assert not found.process.stacks and path.read_bytes() == b""
         found = gather_one(tmp_path, process.pid, exit_code=0)
         assert (found.phase, found.exit_code, found.process.stacks) == ("exited", 0, ())
+        with path.open("ab") as file:  # files in memory do not grow without bound
+            file.write(b"x" * (1 << 20 | 1))
         found = gather_one(tmp_path, process.pid)
         assert found.gpu == GpuSample(3) and found.process.stacks
-        with path.open("ab") as file:  # files in memory do not grow without bound
-            file.write(b"x" * (evidence.LARGEST_DUMP + 1))
-        for _ in range(2):
-            assert evidence.request_stacks(process.pid, path, 5.0)
         size = path.stat().st_size
         assert 0 < size < 1 << 14
         process.send_signal(signal.SIGSTOP)
-        await_state(process.pid, lambda look: look.process.state == "T")
+        wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "its stop", 10)
         found = gather_one(tmp_path, process.pid)
         assert found.process.state == "T" and not found.process.stacks
         assert found.notes == ("it is stopped and cannot answer",) and path.stat().st_size == size
-        assert judge(NodeEvidence("n1", 0, 1, 0.0, 0.0, (found,))).kind == "stopped"
+        assert judge(found).verdict.kind == "stopped"
     assert gather_one(tmp_path, process.pid).process.state == "X"
 
 
@@ -175,21 +167,21 @@ if ctypes.PyDLL(None).vfork() == 0:
 def test_the_stack_of_a_main_thread_in_state_d(tmp_path: Path) -> None:
     """As with a dead network disk; another thread answers, here with the frames of the child."""
     with start(VFORK, tmp_path) as process:
-        await_state(process.pid, lambda look: look.process.state == "D")
-        found = gather_one(tmp_path, process.pid)
-    text, frame = activity.describe_activity(found)
-    assert "(state D" in text and frame and frame.function in ("hang", "ready")
+        await_sleep(process.pid)
+        verdict = judge(gather_one(tmp_path, process.pid)).verdict
+    frame = verdict.frame
+    assert "(state D" in verdict.sentence and frame and frame.function in ("hang", "ready")
 
 
 @pytest.mark.parametrize("case", TABLES["defence"], ids=lambda case: case["name"])
 def test_a_program_that_the_signal_could_harm_gets_none(case: dict[str, str], tmp_path: Path) -> None:
     with start(case["code"], tmp_path) as process:
-        await_state(process.pid, lambda look: look.process.system_call in ("clock_nanosleep", "nanosleep"))
+        await_sleep(process.pid)
         found = gather_one(tmp_path, process.pid)
         assert process.poll() is None
         assert not [path for path in tmp_path.glob("[mo]*") if path.stat().st_size]
     assert not found.process.stacks and any(case["reason"] in note for note in found.notes)
-    assert activity.describe_activity(found)[0] == "sleeps"
+    assert judge(found).verdict.sentence == "rank 0 on n1 makes no step: it sleeps"
 
 
 CHILDREN = """
@@ -202,11 +194,11 @@ time.sleep(0.2); ready(); os.wait()
 
 def test_children_answer_one_after_the_other(tmp_path: Path) -> None:
     with start(CHILDREN, tmp_path) as process:
-        await_state(process.pid, is_asleep)
+        await_sleep(process.pid)
         found = gather_one(tmp_path, process.pid)
     assert [len(child.stacks) for child in found.children] == [1, 1, 1]
-    places = [activity.find_place(child) for child in found.children]
-    assert sorted(place.function for place in places if place) == ["hang", "hang", "read_shard"]
+    places = [child.stacks[0].frames[0].function for child in found.children]
+    assert sorted(places) == ["hang", "hang", "read_shard"]
     main = found.process.main_stack
     assert main and main.frames[0].function == "hang"
 
@@ -223,11 +215,11 @@ def serve_silence(path: Path) -> Iterator[None]:
 def test_a_server_that_does_not_answer_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
     """Activity is measured before; a rank that was not seen whole counts as working."""
     with start(SLEEP, tmp_path) as process, serve_silence(tmp_path / "rank-0.sock"):
-        await_state(process.pid, is_asleep)
+        await_sleep(process.pid)
         for deadline, is_measured in ((0.1, False), (60, True)):
             found = gather_one(tmp_path, process.pid, can_dump=False, deadline=deadline)
             assert found.is_measured is is_measured and not found.answered
-            assert activity.is_working(found) is not is_measured
+            assert judge(found, idle=300.0).word == ("hang" if is_measured else "notice")
             assert ("its evidence was not complete in time" in found.notes) is not is_measured
     assert any("no answer within" in note for note in found.notes) and found.process.state == "S"
 
@@ -315,9 +307,10 @@ def test_ranks_that_wait_for_each_other_in_torch(tmp_path: Path) -> None:
             tell(rank, waits=True)
         tell(first)
         node = gather_until(tmp_path, [first, second], lambda rank: rank.phase == "joining")
-        verdict = judge(node)
+        verdict = judge(node).verdict
         assert (verdict.kind, verdict.ranks, verdict.operation) == ("absent", (1,), "init_process_group")
-        assert verdict.frame == Frame(str(tmp_path / "train.py"), 7, "stand")
+        frame = verdict.frame
+        assert frame and (frame.file, frame.line, frame.function) == (str(tmp_path / "train.py"), 7, "stand")
 
         tell(second)
         tell(second, waits=True)
@@ -327,7 +320,7 @@ def test_ranks_that_wait_for_each_other_in_torch(tmp_path: Path) -> None:
             ("default group", 30),
             ("odd", 1),
         ]
-        verdict = judge(node)
+        verdict = judge(node).verdict
         sentence = (
             "rank 1 on n1 has not joined all_reduce #31 of the default group, in which 1 rank waits: it "
         )
@@ -336,39 +329,39 @@ def test_ranks_that_wait_for_each_other_in_torch(tmp_path: Path) -> None:
 
         tell(second)
         gather_until(tmp_path, [second], is_pending)
-        verdict = judge(gather_until(tmp_path, [first, second], is_pending))
+        verdict = judge(gather_until(tmp_path, [first, second], is_pending)).verdict
         assert verdict.kind == "mismatch" and "barrier" in verdict.sentence
         assert "[3] Float" in verdict.sentence and verdict.sequence == 31
 
 
 def check_recorder(folder: Path) -> None:
     """The flight recorders show who came late to the steps so far: rank 1, by 0.03 s."""
-    reader = CollectiveReader(folder, 2)
-    reader.fetch(list_heartbeats(folder))
-    marks = {times.rank: unpack_marks(times) for times in reader.found}
-    assert marks.keys() == {0, 1} and {times.measure for times in reader.found} == {ENQUEUED}
-    steps = measure_steps(marks, {0: "here", 1: "here"})
-    assert len(steps) > 20 and sorted(step.excess[1] for step in steps)[len(steps) // 2] > 0.01
-    waits = measure_waits(steps)
-    assert waits[0] > waits[1] and reader.cost > 0
+    reader, beats = CollectiveReader(folder, 2), list_heartbeats(folder)
+    reader.fetch(beats)
+    assert {times.measure for times in reader.found} == {"enqueued"} and reader.cost > 0
+    ranks = [{**HEALTHY, "rank": beat.rank, "step": beat.step} for beat in beats]
+    fixed = {"node_rank": 0, "nodes": 1, "attempt": 0, "time": 1.0, "number": 1, "interval": 5.0}
+    report = convert(NodeReport, {**fixed, "host": "n1", "ranks": ranks})
+    finder = StragglerFinder()
+    finder.update([replace(report, collectives=reader.found)])
+    assert finder.waits[0] > 0.2 and finder.waits[0] > 2 * finder.waits[1]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_bytes_that_only_recv_has_seen_count_as_work(address: str) -> None:
+def test_bytes_that_only_recv_has_seen_count_as_work(address: str, tmp_path: Path) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         server = socket.create_server((address, 0), family=family)
     except OSError as error:
         pytest.skip(f"no {address}: {error}")
-    with server, socket.create_connection(server.getsockname()[:2]) as client:
+    with server, socket.create_connection(server.getsockname()[:2]) as client, ThreadPoolExecutor() as pool:
         connection, _ = server.accept()
         with connection:
-            before = look_at_process(os.getpid())
             connection.settimeout(10)
-            for _ in range(4):
-                connection.sendall(bytes(activity.WORKING_IO))
-                received = 0
-                while received < activity.WORKING_IO:
-                    received += len(client.recv(1 << 16))
-            after = look_at_process(os.getpid())
-    assert compare_looks(before, after, 1.0).io_bytes >= 4 * activity.WORKING_IO
+            gathered, moved = pool.submit(gather_one, tmp_path, os.getpid(), can_dump=False), 0
+            while not gathered.done():
+                connection.sendall(bytes(1 << 12))
+                moved += len(client.recv(1 << 16))
+                time.sleep(0.01)
+    assert moved / 4 < gathered.result().process.io_bytes
+    assert judge(gathered.result(), idle=300.0).word == "notice", "it works"

@@ -21,7 +21,6 @@ from launcher.files import open_below
 from launcher.launch import ending
 from launcher.launch.ending import describe_outcome, post_end
 from launcher.runs.run_directory import RunDir
-from launcher.watch import metrics, notify
 from launcher.watch.metrics import (
     MetricsEvent,
     MetricsLog,
@@ -33,10 +32,8 @@ from launcher.watch.model import (
     NodeReport,
     NotifySettings,
     Rank,
-    WatcherSettings,
-    WatchSettings,
 )
-from launcher.watch.notify import Notifier, build_post
+from launcher.watch.notify import Notifier
 from tests.seam import QUICK_AGENT, run_outside, start, wait_for, write_program
 
 SECRET = "T000-very-secret"
@@ -218,19 +215,21 @@ SENTENCE = "rank 5 on n2 has not joined <all_reduce> & co"
 
 @pytest.fixture
 def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notify, "DELAYS", (0.01, 0.01))
+    monkeypatch.setattr("launcher.watch.notify.DELAYS", (0.01, 0.01))
     monkeypatch.setenv("no_proxy", "*")
 
 
-def make_notifier(hook: Hook, **settings: object) -> Notifier:
+def make_notifier(hook: Hook, job_id: str | None = "4711", **settings: object) -> Notifier:
     values = {"url": hook.url, "events": tuple(NotifyConfig().events), **settings}
-    return Notifier(NotifySettings(**values), hook.warnings.append, **JOB)  # type: ignore[arg-type]  # by name
+    return Notifier(NotifySettings(**values), hook.warnings.append, **{**JOB, "job_id": job_id})  # type: ignore[arg-type]  # by name
 
 
 @pytest.mark.usefixtures("no_delays")
-def test_a_message_in_both_forms_is_tried_again_and_pings_are_as_often_as_asked_for() -> None:
+def test_a_message_in_both_forms_is_tried_again_and_pings_are_as_often_as_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with serving([500, 503]) as hook:
-        ping = {"ping_url": f"{hook.url}/ping", "ping_interval": 3600}
+        ping: dict[str, Any] = {"ping_url": f"{hook.url}/ping", "ping_interval": 3600}
         notifier = make_notifier(hook, events=("hang",), **ping)
         notifier.tell("start", "not asked for")
         notifier.tell("hang", SENTENCE, state="hanging", step=120)
@@ -247,11 +246,17 @@ def test_a_message_in_both_forms_is_tried_again_and_pings_are_as_often_as_asked_
     text = (
         "gpt/7 on n1 hangs at step 120: rank 5 on n2 has not joined &lt;all_reduce&gt; &amp; co\n/runs/gpt/7"
     )
-    for url, form in (("https://hooks.slack.com/services/T0", "auto"), ("https://example.org/", "slack")):
-        post = build_post(url, form, {**JOB, **message, "job_id": None})
-        assert isinstance(post.data, bytes) and json.loads(post.data) == {"text": text}
-    plain = build_post("https://slack.com.example.org/", "auto", {**JOB, **message}).data
-    assert isinstance(plain, bytes) and "text" not in json.loads(plain)
+    with serving() as hook:
+        monkeypatch.delenv("no_proxy")
+        monkeypatch.setenv("http_proxy", hook.url.rpartition("/")[0])
+        slack, plain = "http://hooks.slack.com/services/T0", "http://slack.com.example.org/"
+        for url, form in ((slack, "auto"), (plain, "slack"), (plain, "auto")):
+            notifier = make_notifier(hook, job_id=None, url=url, format=form, events=("hang",))
+            notifier.tell("hang", SENTENCE, state="hanging", step=120)
+            notifier.close(30)
+    assert [path for _, path, _ in hook.requests] == [slack, plain, plain]
+    *shown, own = [json.loads(data) for _, _, data in hook.requests]
+    assert shown == [{"text": text}] * 2 and "text" not in own
 
 
 @pytest.mark.usefixtures("no_delays")
@@ -287,7 +292,7 @@ def test_a_server_that_does_not_answer_delays_nobody(
     stuck = threading.Event()
     with serving([stuck]) as hook:
         notifier = make_notifier(hook)
-        for _ in range(2 * notify.WAITING):
+        for _ in range(64):
             notifier.tell("straggler", "")
         notifier.close(0.05)
         assert notifier.posts and notifier.posts.thread.is_alive()
@@ -337,12 +342,9 @@ EVENT = MetricsEvent("hang", TIME, "rank 5 on n2 has not joined all_reduce #1042
 
 
 def test_what_prometheus_gets_is_what_the_report_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    def settings(**watch: object) -> WatcherSettings:
-        told = WatchSettings(**watch), NotifySettings()  # type: ignore[arg-type]  # by name
-        return WatcherSettings("/r", "gpt/7", "/f", 'n"1\n', 0, 1, 0, 2, *told)
-
+    who = "gpt/7", 'n"1\n'
     port = find_port()
-    start_prometheus(settings(prometheus_port=port), pytest.fail)(replace(REPORT, host='n"1\n'))
+    start_prometheus(*who, port, "127.0.0.1", pytest.fail)(replace(REPORT, host='n"1\n'))
     found = fetch(port)
     labels = {"run": "gpt/7", "host": 'n"1\n', "rank": "8", "local_rank": "0"}
     assert find(found, "launch_rank_steps_total", **labels) == [120]
@@ -367,14 +369,14 @@ def test_what_prometheus_gets_is_what_the_report_says(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     for asked in (0, None):
-        start_prometheus(settings(prometheus_port=asked), warnings.append)(REPORT)
+        start_prometheus(*who, asked, "127.0.0.1", warnings.append)(REPORT)
     assert len(warnings) == 1 and "pip install 'launch-ranks[metrics]'" in warnings[0]
 
 
 def test_a_metrics_file_is_compact_has_an_end_and_ends_in_whole_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "LARGEST", 1000)
+    monkeypatch.setattr("launcher.watch.metrics.LARGEST", 1000)
     odd = replace(REPORT, ranks=(replace(RANK, p50=1 / 3, cpu=float("nan"), notes=("x",)),))
     path = tmp_path / "watch/metrics-n2.jsonl"
     for report in (odd, *[REPORT] * 9):  # each by another process
@@ -408,15 +410,15 @@ def test_a_file_that_cannot_be_written_is_one_warning_and_a_stuck_filesystem_sto
     assert "metrics-n2.jsonl could not be written" in warning and not read_metrics(tmp_path)
     path.unlink()
     stuck = threading.Event()
-    monkeypatch.setattr(metrics, "open_below", lambda *where: stuck.wait(60) and open_below(*where))
+    monkeypatch.setattr("launcher.watch.metrics.open_below", lambda *at: stuck.wait(60) and open_below(*at))
     log = MetricsLog(tmp_path, "n2", 30.0, pytest.fail)
-    for _ in range(metrics.WAITING + 9):
+    for _ in range(256 + 9):
         log.add_event(EVENT)
     log.close(0.01)
     monkeypatch.undo()
     stuck.set()
     log.close(30)
-    assert metrics.WAITING <= len(read_metrics(tmp_path)[0].events) < metrics.WAITING + 9
+    assert 256 <= len(read_metrics(tmp_path)[0].events) < 256 + 9
 
 
 def test_samples_are_left_out_evenly(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Answers of torch's server in a rank, and dumps of faulthandler: as they are, and as they should not be."""
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Generator
@@ -10,20 +11,9 @@ from typing import Any
 
 import pytest
 
-from launcher.codec import DecodeError
-from launcher.watch.evidence import parse_stacks
-from launcher.watch.flight_recorder import (
-    MOST_CALLS,
-    CollectiveReader,
-    ServerError,
-    condense,
-    parse_trace,
-    parse_wait_counters,
-    post_handler,
-    read_trace,
-    unpack_marks,
-)
-from launcher.watch.model import Frame, Heartbeat
+from launcher.watch.evidence import gather_node, parse_stacks
+from launcher.watch.flight_recorder import CollectiveReader, condense, unpack_marks
+from launcher.watch.model import Frame, Heartbeat, RankEntry, RankEvidence
 
 TABLES = json.loads(Path(__file__).with_name("traces.json").read_text())
 BEAT = Heartbeat(
@@ -44,10 +34,46 @@ def make_trace(entries: list[dict[str, Any]], **more: Any) -> bytes:
     return json.dumps({"entries": entries, "pg_status": status, "pg_config": {}, **more}).encode()
 
 
+def answer(data: bytes = b"", status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+@contextmanager
+def serve(path: Path, *answers: bytes) -> Generator[list[str]]:
+    """A server that gives each connection one answer; the handlers that it was asked for are noted."""
+    asked: list[str] = []
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen(8)
+
+        def run() -> None:
+            for one in answers:
+                link, _ = server.accept()
+                with link:
+                    asked.append(link.recv(1000).split()[1].decode().rpartition("/")[2])
+                    link.sendall(one)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield asked
+        thread.join()
+    path.unlink()
+
+
+def gather(folder: Path, *answers: bytes) -> RankEvidence:
+    """The evidence of a rank whose server gives these answers: of this process, which has no handler."""
+    entry = RankEntry(0, 0, 0, os.getpid())
+    with serve(folder / "rank-0.sock", *answers):
+        options: dict[str, Any] = {"gpus": {}, "deadline": 60.0, "between": 0.0}
+        return gather_node(folder, [entry], {}, host="n1", node_rank=0, number=1, **options).ranks[0]
+
+
 @pytest.mark.parametrize("case", TABLES["groups"], ids=lambda case: case["name"])
-def test_groups_and_their_calls(case: dict[str, Any]) -> None:
-    found = parse_trace(make_trace(case["entries"], pg_config=case.get("pg_config", {})))
-    for group, expected in zip(found, case["groups"], strict=True):
+def test_groups_and_their_calls(case: dict[str, Any], tmp_path: Path) -> None:
+    trace = make_trace(case["entries"], pg_config=case.get("pg_config", {}))
+    found = gather(tmp_path, answer(trace), answer(b"{}"))
+    assert found.answered and not found.store_wait
+    for group, expected in zip(found.groups, case["groups"], strict=True):
         calls = [
             f"{call.sequence} {call.operation} {call.sizes}".rstrip() + ", complete" * call.is_complete
             for call in group.calls
@@ -56,9 +82,52 @@ def test_groups_and_their_calls(case: dict[str, Any]) -> None:
         assert shown | {"calls": calls} == {"calls": calls} | expected
 
 
-def test_only_the_last_calls_are_kept() -> None:
-    (group,) = parse_trace(make_trace([{"collective_seq_id": number} for number in range(1, 200)]))
-    assert len(group.calls) == MOST_CALLS and group.calls[-1].sequence == 199
+def test_the_last_calls_are_kept_and_an_older_torch_has_nccls_recorder_alone(tmp_path: Path) -> None:
+    trace = make_trace([{"collective_seq_id": number} for number in range(1, 200)])
+    counters = {
+        "pytorch.wait_counter.TCPStore__wait": {"active_count": 1},
+        "pytorch.wait_counter.c10d.new_group": {"active_count": 1},
+        "pytorch.wait_counter.c10d.init_process_group": {"active_count": 0},
+    }
+    missing = answer(status="404 Not Found")
+    found = gather(tmp_path, missing, answer(trace), answer(json.dumps(counters).encode()))
+    (group,) = found.groups
+    assert len(group.calls) == 64 and group.calls[-1].sequence == 199
+    assert (found.store_wait, found.store_operation) == (True, "new_group")
+    found = gather(tmp_path, missing, missing, missing)
+    assert not found.answered and "it has no fr_trace_json" in found.notes[-2]
+
+
+@pytest.mark.parametrize("trace", TABLES["odd"])
+def test_what_is_unknown_is_left_out(trace: str, tmp_path: Path) -> None:
+    found = gather(tmp_path, answer(trace.encode()), answer(b'{"a": 1}'))
+    assert found.answered and found.groups == ()
+    assert "its wait counters are not as expected" in found.notes[-1]
+    times = condense(trace.encode(), BEAT, 100)
+    assert times is None or unpack_marks(times) == ()
+
+
+BAD = {
+    answer(status="500 Oops"): "status 500",
+    b"what?\r\n\r\n": "what",
+    b"": "closed",
+    answer(b"nonsense"): "",
+    answer(b"[]"): "no object",
+    answer(b"[" * 100_000): "",
+    answer(b"\xff"): "",
+}
+
+
+@pytest.mark.parametrize(("data", "reason"), BAD.items(), ids=range(len(BAD)))
+def test_answers_that_are_none(data: bytes, reason: str, tmp_path: Path) -> None:
+    notes = gather(tmp_path, data, data).notes
+    (told,) = (note for note in notes if note.startswith("no flight recorder from torch's server: "))
+    assert reason in told
+    reader = CollectiveReader(tmp_path, 1)
+    reader.fetch([BEAT])  # there is no server
+    with serve(tmp_path / "rank-0.sock", data):
+        reader.fetch([BEAT])
+    assert reader.found == reader.read([], 100.0) == ()
 
 
 @pytest.mark.parametrize("case", TABLES["marks"], ids=lambda case: case["name"])
@@ -77,76 +146,19 @@ def test_collectives_are_placed_in_steps(case: dict[str, Any]) -> None:
         assert {mark.time for mark in marks if mark.group} == {case["seconds"]}
 
 
-@pytest.mark.parametrize("trace", TABLES["odd"])
-def test_what_is_unknown_is_left_out(trace: str) -> None:
-    assert parse_trace(trace.encode()) == ()
-    times = condense(trace.encode(), BEAT, 100)
-    assert times is None or unpack_marks(times) == ()
+def test_readings_are_often_at_first_then_seldom_and_often_again_if_steps_are_longer(tmp_path: Path) -> None:
+    def make_beat(step: int, seconds: float) -> Heartbeat:
+        durations = (seconds,) * min(step, 256)
+        return Heartbeat(0, 0, 1, "training", 0.0, step, 0.0, 0.0, 0, 0.0, durations)
 
-
-@pytest.mark.parametrize("data", [b"", b"[]", b"nonsense", b'{"entries": NaN}', b"[" * 100_000, b"\xff"])
-def test_answers_that_are_none(data: bytes) -> None:
-    with pytest.raises(DecodeError):
-        parse_trace(data)
-    if data != b"[]":
-        with pytest.raises(DecodeError):
-            condense(data, BEAT, 100)
-
-
-def test_wait_counters() -> None:
-    counters = {
-        "pytorch.wait_counter.TCPStore__wait": {"active_count": 1},
-        "pytorch.wait_counter.c10d.new_group": {"active_count": 1},
-        "pytorch.wait_counter.c10d.init_process_group": {"active_count": 0},
-    }
-    assert parse_wait_counters(json.dumps(counters).encode()) == (True, "new_group")
-    assert parse_wait_counters(b"{}") == (False, "")
-    for data in (b"[]", b'{"a": 1}', b"x"):
-        with pytest.raises(ServerError):
-            parse_wait_counters(data)
-
-
-@contextmanager
-def serve(path: Path, *answers: bytes) -> Generator[list[bytes]]:
-    """A server that gives each connection one answer; what it was asked is noted."""
-    asked: list[bytes] = []
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(path))
-        server.listen(8)
-
-        def run() -> None:
-            for answer in answers:
-                link, _ = server.accept()
-                with link:
-                    asked.append(link.recv(1000).partition(b"\r\n")[0])
-                    link.sendall(answer)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        yield asked
-        thread.join()
-
-
-OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
-MISSING = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
-BAD = {MISSING: "it has no ping", b"HTTP/1.1 500 Oops\r\n\r\n": "status 500", b"what?\r\n\r\n": "what"}
-
-
-def test_a_ranks_server(tmp_path: Path) -> None:
-    """An older torch has NCCL's recorder alone; a server that is missing or answers badly is told so."""
-    path = tmp_path / "rank-0.sock"
-    with pytest.raises(ServerError, match="No such file"):
-        post_handler(path, "ping", 5.0)
     reader = CollectiveReader(tmp_path, 1)
-    reader.fetch([BEAT])
-    assert reader.found == reader.read([], 100.0) == ()
-    with serve(path, MISSING, OK, *BAD, b"") as asked:
-        assert read_trace(path, 1.0) == b"{}"
-        for reason in (*BAD.values(), "closed"):
-            with pytest.raises(ServerError, match=reason):
-                post_handler(path, "ping", 5.0)
-    handlers = [line.split()[1].decode().rpartition("/")[2] for line in asked[:3]]
-    assert handlers == ["fr_trace_json", "dump_nccl_trace_json", "ping"]
+    reader.cost = 0.04
+    due = [now for now in range(0, 1200) if reader.is_due([make_beat(now * 5, 0.2)], now)]
+    assert (due[1] - due[0], due[-1] - due[-2]) == (5, 80)
+    slower = [now for now in range(1200, 1400) if reader.is_due([make_beat(now * 5, 0.22)], now)]
+    assert len([now for now in slower if now <= 1262]) >= 10
+    for beats in ([make_beat(1, 1.0)], []):
+        assert not CollectiveReader(tmp_path, 1).is_due(beats, 100.0)
 
 
 DUMP = """\
