@@ -18,14 +18,16 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launcher.codec import DecodeError, load, parse_json
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher.codec import DecodeError, parse_json
 from launcher.watch.model import Call, CollectiveTimes, GroupState, Heartbeat
 
 _LARGEST_ANSWER = 16 << 20
@@ -248,69 +250,37 @@ def _as_mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-# When ranks came to their collectives and to the ends of their steps: packed into reports, and unpacked
-
+# When ranks came to their collectives and to the ends of their steps: packed into reports, and unpacked.
+# A mark is a row of four integers: the step in which it is (the first one is 1), the number of the group, the
+# collective's sequence number in it, which is the same on all ranks, and the time in microseconds.
 
 DURATION, ENQUEUED = "duration", "enqueued"
 """What marks have for the time of a collective: minus its duration, or when it was enqueued."""
 STEP_ENDS = ""
 """The group that stands for ends of steps; their sequence numbers are the steps'."""
+_LARGEST_PACKED = 1 << 20
+"""Bytes of a rank's marks; more are not believed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A collective that a rank came to, or the end of a step."""
-
-    step: int
-    """The step in which it is; the first one is 1."""
-    group: str
-    """Process group; STEP_ENDS for the end of a step."""
-    sequence: int
-    """Number of the collective in its group, the same on all ranks of the group."""
-    time: float
-    """When the rank came to it, in seconds since the epoch on its node's clock; or minus its duration."""
+def _pack_marks(rank: int, measure: str, marks: Sequence[tuple[int, str, int, float]]) -> CollectiveTimes:
+    """Pack marks (step, group, sequence, seconds): differences from one to the next, compressed."""
+    groups = tuple(dict.fromkeys(group for _, group, _, _ in marks))
+    rows = [(step, groups.index(group), number, round(time * 1e6)) for step, group, number, time in marks]
+    data = np.diff(np.array(rows, "<i8"), axis=0, prepend=0).T.tobytes()
+    return CollectiveTimes(rank, measure, groups, base64.b85encode(zlib.compress(data)).decode())
 
 
-# Packed marks
-
-_LARGEST_PACKED = 1 << 18
-"""Bytes of a rank's marks as JSON; more are not believed."""
-_UNIT = 1e6
-"""Times are kept in whole microseconds."""
-
-
-def pack_marks(rank: int, measure: str, marks: Sequence[Mark]) -> CollectiveTimes:
-    """Pack marks, about 3 bytes each: differences from one to the next, in columns, compressed.
-
-    Raises ValueError and OverflowError for times that are no numbers.
-    """
-    groups = tuple(dict.fromkeys(mark.group for mark in marks))
-    rows, step, moment, last = [], 0, 0, dict.fromkeys(groups, 0)
-    for mark in marks:
-        now, group = round(mark.time * _UNIT), mark.group
-        rows.append((mark.step - step, groups.index(group), mark.sequence - last[group], now - moment))
-        step, moment, last[group] = mark.step, now, mark.sequence
-    data = json.dumps([*zip(*rows, strict=True)], separators=(",", ":")).encode()
-    return CollectiveTimes(rank, measure, groups, base64.b85encode(zlib.compress(data, 6)).decode())
-
-
-def unpack_marks(times: CollectiveTimes) -> tuple[Mark, ...]:
-    """Return the marks of a rank; raises ValueError for what `pack_marks` cannot have written."""
-    unzip, found = zlib.decompressobj(), []
-    step, moment, last = 0, 0, [0] * len(times.groups)
+def unpack_marks(times: CollectiveTimes) -> NDArray[np.int64]:
+    """Return the marks of a rank; raises ValueError for damaged ones."""
+    unzip = zlib.decompressobj()
     try:
         data = unzip.decompress(base64.b85decode(times.marks), _LARGEST_PACKED)
-        if unzip.unconsumed_tail or not unzip.eof:
-            raise ValueError("marks are cut off or too many")
-        columns = load(tuple[tuple[int, ...], ...], data)
-        for steps, number, sequences, moments in zip(*columns, strict=True):
-            if not 0 <= number < len(times.groups):
-                raise ValueError("marks of an unknown group")
-            step, moment, last[number] = step + steps, moment + moments, last[number] + sequences
-            found.append(Mark(step, times.groups[number], last[number], moment / _UNIT))
-    except (zlib.error, OverflowError) as error:
+    except zlib.error as error:
         raise ValueError(str(error)) from None
-    return tuple(found)
+    table = np.frombuffer(data, "<i8").reshape(4, -1).T.cumsum(axis=0)
+    if not unzip.eof or not len(table) or not 0 <= table[:, 1].min() <= table[:, 1].max() < len(times.groups):
+        raise ValueError("marks are cut off, too many, or of an unknown group")
+    return table
 
 
 # Reading
@@ -427,7 +397,7 @@ def condense(trace: bytes, beat: Heartbeat, limit: int) -> CollectiveTimes | Non
     timed = [entry for entry in entries if isinstance(entry.get("duration_ms"), int | float)]
     measure = DURATION if entries and 2 * len(timed) > len(entries) else ENQUEUED
     ends, first = beat.step_ends, beat.step - len(beat.step_ends) + 1
-    marks = [(end, Mark(first + index, STEP_ENDS, first + index, end)) for index, end in enumerate(ends)]
+    marks = [(end, (first + index, STEP_ENDS, first + index, end)) for index, end in enumerate(ends)]
     oldest = inf
     for entry in timed if measure == DURATION else entries:
         created = as_number(entry.get("time_created_ns")) / 1e9
@@ -437,11 +407,11 @@ def condense(trace: bytes, beat: Heartbeat, limit: int) -> CollectiveTimes | Non
         group = f"{name or description}{list(members) if members else ''}"[:200]
         oldest = min(oldest, created)
         if (index := bisect_left(ends, created)) < len(ends):
-            marks.append((created, Mark(first + index, group, as_number(entry["collective_seq_id"]), value)))
+            marks.append((created, (first + index, group, as_number(entry["collective_seq_id"]), value)))
     marks.sort(key=lambda item: item[0])
     # From the end of a step, after which all collectives are known, as many steps as the limit allows.
-    starts = [at for at, (when, mark) in enumerate(marks) if not mark.group and when >= oldest]
+    starts = [at for at, (when, mark) in enumerate(marks) if mark[1] == STEP_ENDS and when >= oldest]
     start = next((at for at in starts[:-1] if len(marks) - at <= limit), None)
     chosen = [] if start is None else [mark for _, mark in marks[start:]]
-    has_calls = any(mark.group != STEP_ENDS for mark in chosen)
-    return pack_marks(beat.rank, measure, chosen) if has_calls else None
+    has_calls = any(group != STEP_ENDS for _, group, _, _ in chosen)
+    return _pack_marks(beat.rank, measure, chosen) if has_calls else None

@@ -8,14 +8,19 @@ not recorded, but noise tells: lateness of the moment that carries on to the nex
 less spread than lateness itself.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf, sqrt
-from statistics import fmean, median, pstdev
 
-from launcher.watch.flight_recorder import STEP_ENDS, Mark
+import numpy as np
+from numpy.typing import NDArray
 
+from launcher.watch.flight_recorder import DURATION, STEP_ENDS, unpack_marks
+from launcher.watch.model import CollectiveTimes
+
+_Floats = NDArray[np.float64]
+_Integers = NDArray[np.int64]
 _FEW = 16
 """Up to so many ranks, a rank is compared with the others alone; in larger groups with all."""
 _WAITED = 0.8
@@ -27,10 +32,6 @@ _COUNTED = {2: 2.0, 3: 1.5}
 
 Each is compared with the others: of two ranks one is early by what the other is late.
 """
-_Name = tuple[str, int]
-"""A collective on all ranks: its group and its sequence number."""
-_Place = tuple[str, int]
-"""Where in a step a collective is: its group, and how many of the group came before it in the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,153 +45,144 @@ class StepExcess:
     """Seconds by rank; negative for ranks that were quicker than the others."""
 
 
-@dataclass(slots=True)
-class _Arrival:
-    """A rank comes to a collective."""
+def measure_steps(times: Sequence[CollectiveTimes], hosts: Mapping[int, str]) -> tuple[StepExcess, ...]:
+    """Measure the steps that all ranks have whole; raises ValueError for times that are damaged.
 
-    time: float
-    interval: float
-    """Since the collective or end of a step before."""
-    step: int
-    place: _Place
-    late: float = 0.0
-    """How late it comes beside the others."""
-    growth: float = 0.0
-    """By how much its interval is longer than theirs."""
-
-
-_Arrivals = dict[_Name, dict[int, _Arrival]]
-"""Of each collective, by rank."""
-
-
-def measure_steps(
-    marks: Mapping[int, Sequence[Mark]], hosts: Mapping[int, str], *, durations: bool = False
-) -> tuple[StepExcess, ...]:
-    """Measure the steps that all ranks have whole.
-
-    `marks` has those of each rank in their order, `hosts` the node of each rank. The clocks of nodes need not
-    agree. With `durations` a collective's time is minus its duration: the shorter it was on a rank, the later
-    the rank came.
+    `hosts` has the node of each rank; the clocks of nodes need not agree. If times are minus the durations of
+    collectives, it holds that the shorter one was on a rank, the later the rank came.
     """
-    arrivals: _Arrivals = defaultdict(dict)
-    lengths: dict[int, list[float]] = defaultdict(list)
-    for rank, own in marks.items():
-        counts: dict[tuple[int, str], int] = defaultdict(int)
-        before, end = None, None
-        for mark in own:
-            if mark.group == STEP_ENDS:
-                if end is not None and end.step == mark.step - 1:
-                    lengths[mark.step].append(mark.time - end.time)
-                end = mark
-                if durations:
-                    continue
-            place = mark.group, counts[mark.step, mark.group]
-            counts[mark.step, mark.group] += 1
-            if before is not None:  # a rank's first one only begins an interval
-                interval = mark.time - before
-                arrivals[mark.group, mark.sequence][rank] = _Arrival(mark.time, interval, mark.step, place)
-            before = mark.time
-    if len(set(hosts.values())) > 1 and not durations:
-        _align_clocks(arrivals, hosts)
-    shared = {name: found for name, found in arrivals.items() if len(found) > 1}
-    for found in shared.values():
-        late = subtract_others([arrival.time for arrival in found.values()])
-        growth = subtract_others([arrival.interval for arrival in found.values()])
-        for arrival, own_late, own_growth in zip(found.values(), late, growth, strict=True):
-            arrival.late, arrival.growth = own_late, own_growth
-    synchronous = _find_synchronous(shared, durations=durations)
-    seconds = {step: median(found) for step, found in lengths.items() if len(found) == len(marks)}
-    excess = {step: dict.fromkeys(marks, 0.0) for step in seconds}
-    for found in shared.values():
-        for rank, arrival in found.items():
-            if arrival.step in excess:
-                counted = arrival.late if arrival.place in synchronous else arrival.growth
-                excess[arrival.step][rank] += counted
-    return tuple(StepExcess(step, seconds[step], excess[step]) for step in sorted(seconds))
+    durations = times[0].measure == DURATION
+    numbers = {STEP_ENDS: 0}
+    lengths: dict[int, list[float]] = {}
+    rows: list[_Integers] = []
+    for index, one in enumerate(times):
+        table = unpack_marks(one)
+        table[:, 1] = np.array([numbers.setdefault(name, len(numbers)) for name in one.groups])[table[:, 1]]
+        ends = table[table[:, 1] == 0]
+        for before, after in pairwise(ends):
+            if after[0] == before[0] + 1:
+                lengths.setdefault(int(after[0]), []).append((after[3] - before[3]) / 1e6)
+        if durations:
+            table = table[table[:, 1] != 0]
+        # A collective's place in a step: its group, and how many of the group came before it in the step.
+        count = np.zeros(len(table), np.int64)
+        for group in np.unique(table[:, 1]):
+            (at,) = np.nonzero(table[:, 1] == group)
+            count[at] = np.arange(len(at)) - np.searchsorted(table[at, 0], table[at, 0])
+        interval = np.diff(table[:, 3], prepend=0)
+        # A rank's first one only begins an interval.
+        rows.append(np.column_stack([table, count, interval, np.full(len(table), index)])[1:])
+    arrivals = _Arrivals(np.concatenate(rows))
+    nodes = np.unique([hosts[one.rank] for one in times], return_inverse=True)[1]
+    known = np.array(sorted(step for step, own in lengths.items() if len(own) == len(times)), np.int64)
+    excess = np.zeros((len(known), len(times)))
+    if durations or not nodes.max() or arrivals.align_clocks(nodes):
+        counted = arrivals.measure_excess(durations=durations)
+        is_known = np.isin(arrivals.step, known)
+        steps = np.searchsorted(known, arrivals.step[is_known])
+        np.add.at(excess, (steps, arrivals.rank[is_known]), counted[is_known])
+    ranks = [one.rank for one in times]
+    return tuple(
+        StepExcess(int(step), float(np.median(lengths[int(step)])), dict(zip(ranks, own, strict=True)))
+        for step, own in zip(known, excess.tolist(), strict=True)
+    )
 
 
-def subtract_others(values: Sequence[float]) -> list[float]:
-    """Return each value less the median of the others."""
-    if len(values) > _FEW:
-        middle = median(values)
-        return [value - middle for value in values]
-    return [value - median([*values[:index], *values[index + 1 :]]) for index, value in enumerate(values)]
+class _Arrivals:
+    """Ranks come to collectives that others come to, too: columns, ordered by collective and rank."""
+
+    def __init__(self, table: _Integers) -> None:
+        """A row has the step, the group, the sequence number, the time, the count, the interval, the rank."""
+        _, call, sizes = np.unique(table[:, 1:3], axis=0, return_inverse=True, return_counts=True)
+        place = np.unique(table[:, [1, 4]], axis=0, return_inverse=True)[1]
+        order = np.lexsort((table[:, 6], call.ravel()))
+        order = order[sizes[call.ravel()[order]] > 1]
+        self.step, self.rank, self.place = table[order, 0], table[order, 6], place.ravel()[order]
+        self.moment: _Floats = table[order, 3] / 1e6
+        self.interval: _Floats = table[order, 5] / 1e6
+        self.starts = np.flatnonzero(np.diff(call.ravel()[order], prepend=-1))
+        """Where a collective begins."""
+        self.sizes = np.diff(self.starts, append=len(order))
+        """Its ranks."""
+
+    def compare(self, values: _Floats, subtract: Callable[[_Floats], _Floats]) -> _Floats:
+        """Return the values of each collective, in a row for each one of as many ranks, less something."""
+        found = np.zeros(len(values))
+        for size in np.unique(self.sizes):
+            at = self.starts[self.sizes == size][:, None] + np.arange(size)
+            found[at] = subtract(values[at])
+        return found
+
+    def spread(self, at: NDArray[np.bool_], values: _Floats) -> float:
+        """Return the sum over ranks of the median distance of some values from a rank's own median."""
+        chosen, ranks = values[at], self.rank[at]
+        return sum(_measure_deviation(chosen[ranks == rank]) for rank in np.unique(ranks))
+
+    def align_clocks(self, nodes: _Integers) -> bool:
+        """Take the offsets of the nodes' clocks off all times; tell whether they are known.
+
+        Nodes are together at the place in a step at which lateness varies least from step to step: just after
+        they have waited for each other. What a whole node is late there counts as its clock's offset.
+        """
+        node = nodes[self.rank]
+        call = np.repeat(np.arange(len(self.starts)), self.sizes)
+        has_node: NDArray[np.bool_] = np.zeros((len(self.starts), nodes.max() + 1), bool)
+        has_node[call, node] = True
+        is_whole: NDArray[np.bool_] = np.all(has_node, axis=1)[call]
+        late = self.compare(self.moment, lambda own: own - np.median(own, axis=1, keepdims=True))
+        # Ranks may count a collective to different steps, so that a place does not have those of all nodes.
+        places = [is_whole & (self.place == place) for place in np.unique(self.place[is_whole])]
+        places = [at for at in places if len(np.unique(node[at])) == nodes.max() + 1]
+        if not places:
+            return False
+        together = min(places, key=lambda at: self.spread(at, late))
+        offsets = [np.median(late[together & (node == one)]) for one in range(nodes.max() + 1)]
+        self.moment = self.moment - np.array(offsets)[node]
+        return True
+
+    def measure_excess(self, *, durations: bool) -> _Floats:
+        """Return what counts of each arrival: its lateness at a place to which ranks set out together.
+
+        There a rank's interval is longer if it came early to the collective before, and waited there:
+        intervals are spread more than arrivals are, with each rank's usual lateness taken off. And no rank
+        comes before the last one has come to the collective before, as far as times say so: durations do not.
+        """
+        if not len(self.starts):
+            return np.zeros(0)
+        late, growth = (self.compare(own, subtract_others) for own in (self.moment, self.interval))
+        last_before = np.maximum.reduceat(self.moment - self.interval, self.starts)
+        waited = np.repeat(np.minimum.reduceat(self.moment, self.starts) >= last_before, self.sizes)
+        counted = growth.copy()
+        for place in np.unique(self.place):
+            at = self.place == place
+            has_waited = durations or waited[at].mean() >= _WAITED
+            if has_waited and self.spread(at, late) < _LESS_SPREAD * self.spread(at, growth):
+                counted[at] = late[at]
+        return counted
 
 
-def _find_synchronous(arrivals: _Arrivals, *, durations: bool) -> set[_Place]:
-    """Return the places in a step to which all ranks have set out together.
-
-    There a rank's interval is longer if it came early to the collective before, and waited there: intervals
-    are spread more than arrivals are, with each rank's usual lateness taken off. And no rank comes before the
-    last one has come to the collective before, as far as times say so: durations do not.
-    """
-    late: dict[_Place, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    grown: dict[_Place, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    waited: dict[_Place, list[bool]] = defaultdict(list)
-    for found in arrivals.values():
-        last_before = max(arrival.time - arrival.interval for arrival in found.values())
-        has_waited = min(arrival.time for arrival in found.values()) >= last_before
-        for place in {arrival.place for arrival in found.values()}:  # ranks may differ at the end of a step
-            waited[place].append(has_waited)
-        for rank, arrival in found.items():
-            late[arrival.place][rank].append(arrival.late)
-            grown[arrival.place][rank].append(arrival.growth)
-    return {
-        place
-        for place in late
-        if (durations or fmean(waited[place]) >= _WAITED)
-        and _measure_spread(late[place]) < _LESS_SPREAD * _measure_spread(grown[place])
-    }
+def subtract_others(values: _Floats) -> _Floats:
+    """Return each value less the median of the others, along the last axis."""
+    count = values.shape[-1]
+    if count > _FEW:
+        return values - np.median(values, axis=-1, keepdims=True)
+    others = [np.median(np.delete(values, index, axis=-1), axis=-1) for index in range(count)]
+    return values - np.stack(others, axis=-1)
 
 
-def _measure_spread(values: Mapping[int, Sequence[float]]) -> float:
-    """Return the sum over ranks of the median distance from a rank's own median."""
-    return sum(map(_measure_deviation, values.values()))
-
-
-def _measure_deviation(values: Iterable[float]) -> float:
+def _measure_deviation(values: _Floats) -> float:
     """Return the median absolute deviation of values."""
-    known = tuple(values)
-    middle = median(known)
-    return median(abs(value - middle) for value in known)
-
-
-def _align_clocks(arrivals: _Arrivals, hosts: Mapping[int, str]) -> None:
-    """Take the offsets of the nodes' clocks off all times; without a common collective none is left.
-
-    Nodes are together at the place in a step at which lateness varies least from step to step: just after
-    they have waited for each other. What a whole node is late there counts as its clock's offset.
-    """
-    late: dict[_Place, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    names = set(hosts.values())
-    for found in arrivals.values():
-        if {hosts[rank] for rank in found} == names:
-            middle = median(arrival.time for arrival in found.values())
-            for rank, arrival in found.items():
-                late[arrival.place][rank].append(arrival.time - middle)
-    # Ranks may count a collective to different steps, so that a place does not have those of all nodes.
-    places = [place for place, own in late.items() if {hosts[rank] for rank in own} == names]
-    if not places:
-        arrivals.clear()
-        return
-    together = late[min(places, key=lambda place: _measure_spread(late[place]))]
-    by_host: dict[str, list[float]] = defaultdict(list)
-    for rank, values in together.items():
-        by_host[hosts[rank]] += values
-    offsets = {host: median(values) for host, values in by_host.items()}
-    for found in arrivals.values():
-        for rank, arrival in found.items():
-            arrival.time -= offsets[hosts[rank]]
+    return float(np.median(np.abs(values - np.median(values))))
 
 
 def measure_waits(steps: Sequence[StepExcess]) -> dict[int, float]:
     """Return the share of time that each rank waits for the one that takes longest in a step."""
     total = sum(step.seconds for step in steps)
-    waits: dict[int, float] = defaultdict(float)
+    waits: dict[int, float] = {}
     for step in steps:
         last = max(step.excess.values(), default=0.0)
         for rank, excess in step.excess.items():
-            waits[rank] += (last - excess) / _COUNTED.get(len(step.excess), 1.0)
+            waits[rank] = waits.get(rank, 0.0) + (last - excess) / _COUNTED.get(len(step.excess), 1.0)
     return {rank: min(1.0, wait / total) for rank, wait in waits.items()} if total > 0 else {}
 
 
@@ -279,7 +271,7 @@ class ExcessHistory:
         """Return the ranks that are slow now and were not before; forget those that are quick again."""
         recent = self.blocks[-_SCALES[0] :]
         for rank in tuple(self.slow):
-            share = median(block.excess.get(rank, 0.0) / block.seconds for block in recent)
+            share = np.median([block.excess.get(rank, 0.0) / block.seconds for block in recent])
             if share < _RECOVERED * _MIN_EXCESS:
                 del self.slow[rank]
         found: dict[int, SlowRank] = {}
@@ -298,10 +290,10 @@ def _join_steps(steps: Sequence[StepExcess]) -> _Block:
     The largest and the smallest excess of each rank are left out: one long pause is no habit.
     """
     ranks = sorted(set.intersection(*(set(step.excess) for step in steps)))
-    seconds = median(step.seconds for step in steps)
-    values = {rank: sorted(step.excess[rank] for step in steps)[1:-1] for rank in ranks}
-    excess = {rank: fmean(own) for rank, own in values.items()}
-    error = median(pstdev(own, excess[rank]) for rank, own in values.items()) / sqrt(len(steps)) * _TRIMMED
+    values = np.sort([[step.excess[rank] for rank in ranks] for step in steps], axis=0)[1:-1]
+    excess = dict(zip(ranks, values.mean(axis=0).tolist(), strict=True))
+    error = float(np.median(values.std(axis=0))) / sqrt(len(steps)) * _TRIMMED
+    seconds = float(np.median([step.seconds for step in steps]))
     return _Block(steps[0].step, steps[-1].step, seconds, excess, error)
 
 
@@ -312,28 +304,33 @@ def _find_slow(blocks: Sequence[_Block], scale: int) -> list[SlowRank]:
     between blocks, and stands out from the others by a robust z (their median and median absolute
     deviation).
     """
-    recent, older = blocks[-scale:], blocks[:-scale]
-    seconds = max(1e-9, median(block.seconds for block in recent))
-    ranks = set.intersection(*(set(block.excess) for block in recent))
+    recent = blocks[-scale:]
+    ranks = sorted(set.intersection(*(set(block.excess) for block in recent)))
     if len(ranks) < 2:
         return []
-    shares = {rank: [block.excess[rank] / seconds for block in recent] for rank in ranks}
-    middles = {rank: median(own) for rank, own in shares.items()}
-    usual = median(middles.values())
-    across = _SPREAD * _measure_deviation(middles.values())
-    within = median(block.error for block in recent) / seconds / sqrt(scale)
+    older = [block for block in blocks[:-scale] if block.excess.keys() >= set(ranks)]
+    seconds = max(1e-9, float(np.median([block.seconds for block in recent])))
+    shares, before = (
+        np.array([[block.excess[rank] for rank in ranks] for block in part]) / seconds
+        for part in (recent, older)
+    )
+    middles = np.median(shares, axis=0)
+    across = _SPREAD * _measure_deviation(middles)
+    within = float(np.median([block.error for block in recent])) / seconds / sqrt(scale)
     # How much ranks wander from block to block, as a share of the step, in the median over ranks.
-    drifts = []
-    for rank in set.union(*(set(block.excess) for block in recent)):
-        parts = [[block.excess[rank] for block in part if rank in block.excess] for part in (recent, older)]
-        drifts.append(max(_SPREAD * _measure_deviation(own) if len(own) > 2 else 0.0 for own in parts))
-    between = median(drifts) / seconds / sqrt(max(1, scale / _RELATED))
+    drifts = [
+        np.median(np.abs(part - np.median(part, axis=0)), axis=0)
+        for part in (shares, before)
+        if len(part) > 2
+    ]
+    between = _SPREAD * float(np.median(np.max(drifts, axis=0))) / sqrt(max(1, scale / _RELATED))
     error = _MEDIAN_ERROR * max(within, between, _NOISE_FLOOR)
     found = []
-    for rank, middle in middles.items():
+    for rank, middle, least in zip(ranks, middles.tolist(), shares.min(axis=0), strict=True):
         excess = middle / (1 - middle) if middle < 1 else inf
-        if excess < _MIN_EXCESS or min(shares[rank]) < 0 or middle < _CERTAINTY * error:
+        if excess < _MIN_EXCESS or least < 0 or middle < _CERTAINTY * error:
             continue
-        if len(ranks) <= _MIN_OTHERS or middle - usual >= _ROBUST_Z * max(across, _NOISE_FLOOR):
+        stands_out = middle - float(np.median(middles)) >= _ROBUST_Z * max(across, _NOISE_FLOOR)
+        if len(ranks) <= _MIN_OTHERS or stands_out:
             found.append(SlowRank(rank, excess, recent[0].first_step, recent[-1].last_step))
     return sorted(found, key=lambda slow: -slow.excess)

@@ -8,7 +8,6 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from launcher.text import name_some
-from launcher.watch.flight_recorder import DURATION, unpack_marks
 from launcher.watch.model import CollectiveTimes, GpuSample, NodeReport, Rank, Straggler
 from launcher.watch.own_time import ExcessHistory, SlowRank, measure_steps, measure_waits
 
@@ -132,14 +131,13 @@ class StragglerFinder:
         if 2 * len(times) < max(4, len(self.pids)) or times == self.seen:
             return ()
         self.seen = times
+        if len(times) < 2 or len({one.measure for one in times}) > 1:
+            return ()
         try:
-            marks = {one.rank: unpack_marks(one) for one in times}
+            steps = measure_steps(times, {one.rank: self.pids[one.rank][0] for one in times})
         except ValueError:
             return ()
-        if len(marks) < 2 or len({one.measure for one in times}) > 1:
-            return ()
-        hosts = {rank: self.pids[rank][0] for rank in marks}
-        if steps := measure_steps(marks, hosts, durations=times[0].measure == DURATION):
+        if steps:
             self.waits = measure_waits(steps)
         return self.history.add(steps)
 

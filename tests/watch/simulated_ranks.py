@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from launcher.codec import convert
 from launcher.watch.flight_recorder import condense
 from launcher.watch.model import Heartbeat, NodeReport
@@ -211,5 +213,7 @@ def simulate_excess(
     for step in range(1, steps + 1):
         noise = [draw_noise(rng, kind, sigma, before) for before in noise]
         own = [1 + value + (excess if rank == slow else 0.0) for rank, value in enumerate(noise)]
-        found.append(StepExcess(step, max(own) + 0.02, dict(enumerate(subtract_others(own)))))
+        found.append(
+            StepExcess(step, max(own) + 0.02, dict(enumerate(subtract_others(np.array(own)).tolist())))
+        )
     return tuple(found)
