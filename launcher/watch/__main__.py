@@ -104,17 +104,15 @@ def main() -> None:
 def _try_tick(watcher: NodeWatcher) -> None:
     """Look at the ranks; a defect in that is a warning, and ends neither this process nor the job.
 
-    Each place at which one is raised is told of once: the log may be in memory.
+    Each kind is told of once: the log may be in memory.
     """
     try:
         watcher.tick(time.monotonic())
     except Exception as error:
-        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-        place = f"{type(error).__name__} at {frame.f_code.co_filename}:{line}"
-        if place not in watcher.told:
+        text = f"the ranks are not watched as they should be: {type(error).__name__}: {error}"
+        if type(error).__name__ not in watcher.told:
             traceback.print_exc()
-            text = f"the ranks are not watched as they should be: {type(error).__name__}: {error}"
-            watcher.warn(place, text)
+            watcher.warn(type(error).__name__, text)
 
 
 if __name__ == "__main__":

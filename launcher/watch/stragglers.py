@@ -212,10 +212,19 @@ def find_cause(own: Sequence[Facts], others: Sequence[Sequence[Facts]], excess: 
     return Cause(_OWN_CODE, 0.0, f"its own code: it {does}, with {cpu:.2f} cores in use")
 
 
-_Get = Callable[[Facts], float | None]
+_SHARES: Sequence[tuple[str, Callable[[Rank], float | None], str]] = (
+    ("data", lambda one: one.data_share, "it waits for data for {:.0%} of the time, the others for {:.0%}"),
+    (
+        "cpu_quota",
+        lambda one: one.throttled,
+        "the CPU quota of its cgroup holds it back for {:.0%} of the time",
+    ),
+    ("run_delay", lambda one: one.thread_delay, "it waits for a core for {:.0%} of the time"),
+)
+"""Causes that are shares of the time, in the order in which they are named, with their words."""
 
 
-def _take_mean(facts: Sequence[Facts], get: _Get) -> float | None:
+def _take_mean(facts: Sequence[Facts], get: Callable[[Facts], float | None]) -> float | None:
     """Return the mean of the values that are known."""
     values = [value for one in facts if (value := get(one)) is not None]
     return fmean(values) if values else None
@@ -224,25 +233,24 @@ def _take_mean(facts: Sequence[Facts], get: _Get) -> float | None:
 def _list_causes(own: Sequence[Facts], others: Sequence[Sequence[Facts]]) -> Iterator[Cause]:
     """Give what the rank has more of than the others, in the order in which causes are named."""
 
-    def compare(get: _Get) -> tuple[float, float] | None:
+    def compare(get: Callable[[Rank], float | None]) -> tuple[float, float] | None:
         """Return a value of the rank, in the mean of its reports, and the median of the others'."""
-        mean = _take_mean(own, get)
-        theirs = [value for other in others if (value := _take_mean(other, get)) is not None]
-        return None if mean is None else (mean, median(theirs) if theirs else 0.0)
+        mean, *theirs = (_take_mean(facts, lambda one: get(one.rank)) for facts in (own, *others))
+        known = [value for value in theirs if value is not None]
+        return None if mean is None else (mean, median(known) if known else 0.0)
 
-    if values := compare(lambda one: one.rank.data_share):
-        share, usual = values
-        detail = f"it waits for data for {share:.0%} of the time, the others for {usual:.0%}"
-        yield Cause("data", share - usual, detail)
-    if values := compare(lambda one: one.rank.throttled):
-        share, usual = values
-        detail = f"the CPU quota of its cgroup holds it back for {share:.0%} of the time"
-        yield Cause("cpu_quota", share - usual, detail)
-    if values := compare(lambda one: one.rank.thread_delay):
-        share, usual = values
-        yield Cause("run_delay", share - usual, _describe_neighbours(own, share))
+    busy = {(one.name, one.pid): one for facts in own for one in facts.rank.neighbours}
+    neighbours = " and ".join(
+        f"{one.name} (PID {one.pid}) runs on its cores for {one.share:.0%} of the time"
+        for one in sorted(busy.values(), key=lambda one: -one.share)[:2]
+    )
+    for name, get, words in _SHARES:
+        if values := compare(get):
+            detail = words.format(*values)
+            has_neighbours = name == "run_delay" and neighbours
+            yield Cause(name, values[0] - values[1], f"{neighbours}; {detail}" if has_neighbours else detail)
     # Memory that is read back from disk; with memory pressure on its node, that is the reason.
-    values = compare(lambda one: one.rank.major_faults)
+    values = compare(lambda one: one.major_faults)
     pressure, *theirs = (
         _take_mean(facts, lambda one: one.memory_pressure) or 0.0 for facts in (own, *others)
     )
@@ -255,25 +263,13 @@ def _list_causes(own: Sequence[Facts], others: Sequence[Sequence[Facts]]) -> Ite
         yield Cause("memory_pressure", max(share, more), f"{text}, {detail}" if faults >= 1 else text)
     elif values:
         yield Cause("page_faults", share, detail)
-    values = compare(lambda one: one.rank.gpu.sm_clock if one.rank.gpu else None)
+    values = compare(lambda one: one.gpu.sm_clock if one.gpu else None)
     if values and values[0] < _CLOCK * values[1]:
         clock, usual = values
         reasons = dict.fromkeys(name for one in own if one.rank.gpu for name in one.rank.gpu.event_reasons)
         why = f" ({', '.join(reasons)})" if reasons else ""
         detail = f"its GPU runs at {clock:.0f} MHz, the others at {usual:.0f}{why}"
         yield Cause("gpu_clock", 1 - clock / usual, detail)
-
-
-def _describe_neighbours(own: Sequence[Facts], delay: float) -> str:
-    """Say who runs on the cores of a rank."""
-    found = {(one.name, one.pid): one for facts in own for one in facts.rank.neighbours}
-    texts = [
-        f"{one.name} (PID {one.pid}) runs on its cores for {one.share:.0%} of the time"
-        for one in sorted(found.values(), key=lambda one: -one.share)[:2]
-    ]
-    if not texts:
-        return f"it waits for a core for {delay:.0%} of the time"
-    return f"{' and '.join(texts)}; it waits for a core for {delay:.0%}"
 
 
 def _is_narrow(gpu: GpuSample | None) -> bool:

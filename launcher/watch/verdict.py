@@ -11,6 +11,7 @@ all others up.
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from launcher.cpulist import format_cpulist
 from launcher.text import count_things, escape_text
@@ -233,24 +234,12 @@ class _Job:
         text: str,
         ranks: Sequence[int],
         wait: _Wait | None = None,
-        waiting: int = 0,
-        frame: Frame | None = None,
-        *,
-        is_final: bool = False,
+        **more: Any,  # noqa: ANN401 - fields of Verdict
     ) -> Verdict:
         hosts = dict.fromkeys(self.hosts[number] for number in ranks if number in self.hosts)
-        return Verdict(
-            kind,
-            escape_text(text, _LONGEST),
-            tuple(ranks),
-            tuple(hosts),
-            wait.group if wait else "",
-            wait.operation if wait else "",
-            wait.sequence if wait else None,
-            waiting,
-            frame,
-            is_final,
-        )
+        if wait:
+            more |= {"group": wait.group, "operation": wait.operation, "sequence": wait.sequence}
+        return Verdict(kind, escape_text(text, _LONGEST), tuple(ranks), tuple(hosts), **more)
 
     def _blame_mismatch(self, wait: _Wait, calls: Sequence[tuple[Call, list[int]]]) -> Verdict:
         """Blame the fewest ranks that have called another collective than the others as one."""
@@ -271,7 +260,7 @@ class _Job:
             called = f"{odd.operation} of {odd.sizes}" if odd.sizes else odd.operation
             text += f" called {called} as {number}"
         text += f", and {_join(rest)}: {doing}"
-        return self._blame("mismatch", text, few, wait, waiting, frame, is_final=True)
+        return self._blame("mismatch", text, few, wait, waiting=waiting, frame=frame, is_final=True)
 
     def _blame_roots(self, roots: Sequence[int]) -> Verdict:
         """Blame ranks at the end of all waiting, by the first kind that some of them are of.
@@ -286,18 +275,18 @@ class _Job:
         if stopped:
             wait, waiting, others = self._find_main_wait(stopped)
             text = f"{self._name(stopped)} {'are' if len(stopped) > 1 else 'is'} stopped (SIGSTOP){others}"
-            return self._blame("stopped", text, stopped, wait, waiting, is_final=waiting > 0)
+            return self._blame("stopped", text, stopped, wait, waiting=waiting, is_final=waiting > 0)
         if debugged:
             wait, waiting, others = self._find_main_wait(debugged)
             doing, frame = describe_activity(self.ranks[debugged[0]])
             text = f"{self._name(debugged[:1])} {doing}{others}"
-            return self._blame("debugged", text, debugged, wait, waiting, frame)
+            return self._blame("debugged", text, debugged, wait, waiting=waiting, frame=frame)
         if exited and (self.waits or not absent):
             wait, waiting, others = self._find_main_wait(exited)
             codes = sorted({code for number in exited if (code := heard[number].exit_code) is not None})
             how = f" with exit code {', '.join(map(str, codes))}" if codes else ""
             text = f"{self._name(exited)} {'have' if len(exited) > 1 else 'has'} ended{how}{others}"
-            return self._blame("exited", text, exited, wait, waiting, is_final=waiting > 0)
+            return self._blame("exited", text, exited, wait, waiting=waiting, is_final=waiting > 0)
         return self._blame_absent(absent) if absent else self._blame_silent(roots)
 
     def _blame_absent(self, ranks: Sequence[int]) -> Verdict:
@@ -317,7 +306,8 @@ class _Job:
         else:
             holds = "hold" if many else "holds"
             text = f"{named} {holds} others up: {wait_in} in {_name_wait(wait)}, and {doing}"
-        return self._blame("absent", text, ranks, wait, max(waiting, total), frame, is_final=final)
+        waits = max(waiting, total)
+        return self._blame("absent", text, ranks, wait, waiting=waits, frame=frame, is_final=final)
 
     def _blame_silent(self, ranks: Sequence[int]) -> Verdict:
         """Blame nodes and ranks that have not been heard of."""
@@ -333,7 +323,7 @@ class _Job:
         if self.unreported:
             parts.append(f"{count_things(self.unreported, 'node')} that never reported")
         text = f"nothing is heard of {_join(parts) or named or 'any rank'}{others}"
-        return self._blame("silent", text, ranks, wait, waiting)
+        return self._blame("silent", text, ranks, wait, waiting=waiting)
 
     def _blame_circle(self) -> Verdict:
         """Blame those of fewest ranks where all wait: for each other, or for what does not end by itself."""
@@ -354,7 +344,7 @@ class _Job:
             hint = _join(errors) or "look at the network and the GPUs"
             text = f"{who} joined {_name_wait(wait)}, and none completes it: {hint}"
             _, frame = describe_activity(self.ranks[ranks[0]])
-            return self._blame("network", text, ranks, wait, len(ranks), frame)
+            return self._blame("network", text, ranks, wait, waiting=len(ranks), frame=frame)
         said = []
         for each, found in entries[: -_MOST_CIRCLE - 1 : -1]:
             whom = f" for {format_ranks(sorted(each.missing))}" if each.missing else ""
@@ -364,7 +354,8 @@ class _Job:
         # A send or receive that is not recorded may be under way.
         final = all(each.key and each.is_collective for each, _ in entries)
         text = f"ranks wait for each other: {_join(said)}"
-        return self._blame("mismatch", text, odd, wait, len(self.waits), frame, is_final=final)
+        waits = len(self.waits)
+        return self._blame("mismatch", text, odd, wait, waiting=waits, frame=frame, is_final=final)
 
     def _find_main_wait(self, culprits: Sequence[int]) -> tuple[_Wait | None, int, str]:
         """Return what most ranks wait in for these, how many, and the end of a sentence that says so.

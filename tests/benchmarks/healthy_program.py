@@ -4,12 +4,7 @@
 """
 
 import argparse
-import asyncio
 import fcntl
-import gzip
-import json
-import mmap
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -22,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-import matplotlib.figure
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -191,15 +185,6 @@ def save_by_hand(job: Job) -> None:
     SlowFile(job.path("copy"), 60 * job.scale).write(bytes(240 * MIB))
 
 
-@case("save-json")
-def save_as_json(job: Job) -> None:
-    with job.path("weights.json").open("w") as file:
-        for _ in range(int(80 * job.scale)):
-            file.write(json.dumps([float(one) for one in torch.randn(20_000)]) + "\n")
-            file.flush()
-            time.sleep(0.4)
-
-
 def evaluate(job: Job, batches: Iterator[torch.Tensor]) -> None:
     job.module.eval()
     model = getattr(job.module, "module", job.module)
@@ -226,14 +211,6 @@ def evaluate_plainly(job: Job) -> None:
 @case("evaluate-loader-alone")
 def evaluate_loaded(job: Job) -> None:
     evaluate(job, iter(DataLoader(Rows(int(240 * job.scale), 0.5), batch_size=None, num_workers=1)))
-
-
-@case("evaluate-training")
-def evaluate_in_training_mode(job: Job) -> None:
-    with torch.no_grad():
-        for _ in job.last_for(40):
-            job.module(torch.randn(ROWS, WIDTH))
-            time.sleep(0.1)
 
 
 @case("compile")
@@ -302,50 +279,6 @@ case("steps-compute")(lambda job: alternate(job, job.work, (30, 30, 30, 30), 1))
 case("rollout")(lambda job: alternate(job, job.work, (40, 40), 4))
 
 
-@case("rollout-pool")
-def roll_out_in_pool(job: Job) -> None:
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        for _ in range(2):
-            pool.map(compute, [20 * job.scale] * 2)
-            job.train(4)
-
-
-@case("tokenize")
-def tokenize(job: Job) -> None:
-    counts: dict[str, int] = {}
-    for number in job.last_for(40):
-        for word in f"the {number} quick brown foxes jump over {number % 97} lazy dogs".split():
-            counts[word] = counts.get(word, 0) + 1
-        if len(counts) > 1 << 16:
-            counts.clear()
-
-
-@case("lbfgs")
-def minimize(job: Job) -> None:
-    """L-BFGS, whose step calls the model many times."""
-    model = torch.nn.Linear(WIDTH, 1)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=25, tolerance_grad=0, tolerance_change=0)
-    data = torch.randn(ROWS, WIDTH)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = (model(data) - 1).abs().pow(1.5).mean()
-        loss.backward()
-        job.sleep(1)
-        return float(loss)
-
-    for _ in range(3):
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
-
-
-@case("draw-alone")
-def draw(job: Job) -> None:
-    for _ in job.last_for(35):
-        figure = matplotlib.figure.Figure()
-        figure.subplots().plot(torch.randn(2000).tolist())
-        figure.savefig(job.path("figure").with_suffix(".png"), dpi=200)
-
-
 @case("upload-alone")
 def upload(job: Job) -> None:
     """A few bytes each second, to a server in a thread."""
@@ -370,13 +303,6 @@ def await_service(job: Job) -> None:
 
     with job.connect(answer) as connection:
         connection.recv(10)
-
-
-@case("compress-alone")
-def compress(job: Job) -> None:
-    with gzip.open(job.path("checkpoint.gz"), "wb") as file:
-        for _ in job.last_for(45):
-            file.write(os.urandom(1 << 16))
 
 
 @case("file-lock")
@@ -404,23 +330,6 @@ def work_in_fork(job: Job) -> None:
     os.waitpid(child, 0)
 
 
-@case("build-alone")
-def build(job: Job) -> None:
-    """A compiler in a child process."""
-    words = f"import time\nend = time.monotonic() + {45 * job.scale}\nwhile time.monotonic() < end: pass"
-    subprocess.run([sys.executable, "-c", words], check=True)
-
-
-@case("asyncio-alone")
-def await_many(job: Job) -> None:
-    """Many answers at once, a few of which come each second."""
-
-    async def gather() -> None:
-        await asyncio.gather(*(asyncio.sleep(number * job.scale / 4) for number in range(200)))
-
-    asyncio.run(gather())
-
-
 @case("parameter-server")
 def serve_parameters(job: Job) -> None:
     """Rank 1 asks rank 0, which never steps, for parameters each 30 s."""
@@ -430,16 +339,6 @@ def serve_parameters(job: Job) -> None:
             dist.send(torch.ones(4), 0)
         else:
             dist.recv(torch.empty(4), 1)
-
-
-@case("mapped-alone")
-def read_mapped(job: Job) -> None:
-    path = job.path("mapped")
-    path.write_bytes(bytes(64 * MIB))
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        for number in range(int(200 * job.scale)):
-            data[(number % 64) * MIB : (number % 64 + 1) * MIB]
-            time.sleep(0.25)
 
 
 @case("breakpoint")
