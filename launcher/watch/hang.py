@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from launcher.watch.activity import find_phase, is_working
 from launcher.watch.job_view import JobView
-from launcher.watch.model import Decision, Frame, Hang, NodeEvidence, NodeReport, Rank
+from launcher.watch.model import Decision, Frame, Hang, JobState, NodeEvidence, NodeReport, Rank
 from launcher.watch.verdict import judge_evidence
 
 # How long ranks may make no progress before a notice, and before it is a hang
@@ -152,6 +152,8 @@ class HangJudge:
         """Number of the question that is open; 0 for none."""
         self.asked_at = 0.0
         self._last_asks = 0
+        self._adopted = 0.0
+        """Time of the last word of another node that judged."""
         self._next_look = 0.0
         self._patience = _AGAIN
         self.hangs: list[Hang] = []
@@ -183,6 +185,16 @@ class HangJudge:
         pids = {rank.rank: rank.pid for rank in ranks}
         known = self._hang_ranks
         return not known.keys() & pids or any(pids.get(rank) == one.pid for rank, one in known.items())
+
+    def adopt(self, job: JobState) -> None:
+        """Go on where another node stopped that judged; once for each of its words."""
+        if job.time > self._adopted:
+            self._adopted = job.time
+            known = {hang.number: hang for hang in (*self.hangs, *job.hangs)}
+            if len(known) > len(self.hangs):
+                self._hang_ranks, self._stalled = {}, set()
+            self.hangs = [known[number] for number in sorted(known)]
+            self._last_asks = max(self._last_asks, job.asks)
 
     def look(
         self, view: JobView, evidence: Mapping[str, NodeEvidence], limit: float, now: float
@@ -291,7 +303,12 @@ class HangJudge:
         for rank in ranks:
             before = self._hang_ranks.get(rank.rank, rank)
             is_same = before.pid == rank.pid
-            if rank.step > (before.step if is_same else 0) and (rank.rank in self._stalled or not is_same):
+            has_gone_on = rank.step > (before.step if is_same else 0)
+            if not self._hang_ranks:  # another node has told of it
+                has_gone_on = rank.step > self.hangs[-1].step
+            elif is_same and rank.rank not in self._stalled:
+                has_gone_on = False
+            if has_gone_on:
                 action = "report" if self.is_hanging(ranks) else self.hangs[-1].action
                 self.hangs[-1] = replace(self.hangs[-1], recovered=time.time(), action=action)
                 return self.hangs[-1]

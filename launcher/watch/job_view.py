@@ -35,9 +35,9 @@ class Found:
     """What was found in the run directory last."""
 
     job: Stored[JobState] | None = None
-    """What the judging node has told; not read by itself."""
+    """What the judging node has told."""
     reports: tuple[Stored[NodeReport], ...] = ()
-    """All nodes', for the judging node."""
+    """All nodes', for the judging node, and where ranks stand still."""
     hangs: int = 0
     """The highest number of a hang that has a folder."""
     ended: tuple[NodeRecord, ...] = ()
@@ -92,6 +92,20 @@ def make_job_view(own: NodeReport, found: Found | None, now: float) -> JobView:
     return JobView(tuple(fresh), tuple(silent), tuple(ended), found.hangs)
 
 
+def is_judge(own: NodeReport, found: Found | None, now: float) -> bool:
+    """Tell whether this node judges: the first one does, and the first that is heard of if it is silent.
+
+    Only a node whose own ranks stand still takes over.
+    """
+    if own.node_rank == 0 or found is None or own.stalled_since is None:
+        return own.node_rank == 0
+    told = found.job
+    is_others = told and told.value.attempt == own.attempt and told.value.host != own.host
+    if told and is_others and not is_silent(now - told.seen, own.interval):
+        return False
+    return make_job_view(own, found, now).fresh[0].host == own.host
+
+
 class SharedFiles:
     """Reads and writes in the run directory, without ever waiting for it."""
 
@@ -102,6 +116,8 @@ class SharedFiles:
         self.trouble = ""
         """Why the last exchange failed."""
         self._cache = ReportCache(run_path, own=True)
+        self._last_other: float | None = None
+        """Time of another node's word on the job that was read last."""
         self._next: tuple[NodeReport, JobState | None] | None = None
         self.worker: Worker[Callable[[], None]] = Worker("run-directory", self._do, _MOST_TASKS)
 
@@ -132,15 +148,17 @@ class SharedFiles:
             return
         (own, state), self._next = self._next, None
         clock, cache = write_report(self.run_path, own), self._cache
-        request = cache.read_request(clock)
-        if state is None:
-            found = Found(cache.read_job(clock), request=request)
-        else:
+        job = cache.read_job(clock)
+        is_others = job and job.value.host != own.host and job.value.attempt == own.attempt
+        other = job.value.time if job and is_others else None
+        if state and other in (None, self._last_other):  # what another node has told is read first
             write_job_state(self.run_path, state)
-            reports = cache.read_reports(clock) if own.nodes > 1 else ()
-            now = time.monotonic()
-            told = [one for one in reports if one.value.attempt == own.attempt and now - one.seen < _OLD]
-            is_whole = own.nodes == 1 or len(told) == own.nodes
-            ended = () if is_whole else tuple(read_nodes(self.run_path, own.attempt))
-            found = Found(None, reports, count_hangs(self.run_path), ended, request)
+        self._last_other = other
+        reads_all = own.nodes > 1 and (state is not None or own.stalled_since is not None)
+        reports, now = cache.read_reports(clock) if reads_all else (), time.monotonic()
+        told = [one for one in reports if one.value.attempt == own.attempt and now - one.seen < _OLD]
+        looks = reads_all and len(told) < own.nodes
+        ended = tuple(read_nodes(self.run_path, own.attempt)) if looks else ()
+        hangs = count_hangs(self.run_path) if state else 0
+        found = Found(job, reports, hangs, ended, cache.read_request(clock))
         self.found, self.trouble = found, ""

@@ -1,7 +1,7 @@
 """The watcher of a node: reads heartbeats once a second, reports, and finds out when ranks stand still.
 
 Nothing in its loop waits for anything but time and the supervisor: the run directory has a thread of its own,
-and so has each gathering of evidence. The job's first node judges: it reads all nodes' reports, asks for
+and so has each gathering of evidence. One node judges, the job's first: it reads all nodes' reports, asks for
 evidence, and tells what it finds in a file that the others follow.
 """
 
@@ -23,7 +23,7 @@ from launcher.watch.hang import (
     list_orders,
     list_stalled,
 )
-from launcher.watch.job_view import JobView, SharedFiles, make_job_view
+from launcher.watch.job_view import JobView, SharedFiles, is_judge, make_job_view
 from launcher.watch.metrics import MetricsEvent, MetricsLog, start_prometheus
 from launcher.watch.model import (
     GpuSample,
@@ -39,6 +39,7 @@ from launcher.watch.notify import Notifier
 from launcher.watch.ranks import RankBook
 from launcher.watch.run_files import (
     REQUEST_PATIENCE,
+    Stored,
     hang_path,
     is_silent,
     read_evidence,
@@ -61,7 +62,7 @@ _STILL, _STILL_INTERVAL = 3.0, 2.0
 
 
 class NodeWatcher:
-    """Watches a node's ranks, and judges the job if this is its first node."""
+    """Watches a node's ranks, and judges the job if this node is the one that does."""
 
     def __init__(
         self,
@@ -125,6 +126,7 @@ class NodeWatcher:
         """Number of the last request for a rank's stack."""
         self.acted = 0
         """Number of the last hang that is dealt with."""
+        self.is_judge = False
         self.told: dict[str, str] = {}
         """Warnings that were given."""
 
@@ -144,9 +146,11 @@ class NodeWatcher:
             book.take_sample(self.sample, self.read_gpus(), counts=not self.gathering)
             self.gathering = any(thread.is_alive() for thread in self.gatherers)
         own, state = self._make_report(now), None
-        if self.settings.node_rank == 0:
+        self.is_judge = is_judge(own, self.files.found, now)
+        if self.is_judge:
             state = self._judge_job(own, now)
         else:
+            self.judge.asks = 0
             self._follow_judge(own, now)
         # Reports are written and others' read if it is time: at each look once ranks may hang.
         idle = max((rank.idle for rank in own.ranks if rank.idle is not None), default=0.0)
@@ -212,6 +216,8 @@ class NodeWatcher:
     def _judge_job(self, own: NodeReport, now: float) -> JobState:
         """Judge the job; return what is to be written of it."""
         judge, view = self.judge, make_job_view(own, self.files.found, now)
+        if word := self._find_word(own):
+            judge.adopt(word.value)
         missing = {report.host for report in view.fresh} - self.evidence.keys()
         if judge.asks and missing and len(view.fresh) > 1 and now > judge.asked_at + TICK:
             self._read_answers(judge.asks)
@@ -309,20 +315,24 @@ class NodeWatcher:
 
     # Every node
 
-    def _follow_judge(self, own: NodeReport, now: float) -> None:
-        """Answer the judging node's question, and act upon its hangs.
+    def _find_word(self, own: NodeReport) -> Stored[JobState] | None:
+        """Return what another node that judges has told.
 
         The run directory, and even the number of the attempt, can be those of a job of yesterday: what was
         written before this watcher's start does not count. Ages are by the filesystem's clock.
         """
-        stored = self.files.found.job if self.files.found else None
-        if stored is None or stored.seen < self.begin or is_silent(now - stored.seen, own.interval):
-            return
-        job = stored.value
-        if job.attempt == own.attempt and job.state != "ended":
-            if job.asks > self.answered:
-                self._answer(job.asks)
-            self._act(job.hangs, now)
+        word = self.files.found.job if self.files.found else None
+        if word is None or word.seen < self.begin or word.value.host == own.host:
+            return None
+        return word if word.value.attempt == own.attempt and word.value.state != "ended" else None
+
+    def _follow_judge(self, own: NodeReport, now: float) -> None:
+        """Answer the judging node's question, and act upon its hangs."""
+        word = self._find_word(own)
+        if word and not is_silent(now - word.seen, own.interval):
+            if word.value.asks > self.answered:
+                self._answer(word.value.asks)
+            self._act(word.value.hangs, now)
 
     def _answer(self, number: int) -> None:
         """Gather this node's evidence for a question, in a thread."""
@@ -378,7 +388,7 @@ class NodeWatcher:
         """Write a last report, if that takes no longer than this."""
         now, self.judge.asks = time.monotonic(), 0
         own, state = self._make_report(now), None
-        if self.settings.node_rank == 0:
+        if self.is_judge:
             view = make_job_view(own, self.files.found, now)
             state = replace(self._describe_job(own, view), state="ended")
             if slow := list_slow_ranks(self.stragglers.told):

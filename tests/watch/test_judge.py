@@ -13,11 +13,12 @@ from launcher.launch.processes import RankProcess
 from launcher.launch.watching import decode_order
 from launcher.runs.node_records import NodeRecord
 from launcher.watch.hang import HangJudge, choose_limit, list_orders, list_stalled
-from launcher.watch.job_view import Found, JobView, make_job_view
+from launcher.watch.job_view import Found, JobView, is_judge, make_job_view
 from launcher.watch.model import (
     Decision,
     Hang,
     Heartbeat,
+    JobState,
     NodeEvidence,
     NodeReport,
     Rank,
@@ -57,6 +58,21 @@ def report(node: int, *ranks: Rank, attempt: int = 0) -> NodeReport:
     return NodeReport(f"n{node}", node, 2, attempt, 1000.0, 1, 5.0, ranks, limit=20.0)
 
 
+def job(host: str, **more: Any) -> JobState:
+    return replace(JobState(1000.0, host, 0, "running", 10, 1.0, 1.0, 2), **more)
+
+
+@table("judging")
+def test_who_judges(case: dict[str, Any]) -> None:
+    own = replace(report(case["node"]), stalled_since=900.0 if case.get("stalled") else None)
+    told = case.get("job")
+    found = Found(
+        Stored(job(told["host"], attempt=told["attempt"]), 50.0 - told["age"]) if told else None,
+        (Stored(report(0), 50.0 - case["first"]),) if "first" in case else (),
+    )
+    assert is_judge(own, found if case.get("is_read", True) else None, 50.0) is case["judges"]
+
+
 @table("story")
 def test_what_the_judging_node_tells(case: dict[str, Any]) -> None:
     word, verdict = case.get("word", "hang"), replace(ABSENT, kind=case.get("kind", "absent"))
@@ -65,6 +81,8 @@ def test_what_the_judging_node_tells(case: dict[str, Any]) -> None:
         return Decision(word, verdict, 0.0 if word == "hang" else 500.0)
 
     judge, hangs = HangJudge(case.get("on_hang", "report"), decide=decide), case.get("number", 1) - 1
+    if told := case.get("adopted"):
+        judge.adopt(job("n0", hangs=(Hang(told, 1.0, 0.0, 10, ABSENT),)))
     for now, ranks, hosts, expected, *longest in case["looks"]:
         evidence = {host: NodeEvidence(host, int(host[1:]), 1, 0.0, 1.0, ()) for host in hosts.split()}
         found = judge.look(make_view(ranks, hangs), evidence, 20, now)
