@@ -211,6 +211,10 @@ class Watching:
                     stdout=subprocess.PIPE,
                     stderr=log,
                     cwd="/",  # the working directory may be on a filesystem that hangs
+                    env={
+                        **os.environ,
+                        "OPENBLAS_NUM_THREADS": "1",
+                    },  # NumPy would start a thread for each core
                     start_new_session=True,
                 )
         except OSError as error:
