@@ -122,7 +122,7 @@ def _estimate_stage(training: Training, index: int) -> Estimate:
     return Estimate(tuple(shown), reserved + context, allocated, reserved, index)
 
 
-def count_state_bytes(settings: TrainingSettings) -> tuple[float, float, float, float]:
+def _count_state_bytes(settings: TrainingSettings) -> tuple[float, float, float, float]:
     """Give the bytes of a trained parameter: weights, gradients, optimizer, and the copy that layers compute
     with.
 
@@ -196,7 +196,7 @@ class _Stage:
             root = divide_up(parameters.root, dense)
             return root, divide_up(parameters.root + held, dense) - root + divide_up(routed, experts)
 
-        of_weight, self.gradient_bytes, of_state, self.copy_bytes = count_state_bytes(settings)
+        of_weight, self.gradient_bytes, of_state, self.copy_bytes = _count_state_bytes(settings)
         weights_from = 2 if settings.framework == "fsdp" else 3
         local = sum(share(trained, 1))
         self.weights = Range.of(of_weight * sum(share(trained, weights_from)))

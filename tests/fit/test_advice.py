@@ -5,13 +5,7 @@ from dataclasses import replace
 import pytest
 
 from launcher.fit.advice import BudgetLine, advise, budget_node
-from launcher.fit.training import (
-    Device,
-    NodeResources,
-    ParallelLayout,
-    Training,
-    TrainingSettings,
-)
+from launcher.fit.training import Device, NodeResources, ParallelLayout, Training, TrainingSettings
 from tests.fit.made_requests import H100, MODELS, NODE, REQUEST, make_request
 
 LLAMA70B, MIXTRAL = (replace(MODELS[name], vocab_size=32768) for name in ("Llama 2 70B", "Mixtral 8x7B"))
