@@ -76,7 +76,7 @@ def assess(training: Training, learned: Learned | None = None) -> FitReport:
 
     changes = find_changes(training, measure) if verdict == "does_not_fit" else ()
     if verdict in ("tight", "does_not_fit") and training.free.any:
-        wider = _find_more_nodes(training, measure)
+        wider = _find_fewest_nodes(training, measure)
         changes = (*changes, wider) if wider else changes
     said = ""
     if learned:
@@ -329,12 +329,10 @@ def find_changes(training: Training, measure: Measure) -> tuple[Change, ...]:
             found.append(change)
         else:
             rest[name] = values
-    if not training.free.any and (more := _find_more_nodes(training, measure)):
-        found.append(more)
     if len(found) >= MOST_CHANGES:
         return tuple(found[:MOST_CHANGES])
     chosen: dict[str, Any] = {}
-    for name, values in rest.items():
+    for name, values in (*rest.items(), *rest.items()):  # on more nodes, one rank has somebody to share with
         for value in values:
             if _change(training, {**chosen, name: value}):
                 chosen[name] = value
@@ -375,6 +373,9 @@ def _list_knobs(training: Training) -> Iterator[tuple[str, dict[Any, str]]]:
         values = values[values.index(current) + 1 :] if current in values else values
         values = values[-1:] if name == "zero" and training.is_bundled else values
         yield name, {value: {**table, **own.get(name, {})}[value] for value in values}
+    if not training.free.parallel:  # else the fewest nodes are searched for
+        more = [nodes for power in range(1, 6) if (nodes := training.nodes << power) <= MOST_NODES]
+        yield "nodes", {nodes: f"states are sharded over {nodes} nodes" for nodes in more}
 
 
 def _change(training: Training, values: Mapping[str, Any]) -> Training | None:
@@ -386,7 +387,7 @@ def _change(training: Training, values: Mapping[str, Any]) -> Training | None:
     layout, settings, nodes = training.layout, training.settings, values.get("nodes", training.nodes)
     factor = values.get("tp", layout.tp) // layout.tp
     zero, dp = values.get("zero", layout.zero), layout.dp * nodes // training.nodes
-    if dp % factor or (zero > layout.zero and layout.replicas == 1):  # with nobody to share with
+    if dp % factor or (zero > layout.zero and dp * layout.cp == factor):  # with nobody to share with
         return None
     layout = replace(layout, zero=zero, tp=layout.tp * factor, dp=dp // factor)
     settings = replace(settings, **{key: values[key] for key in values if key not in ("zero", "tp", "nodes")})
@@ -405,31 +406,25 @@ def _change(training: Training, values: Mapping[str, Any]) -> Training | None:
     return changed
 
 
-def _find_more_nodes(training: Training, measure: Measure) -> Change | None:
-    """Return the nodes with which a job fits: the fewest if the rest is chosen anew, else by doubling."""
+def _find_fewest_nodes(training: Training, measure: Measure) -> Change | None:
+    """Return the fewest nodes with which a job fits, all that is free chosen anew; None if none is known."""
 
-    def widen(nodes: int) -> Training | None:
-        if not training.free.any:
-            return _change(training, {"nodes": nodes})
+    def measure_on(nodes: int) -> Range:
         dp = training.layout.dp // training.nodes * nodes
         wider = replace(training, nodes=nodes, layout=replace(training.layout, dp=dp))
-        return choose_settings(wider, measure)
+        return measure(choose_settings(wider, measure))
 
     def is_enough(nodes: int) -> bool:
-        wider = widen(nodes)
-        return wider is not None and measure(wider).high <= training.capacity
+        return measure_on(nodes).high <= training.capacity
 
-    nodes = 2 * training.nodes
-    while not is_enough(nodes):
-        nodes *= 2
-        if nodes > MOST_NODES:
+    high = 2 * training.nodes
+    while not is_enough(high):
+        high *= 2
+        if high > MOST_NODES:
             return None
-    if training.free.any:
-        between = range(max(training.nodes, nodes // 2) + 1, nodes)
-        nodes = between.start + bisect_left(between, True, key=is_enough)
-    wider = widen(nodes) or training
-    settings = (f"nodes={nodes}",) if training.free.any else _render_change(training, wider)
-    return Change(settings, f"states are sharded over {nodes} nodes", measure(wider))
+    between = range(max(training.nodes, high // 2) + 1, high)
+    nodes = between.start + bisect_left(between, True, key=is_enough)
+    return Change((f"nodes={nodes}",), f"states are sharded over {nodes} nodes", measure_on(nodes))
 
 
 def _render_change(training: Training, changed: Training) -> tuple[str, ...]:
