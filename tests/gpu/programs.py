@@ -3,11 +3,8 @@
 import json
 import os
 import pickle
-import random
-import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 WAS_IMPORTED = "torch" in sys.modules
@@ -138,68 +135,6 @@ def load(steps: str) -> None:
             torch.cuda.synchronize()
         time.sleep(max(0.0, end - time.perf_counter()))
         optimizer.step()
-
-
-def litter(steps: str, micro_steps: str, evaluations: str) -> dict[str, float]:
-    """Leave an 8 MB tensor in a cycle in each micro-step, which only the collector frees, and containers."""
-    model = torch.nn.Linear(64, 64, device=DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def run_batch() -> torch.Tensor:
-        activations: dict[str, object] = {"tensor": torch.ones(2_000_000, device=DEVICE)}
-        activations["self"] = activations
-        alive = [[number] for number in range(2000)]
-        loss: torch.Tensor = model(torch.ones(16, 64, device=DEVICE)).square().mean() + 0 * len(alive)
-        return loss
-
-    seconds = []
-    for _ in range(int(steps)):
-        began = time.perf_counter()
-        for _ in range(int(micro_steps)):
-            run_batch().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        if CUDA:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    with torch.no_grad():
-        for _ in range(int(evaluations)):
-            run_batch()
-    status = Path("/proc/self/status").read_text().splitlines()
-    resident = next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM:"))
-    # The policies begin after 30 steps.
-    return {"step_ms": 1e3 * statistics.median(seconds[30:]), "resident_mib": resident, **read_memory()}
-
-
-def fill(batch: str, steps: str, cap_gib: str) -> dict[str, Any]:
-    """Train on sequences of varying length, the same lengths each time, within a cap of the GPU's memory."""
-    if CUDA:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, float(cap_gib) * 2**30 / total))
-    torch.manual_seed(0)
-    chance = random.Random(0)
-    fits = True
-    try:
-        layer = torch.nn.TransformerEncoderLayer(512, 8, dropout=0.0, batch_first=True)
-        model = torch.nn.TransformerEncoder(layer, 8, enable_nested_tensor=False).to(DEVICE)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(int(steps)):
-            # Most are short, some have 1,024 tokens.
-            length = max(64, 32 * round(32 * chance.random() ** 2))
-            model(torch.randn(int(batch), length, 512, device=DEVICE)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    except torch.OutOfMemoryError:
-        fits = False
-    return {"fits": fits, **read_memory()}
-
-
-def read_memory() -> dict[str, float]:
-    """The most that tensors had of the GPU, and that the allocator held for them."""
-    if not CUDA:
-        return {}
-    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return dict(zip(("allocated_mib", "reserved_mib"), (peak / 2**20 for peak in peaks), strict=True))
 
 
 if __name__ == "__main__":

@@ -29,14 +29,6 @@ from tests.gpu.proof import PROGRAMS, Proof, together
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 HOST = "this"
-LOOKED_AT = (
-    *("proc/driver/nvidia/version", "proc/driver/nvidia/gpus/*/*", "proc/driver/nvidia/capabilities/*"),
-    *("dev/nvidia*", "dev/dxg", "dev/kfd", "sys/bus/pci/drivers/nvidia/*", "sys/class/infiniband/*"),
-    *("sys/fs/cgroup/cpu.max", "proc/self/cgroup", "sys/devices/system/node/node*/cpulist"),
-    *("sys/devices/system/cpu/online", "proc/meminfo", "etc/hosts"),
-)
-"""Files below the root that are kept, so that the machine can be studied afterwards."""
-SMI = (["nvidia-smi"], ["nvidia-smi", "-L"], ["nvidia-smi", "topo", "-m"], ["nvidia-smi", "-q"])
 BOUND = Path("/sys/bus/pci/drivers/nvidia")
 
 
@@ -45,8 +37,7 @@ def test_topo_plan_and_doctor(tools: Proof) -> None:
     saved = tools.verb("topo", "topo", "save=machine.json")
     snapshot = saved.run.parent / "machine.json"
     tools.keep("machine.json", snapshot.read_text())
-    explained = [tools.verb(verb, verb, "explain=true").out for verb in ("topo", "plan")]
-    tools.keep("machine.txt", "\n".join([*explained, *list_files()]))
+    tools.keep("machine.txt", tools.verb("explain", "plan", "explain=true").out)
     planned = tools.verb("plan", "plan", "format=json")
     tools.keep("plan.json", planned.out)
     ranks = json.loads(planned.out)["ranks"]
@@ -94,23 +85,6 @@ def record_facts(tools: Proof) -> None:
     }
     for name, value in facts.items():
         tools.record("Machine", {"fact": name, "value": value})
-
-
-def list_files() -> list[str]:
-    """The machine's files, and what nvidia-smi says."""
-    found = []
-    for path in (path for pattern in LOOKED_AT for path in sorted(Path("/").glob(pattern))):
-        text = "not a file"
-        if path.is_file() and not path.is_symlink():
-            try:
-                text = path.read_bytes()[:2000].decode(errors="replace")
-            except OSError as error:
-                text = str(error)
-        found.append(f"{path}: {text}")
-    for command in SMI if shutil.which("nvidia-smi") else ():
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-        found.append(f"=== {command}: {done.returncode}\n{done.stdout}{done.stderr}")
-    return found
 
 
 def test_nvml_beside_the_drivers_files_nvidia_smi_and_torch(proof: Proof) -> None:
