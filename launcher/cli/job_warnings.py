@@ -1,25 +1,24 @@
 """What is said of a job before it starts.
 
 Settings without effect, variables that overrule settings, settings of the allocator that do not go with the
-program, and what the user's configuration files have run.
+program, and which configuration files are the user's.
 """
 
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from launcher.config.overrides import read_key
-from launcher.config.program import BUNDLED, find_script
+from launcher.config.program import find_script
 from launcher.config.request import DEVICE_VARIABLES
 from launcher.config.rules import check_allocator, read_torch_version
-from launcher.config.settings import SLURM_KINDS, ClusterConfig, Settings
-from launcher.config.sources import PRIMARY, Sources
+from launcher.config.settings import Settings
 from launcher.config.start import Cluster
-from launcher.files import name_user, read_file
+from launcher.files import name_user
 from launcher.plan.allocator import (
     EXPANDABLE,
     KEYS,
@@ -33,12 +32,11 @@ from launcher.plan.allocator import (
 from launcher.plan.variables import is_kept
 from launcher.protocol import LAUNCH_GC, LAUNCH_NUM_WORKERS
 from launcher.runs.secrets import mask_variables, mask_words
-from launcher.text import clean_text, join_words
+from launcher.text import clean_text
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    pass
 
-    from launcher.launch.job import JobSpec
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +45,8 @@ OVERRULED = {
     LAUNCH_NUM_WORKERS: ("dataloader", "dataloader.num_workers", "dataloader.workload"),
 }
 """Variables of the user's, with the keys that they come over."""
-CHECKED_ELSEWHERE = ("kind", "container")
+CHECKED_ELSEWHERE = ("cluster.kind", "cluster.container", "cluster.container.image")
 """Keys of `cluster` that are no mistake here: a container is refused if there is no srun."""
-MOST_TEXT = 1 << 20
-"""Bytes of a program that is looked at for its use of Hydra."""
 SETTINGS = frozenset(field.name for field in fields(Settings)) - {"model", "data", "program", "name"}
 """Keys that are hardly an argument of a program that uses Hydra."""
 CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
@@ -59,57 +55,27 @@ SYS_PTRACE = 19
 """Bit of the capability to trace any process: capabilities(7)."""
 CHOSEN = ("allocator", f"allocator.{EXPANDABLE}")
 """Keys of a command line that ask for expandable segments by name."""
-LOADED = (
-    *("BASH_ENV", "LD_AUDIT", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH"),
-    *("PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE", "PYTHON_EXEC"),
-)
-"""Variables that make a program run other code than its own."""
-PROLOGS = ("prolog", "epilog", "task-prolog", "task-epilog")
-"""Options of srun that name programs."""
-
 
 # Settings without effect
 
 
 def warn_unused(config: Settings, cluster: Cluster, agent: str, given: Collection[str]) -> None:
-    """Say which settings have no use for a job that runs in this way.
-
-    If `cluster` is set to run here, settings for SLURM in files are meant for other runs, and the command
-    line's alone count.
-    """
-    if cluster.kind in ("local", "manual"):
-        keys = list(_list_changed("cluster", config.cluster, ClusterConfig()))
-        if config.cluster.kind != "auto":
-            keys = [key for key in keys if any(f"{word}.".startswith(f"{key}.") for word in given)]
-        if keys:
-            verb, them = ("is", "it") if len(keys) == 1 else ("are", "them")
-            logger.warning(
-                f"{', '.join(keys)} {verb} for SLURM, and this job runs here ({cluster.why}): set"
-                f" cluster=slurm, or leave {them} out"
-            )
+    """Say which settings of the command line have no use for a job that runs in this way."""
+    keys = sorted(key for key in given if key.startswith("cluster.") and key not in CHECKED_ELSEWHERE)
+    if keys and cluster.kind in ("local", "manual"):
+        verb, them = ("is", "it") if len(keys) == 1 else ("are", "them")
+        logger.warning(
+            f"{', '.join(keys)} {verb} for SLURM, and this job runs here ({cluster.why}): set cluster=slurm,"
+            f" or leave {them} out"
+        )
     forks = agent == "direct" and config.start.warm != "off"
     if not forks and config.start.preload and "start.preload" in given:
         why = "start.warm=off" if agent == "direct" else f"agent={agent}"
         logger.warning(f"start.preload is not used with {why}: each rank imports by itself")
 
 
-def _list_changed(name: str, found: "DataclassInstance", default: object) -> Iterator[str]:
-    """Give the keys whose values are not the defaults."""
-    for field in fields(found):
-        key, value, usual = f"{name}.{field.name}", getattr(found, field.name), getattr(default, field.name)
-        if field.name in CHECKED_ELSEWHERE or value == usual:
-            continue
-        if is_dataclass(value) and not isinstance(value, type):
-            yield from _list_changed(key, value, usual)
-        else:
-            yield key
-
-
-def warn_unread(sources: Sources, program: Sequence[str]) -> None:
-    """Say which words after a program look like settings, and which file looks like launch's configuration.
-
-    `conf/config.yaml` is Hydra's usual name: a program that uses Hydra has its own there.
-    """
+def warn_unread(program: Sequence[str]) -> None:
+    """Say which words after a program look like settings."""
     script = Path(find_script(program))
     words = [word for word in program[1:] if "=" in word and read_key(word).partition(".")[0] in SETTINGS]
     if words:
@@ -118,23 +84,6 @@ def warn_unread(sources: Sources, program: Sequence[str]) -> None:
             f"{', '.join(mask_words(words))} {stand} after the program, which gets what stands there: write"
             f" settings of launch before {script}"
         )
-    if sources.primary != PRIMARY:
-        return
-    for folder in dict.fromkeys((Path("conf"), script.parent / "conf")):
-        is_own = os.path.isfile(folder / "config.yaml") and not os.path.exists(folder / f"{PRIMARY}.yaml")  # noqa: PTH110, PTH113 - raise nothing
-        if is_own and not _uses_hydra(script):
-            logger.info(
-                f"{folder}/config.yaml is not read: launch reads {PRIMARY}.yaml and the groups in conf/ of"
-                " the working directory (--config-name and --config-path name others)"
-            )
-
-
-def _uses_hydra(script: Path) -> bool:
-    """Tell whether a program's text names Hydra; one that cannot be read does not."""
-    try:
-        return b"hydra" in read_file(script, MOST_TEXT, follow=True)
-    except OSError:
-        return False
 
 
 # Variables
@@ -228,7 +177,7 @@ def _is_contained(config: Settings) -> bool:
     return not read_capabilities(Tree()) >> SYS_PTRACE & 1
 
 
-# What configuration files have run
+# Configuration files
 
 
 def name_files(own_files: Sequence[str]) -> None:
@@ -239,46 +188,3 @@ def name_files(own_files: Sequence[str]) -> None:
         named.append(path if owner in (os.geteuid(), 0) else f"{path} (of {name_user(owner)})")
     if named:
         logger.info(f"configuration from {', '.join(named)}")
-
-
-def report_config_programs(specs: Sequence["JobSpec"], own_files: Sequence[str]) -> None:
-    """Log what the user's configuration files have run, but not what is on the command line."""
-    brought = dict.fromkeys(each for spec in specs for each in _list_brought(spec)) if own_files else {}
-    if brought:
-        logger.info(f"{', '.join(own_files)} has this run: {'; '.join(brought)}")
-
-
-def _list_brought(spec: "JobSpec") -> Iterator[str]:
-    """Give the programs that the configuration names, except for what the command line sets."""
-    config, given = spec.config, spec.given
-    command = config.program.get("command")
-    configured = spec.program is None and "program.command" not in given
-    if configured and isinstance(command, list) and command != list(BUNDLED):
-        yield join_words(mask_words([str(word) for word in command]))
-    for name in LOADED:
-        keys = {"env", f"env.{name}", *(["env.from_file"] if name in spec.file_variables else ())}
-        if name in config.env and not given & keys:
-            yield join_words([f"{name}={config.env[name]}"])
-    cluster = config.cluster
-    if spec.cluster.kind not in SLURM_KINDS:
-        return
-    if "cluster.setup" not in given:
-        yield from (f"cluster.setup: {line}" for line in cluster.setup)
-    for name, value in cluster.srun.items():
-        if name.replace("_", "-") in PROLOGS and not given & {"cluster.srun", f"cluster.srun.{name}"}:
-            yield f"cluster.srun.{name}: {value}"
-    if cluster.container.image and "cluster.container.image" not in given:
-        yield f"cluster.container.image: {cluster.container.image}"
-
-
-def list_targets(node: object, key: str) -> Iterator[str]:
-    """Give what Hydra calls to make a configuration's objects (`_target_`), except for its plugins."""
-    if isinstance(node, Mapping):
-        target = str(node.get("_target_", ""))
-        if target and not target.startswith("hydra_plugins."):
-            yield f"{key}: {target}"
-        for name, value in node.items():
-            yield from list_targets(value, f"{key}.{name}")
-    elif isinstance(node, list):
-        for value in node:
-            yield from list_targets(value, key)

@@ -152,5 +152,5 @@ def call_composed(
     if find_verb(command.verb).takes is Takes.PROGRAM:
         from launcher.cli.job_warnings import warn_unread
 
-        warn_unread(composed.sources, command.program or ())
+        warn_unread(command.program or ())
     return call_verb(Call(command.verb, composed, command.names, command.program, argv, early))

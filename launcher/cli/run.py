@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from launcher.cli.early_start import EarlyStart
 from launcher.cli.job_warnings import (
     name_files,
-    report_config_programs,
     settle_allocator,
     unset_settings,
     warn_elsewhere,
@@ -73,7 +72,6 @@ def _start_job(
     elif spec.agent.kind != "direct" or start.warm == "off" or start.preload:
         early.drop_warm()  # it has imported torch and nothing else, and nobody forks from it
     name_files(composed.own_files)
-    report_config_programs([spec], composed.own_files)
     if kind == "slurm":
         from launcher.slurm.submission import submit_jobs
 

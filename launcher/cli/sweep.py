@@ -6,13 +6,13 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from launcher.cli.arguments import Command
-from launcher.cli.job_warnings import list_targets, name_files, report_config_programs
+from launcher.cli.job_warnings import name_files
 from launcher.cli.main import add_pet, call_composed
 from launcher.cli.run import check_resume, is_for_slurm, specify_job, try_anew
 from launcher.config.compose import Composed, compose
 from launcher.config.hydra_flags import Flags
 from launcher.config.run_path import choose_run_path, use_sweep_folder
-from launcher.config.sweep import Multirun, expand_sweep, read_multirun, resolve_sweeper
+from launcher.config.sweep import Multirun, expand_sweep, list_sweep_files, read_multirun
 from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
 from launcher.launch.signals import STOPPING
@@ -63,14 +63,13 @@ def submit_all(specs: Sequence[JobSpec], composed: Sequence[Composed], argv: Seq
     for spec in specs:
         check_resume(spec)
     name_files(own_files)
-    report_config_programs(specs, own_files)
     return submit_jobs(specs, argv)
 
 
 def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int:
     """Run the trials that a plugin of Hydra's asks for; raises LaunchError.
 
-    It says first which files the sweep is from, and what these may have Hydra call.
+    It says first which files the sweep is from.
     """
     from launcher.config.sweep import run_trials
     from launcher.runs.progress import read_objective
@@ -81,11 +80,7 @@ def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int
         raise UsageError(f"{what}: leave it out for `launch {command.verb}`")
     if multirun.tree is not None and multirun.tree.dry_run:
         raise UsageError(f"{what}, and dry_run=true starts none: leave one of them out")
-    own_files, node = resolve_sweeper(multirun)
-    name_files(own_files)
-    targets = list(list_targets(node, "hydra.sweeper"))
-    if own_files and targets:
-        logger.info(f"{sweeper} calls {'; '.join(targets)}")
+    name_files(list_sweep_files(multirun))
     return run_trials(multirun, lambda batch: run_batch(batch, command, argv), read_objective)
 
 

@@ -15,7 +15,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.job_warnings import name_files, report_config_programs, unset_settings
+from launcher.cli.job_warnings import name_files, unset_settings
 from launcher.cli.output_files import check_target, explain, write_file
 from launcher.cli.run import plan_job, settle_fit, specify_job, try_anew
 from launcher.cli.verbs import Call, print_json
@@ -325,7 +325,6 @@ def _search(strategy: Strategy, composed: "Composed", spec: JobSpec, job: Job, a
         return 0
     run, manifest = prepare_run(spec, argv, [job.host])
     name_files(composed.own_files)
-    report_config_programs([spec], composed.own_files)
     program = f"program={spec.choices.get('program', '')}"
     if spec.program is not None:
         home = f"{os.path.expanduser('~')}/"  # noqa: PTH111

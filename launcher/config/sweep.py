@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from launcher.config.compose import (
     FAILURES,
@@ -75,19 +75,12 @@ def read_multirun(sources: Sources, overrides: Sequence[str]) -> Multirun:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
 
 
-def resolve_sweeper(multirun: Multirun) -> tuple[list[str], object]:
-    """Return the user's files that a sweep is composed from, and the value of `hydra.sweeper`.
-
-    Raises UsageError.
-    """
+def list_sweep_files(multirun: Multirun) -> list[str]:
+    """Return the user's files that a sweep is composed from."""
     if multirun.tree is None:
-        return [], {}
+        return []
     choices = {str(group): str(option) for group, option in multirun.tree.hydra.runtime.choices.items()}
-    try:
-        node = OmegaConf.to_container(multirun.tree.hydra.sweeper, resolve=True)
-    except FAILURES as error:
-        raise UsageError(shorten_message(error)) from None
-    return multirun.sources.list_own(choices), node
+    return multirun.sources.list_own(choices)
 
 
 def expand_sweep(multirun: Multirun) -> list[list[str]]:

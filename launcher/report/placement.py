@@ -2,8 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import gcd
 
 from rich.console import Console
@@ -15,17 +14,12 @@ from launcher.text import clean_text, count_things, escape_text, shorten_cpulist
 
 _SOURCES = {"plan": "the plan", "configuration": "the configuration", "user": "you"}
 _BAR = "cores"
-_EASY_DROPS = ("workers also on", "cpus")
-"""Columns that are left out for a bar that shows every rank's part."""
-_DROPS = ("pci", "nic", "node", "memory", "threads", "workers")
-"""Columns that are left out if the bar would be tiny, in this order."""
-_TINY, _USELESS = 20, 8
-"""Columns of a bar below which others give way to it, and below which it goes itself."""
-_MOST_CELLS = 56
-"""Cells that a bar has at most; on larger machines a cell stands for several cores."""
-_LEAST_MOST = 40
-"""Columns for which a bar may push other columns out."""
-_OWN, _WORKERS, _OTHER, _BARRED = range(4)
+_DROPS = ("workers also on", "cpus", "pci", "nic", "node", "memory", "threads", "workers", _BAR)
+"""Columns in the order in which they are left out for a bar of _LEAST columns, and it as the last."""
+_MOST_CELLS, _LEAST = 56, 20
+"""Cells that a bar has at most, a cell standing for several cores on larger machines, and at least."""
+_OWN, _BARRED = 0, 3
+
 _STYLES = ("green", "yellow", "dim", "dim red")
 _MEANINGS = ("own cores", "its workers' alone", "not this rank's", "not for this job")
 _BLOCKS, _LETTERS = "█▒·x", "#+.x"
@@ -81,35 +75,25 @@ def _print_variables(console: Console, ranks: Sequence[RankPlan]) -> None:
 
 def _print_ranks(console: Console, plan: Plan, *, full: bool) -> None:
     """Print the rows, and the legend if it is asked for."""
-    blocks = console.encoding.startswith("utf")
+    marks = _BLOCKS if console.encoding.startswith("utf") else _LETTERS
     rows = [_make_row(rank, plan.machine) for rank in plan.ranks]
     same = all(row["memory"] == f"node {row['node']}" for row in rows)
-    wide = make_ruler(plan, 2 * _MOST_CELLS, blocks=blocks)
-    tiny = min(wide.width, _TINY)
     sizes = measure_columns(rows)
     if _BAR in sizes:
-        sizes[_BAR] = wide.width
-    easy = (*_EASY_DROPS, "memory") if same else _EASY_DROPS
-    widths = fit_columns(sizes, easy, console.width, {_BAR: max(tiny, wide.find_min_width(plan.ranks))})
-    if _BAR in sizes:
-        widths[_BAR] = wide.width
-    widths = fit_columns(widths, _DROPS, console.width, {_BAR: tiny})
-    room = widths.get(_BAR, 0)
-    if room < min(wide.width, _USELESS):
-        widths.pop(_BAR, None)
-    ruler = make_ruler(plan, max(1, room), blocks=blocks)
+        sizes[_BAR] = _Ruler(plan, 2 * _MOST_CELLS).width
+    drops = ("memory", *_DROPS) if same else _DROPS
+    widths = fit_columns(sizes, drops, console.width, {_BAR: min(sizes.get(_BAR, 0), _LEAST)})
+    ruler = _Ruler(plan, widths.get(_BAR, 1))
     titles = [ruler.title if title == _BAR else title for title in widths]
     table = make_table(titles, right=("rank", "workers", "threads"))
-    bars = [ruler.draw_cores(rank) for rank in plan.ranks]
+    bars = [ruler.draw_cores(rank, marks) for rank in plan.ranks]
     for row, bar in zip(rows, bars, strict=True):
         table.add_row(*(bar if title == _BAR else row[title] or "-" for title in widths))
     console.print(table)
     if full and _BAR in widths:
-        marks = {mark for bar in bars for mark in bar.plain}
-        parts = [f"{mark} {text}" for mark, text in zip(ruler.marks, _MEANINGS, strict=True) if mark in marks]
-        if ruler.scale > 1:
-            even = all(len(cell) == ruler.scale for segment in ruler.segments for cell in segment.cells)
-            parts.append(f"1 cell = {'' if even else 'up to '}{ruler.scale} cores")
+        used = {mark for bar in bars for mark in bar.plain}
+        parts = [f"{mark} {text}" for mark, text in zip(marks, _MEANINGS, strict=True) if mark in used]
+        parts += [f"1 cell = up to {ruler.scale} cores"] if ruler.scale > 1 else []
         parts.append("above: NUMA nodes")
         parts += ["memory on the rank's node"] if "memory" not in widths and same else []
         console.print("  ".join(parts), style="dim", markup=False, highlight=False)
@@ -165,118 +149,65 @@ def _describe_machine(machine: Machine) -> str:
     return f"{clean_text(machine.name) or 'machine'}: {', '.join(has)}; {', '.join(limits)}"
 
 
-# A machine's cores as a bar of cells
+class _Ruler:
+    """Draws a machine's cores as a bar of cells, the NUMA nodes apart by a space, in a given width."""
 
-_Cell = tuple[frozenset[int], ...]
-"""The PUs of each core that it stands for."""
+    def __init__(self, plan: Plan, room: int) -> None:
+        machine = plan.machine
+        groups: dict[tuple[int, int], dict[int, set[int]]] = {}
+        for cpu in sorted(machine.cpus, key=lambda cpu: (cpu.package, cpu.node, cpu.id)):
+            groups.setdefault((cpu.package, cpu.node), {}).setdefault(cpu.core, set()).add(cpu.id)
+        self.gap = " " if 2 * len(groups) <= room else ""
+        cells = min(_MOST_CELLS, room - len(self.gap) * (len(groups) - 1))
+        sizes = [len(cores) for cores in groups.values()]
+        core_of = {cpu.id: cpu.core for cpu in machine.cpus}
+        shares = {len({core_of[pu] for pu in rank.cpus if pu in core_of}) for rank in plan.ranks}
+        least = 1
+        while sum(-(-size // least) for size in sizes) > cells and least < max(sizes):
+            least += 1
+        # Somewhat more if that divides the nodes and the ranks' shares evenly.
+        even = (one for one in range(least, 2 * least + 2) if gcd(*sizes, *shares) % one == 0)
+        self.scale = next(even, least)
+        """Cores that a cell stands for at most."""
+        self.nodes: list[tuple[int, list[list[set[int]]]]] = []
+        """Each NUMA node, or its part in a package, with its cells: the PUs of each of their cores."""
+        for (_, node), found in groups.items():
+            cores = list(found.values())
+            self.nodes.append(
+                (node, [cores[at : at + self.scale] for at in range(0, len(cores), self.scale)])
+            )
+        allowed = machine.allowed_cpus
+        self.usable = allowed - machine.isolated or allowed
 
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """The cells of a NUMA node, or of its part in a package."""
-
-    node: int
-    cells: tuple[_Cell, ...]
-    border: str
-    """What stands before it: a package's border, a NUMA node's, or nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ruler:
-    """How a machine's cores are drawn in a given width."""
-
-    segments: tuple[_Segment, ...]
-    scale: int
-    """Cores that a cell stands for at most."""
-    usable: frozenset[int]
-    """CPUs that the job may use and that nothing sets apart."""
-    marks: str
+    @property
+    def title(self) -> str:
+        """The NUMA nodes' numbers above their cells, if they fit."""
+        words = "node " if all(len(cells) > 6 for _, cells in self.nodes) else ""
+        texts = [(f"{words}{node}", len(cells)) for node, cells in self.nodes]
+        return self.gap.join((text if len(text) <= room else "").ljust(room) for text, room in texts)
 
     @property
     def width(self) -> int:
         """Columns that a bar takes."""
         return len(self.title)
 
-    @property
-    def title(self) -> str:
-        """The NUMA nodes' numbers above their cells, if they fit."""
-        words = "node " if all(len(segment.cells) > 6 for segment in self.segments) else ""
-        parts = []
-        for segment in self.segments:
-            text, room = f"{words}{segment.node}", len(segment.cells)
-            parts.append(segment.border + (text if len(text) <= room else "").ljust(room))
-        return "".join(parts)
-
-    def find_min_width(self, ranks: Sequence[RankPlan]) -> int:
-        """Return the columns of a bar with cells no larger than the smallest rank's part, within reason."""
-        sizes = [sum(map(len, segment.cells)) for segment in self.segments]
-        cores = [pus for segment in self.segments for cell in segment.cells for pus in cell]
-        part = max(1, min(sum(not pus.isdisjoint(rank.cpus) for pus in cores) for rank in ranks))
-        borders = sum(len(segment.border) for segment in self.segments)
-        return min(_LEAST_MOST, borders + sum(-(-size // part) for size in sizes))
-
-    def draw_cores(self, rank: RankPlan) -> Text:
+    def draw_cores(self, rank: RankPlan, marks: str) -> Text:
         """Return a rank's bar; each cell is what most of its cores are, of halves the first.
 
         A rank that has the most of no cell is marked where it has most of its cores.
         """
-
-        def classify(pus: frozenset[int]) -> int:
-            if pus & rank.cpus:
-                return _OWN
-            if pus & rank.worker_cpus:
-                return _WORKERS
-            return _OTHER if pus & self.usable else _BARRED
-
-        cells = [(segment, cell) for segment in self.segments for cell in segment.cells]
-        kinds = []
-        for _, cell in cells:
-            found = [classify(pus) for pus in cell]
+        sets = (rank.cpus, rank.worker_cpus, self.usable)
+        kinds, owned = [], []
+        for cell in (cell for _, cells in self.nodes for cell in cells):
+            found = [next((at for at, having in enumerate(sets) if core & having), _BARRED) for core in cell]
             kinds.append(max(found, key=found.count))
+            owned.append(found.count(_OWN))
         if kinds and _OWN not in kinds:
-            counts = [sum(bool(pus & rank.cpus) for pus in cell) for _, cell in cells]
-            kinds[counts.index(max(counts))] = _OWN
+            kinds[owned.index(max(owned))] = _OWN
         bar, at = Text(no_wrap=True), 0
-        for segment in self.segments:
-            bar.append(segment.border, "dim")
-            for kind, run in groupby(kinds[at : at + len(segment.cells)]):
-                bar.append(self.marks[kind] * len(list(run)), _STYLES[kind])
-            at += len(segment.cells)
+        for number, (_, cells) in enumerate(self.nodes):
+            bar.append(self.gap if number else "")
+            for kind, run in groupby(kinds[at : at + len(cells)]):
+                bar.append(marks[kind] * len(list(run)), _STYLES[kind])
+            at += len(cells)
         return bar
-
-
-def make_ruler(plan: Plan, room: int, *, blocks: bool) -> Ruler:
-    """Fit a machine's cores into `room` columns; NUMA nodes' borders go first if that is too few."""
-    machine = plan.machine
-    groups: dict[tuple[int, int], dict[int, set[int]]] = {}
-    for cpu in sorted(machine.cpus, key=lambda cpu: (cpu.package, cpu.node, cpu.id)):
-        groups.setdefault((cpu.package, cpu.node), {}).setdefault(cpu.core, set()).add(cpu.id)
-    node_border, package_border = ("│", "┃") if blocks else (":", "|")
-    borders = [node_border if old[0] == new[0] else package_border for old, new in pairwise(groups)]
-    borders = ["", *borders] if 2 * len(groups) - 1 <= room else [""] * len(groups)
-    cells = min(_MOST_CELLS, room - len("".join(borders)))
-    sizes = [len(cores) for cores in groups.values()]
-    core_of = {cpu.id: cpu.core for cpu in machine.cpus}
-    shares = {len({core_of[pu] for pu in rank.cpus if pu in core_of}) for rank in plan.ranks}
-    scale = _choose_scale(sizes, cells, gcd(*sizes, *shares))
-    segments = []
-    for (place, found), border in zip(groups.items(), borders, strict=False):
-        cores = [frozenset(pus) for pus in found.values()]
-        count = -(-len(cores) // scale)  # of cells of about equal size
-        ends = [at * len(cores) // count for at in range(count + 1)]
-        segments.append(_Segment(place[1], tuple(tuple(cores[a:b]) for a, b in pairwise(ends)), border))
-    allowed = machine.allowed_cpus.intersection(core_of)
-    usable = allowed - machine.isolated or allowed
-    return Ruler(tuple(segments), scale, usable, _BLOCKS if blocks else _LETTERS)
-
-
-def _choose_scale(sizes: Sequence[int], cells: int, unit: int) -> int:
-    """Return the cores for each cell, so that nodes of these sizes fit, each with a cell at least.
-
-    As few as can be, or somewhat more if that divides the nodes and the ranks' shares (`unit`) evenly.
-    """
-    largest = max(sizes, default=1)
-    fits = (scale for scale in range(1, largest) if sum(-(-size // scale) for size in sizes) <= cells)
-    smallest = next(fits, largest)
-    even = (scale for scale in range(smallest, 2 * smallest + 2) if unit % scale == 0)
-    return next(even, smallest)

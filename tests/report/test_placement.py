@@ -71,16 +71,16 @@ def show(
 
 def test_a_row_for_each_rank() -> None:
     assert show(PLAN) == [
-        "rank  gpu  pci           node  node 0  ┃node 1    cpus  workers also on  memory  workers  threads",
-        "   0  1    0000:01:00.0  0     ████▒▒··┃········  0-3   4-5              node 1        2        3",
-        "   1  -    -             1     ········┃█·······  8     -                any          10        1",
+        "rank  gpu  pci           node  node 0   node 1    cpus  workers also on  memory  workers  threads",
+        "   0  1    0000:01:00.0  0     ████▒▒·· ········  0-3   4-5              node 1        2        3",
+        "   1  -    -             1     ········ █·······  8     -                any          10        1",
     ]
 
 
 def test_marks_heading_and_legend() -> None:
     barred = replace(SMALL, allowed_cpus=SMALL.allowed_cpus - {14, 15}, isolated=frozenset({13}))
-    bars = [line.split()[4] for line in show(replace(PLAN, machine=barred), encoding="ascii")[1:]]
-    assert bars == ["####++..|.....xxx", "........|#....xxx"]
+    bars = [line.split()[4:6] for line in show(replace(PLAN, machine=barred), encoding="ascii")[1:]]
+    assert bars == [["####++..", ".....xxx"], ["........", "#....xxx"]]
     machine = replace(SMALL, allowed_cpus=SMALL.allowed_cpus - {15}, nics=(Nic("mlx5_0", "", 0),))
     lines = show(replace(PLAN, machine=machine), full=True)
     assert lines[0] == (
@@ -148,10 +148,7 @@ def test_what_is_out_of_the_ordinary() -> None:
     odd = tuple(Cpu(at, at, at % 2, at % 4, 0) for at in range(16))
     rank = RankPlan(0, None, frozenset({2, 6}), frozenset({2, 6}), Memory("default"), 1, 1)
     titles, row = show(Plan(replace(make_machine(16), cpus=odd), (rank,)))
-    assert "0   │2   ┃1   │3   " in titles and "····│██··┃····│····" in row, "nodes are drawn by package"
-    many = make_machine(64, nodes=32, packages=2)
-    wide, narrow = (show(Plan(many, make_ranks(many, 2)), width=width)[0] for width in (300, 60))
-    assert wide.count("│") == 30 and "│" not in narrow, "borders go if there are too many"
+    assert "0    2    1    3   " in titles and "···· ██·· ···· ····" in row, "nodes are drawn by package"
 
 
 def test_warnings_and_explanations_are_no_markup_and_a_pipe_has_whole_lines() -> None:
