@@ -9,14 +9,11 @@ from itertools import islice
 from pathlib import Path
 
 from launcher.cli.arguments import group_words
-from launcher.cli.verbs import VERBS, find_verb
+from launcher.cli.verbs import VERBS, Takes, find_verb
 from launcher.config.hydra_flags import list_flag_values, make_parser, parse_flags
 from launcher.config.settings import Settings
-from launcher.config.sources import find_shipped
 from launcher.errors import UsageError
-from launcher.runs.manifest import read_job, read_manifest, take_dict
 from launcher.runs.run_lookup import list_runs, name_run
-from launcher.runs.run_status import LIVE, STATES
 
 SHELLS = Path(__file__).with_name("shells")
 """What each shell evaluates, `install.bash`. If there are no answers, as for a program's arguments, it offers
@@ -120,40 +117,13 @@ def list_scripts(last: str) -> Iterator[str]:
 
 
 def complete_names(verb: str, before: Sequence[str], last: str) -> list[str]:
-    """Return what may follow a verb of runs or nodes: keys, then the names of such, then flags."""
+    """Return what may follow a verb of runs or nodes: keys, then the names of the newest runs, then flags."""
     if "--" in before:
         return []
-    given = {word.partition("=")[0] for word in before if "=" in word}
+    given = {word.partition("=")[0]: word.partition("=")[2] for word in before if "=" in word}
     flags = list_flag_names(last) if last.startswith("-") else []
-    try:
-        newest = list(islice(list_runs(find_runs_dir(before)), MOST_RUNS))
-    except UsageError:  # a line that makes no sense yet, or a configuration that makes none
-        return flags
-    manifests = {name_run(path): read_manifest(path) for path in newest}
-    if verb == "nodes":  # those with the most trouble first
-        from launcher.runs.node_history import collect_history
-
-        listed = [node.host for node in collect_history(manifests.items())]
-    else:  # the newest first, then their jobs; those that have ended are not offered to `cancel`
-        states = {name: take_dict(manifest, "outcome").get("state") for name, manifest in manifests.items()}
-        listed = [name for name in states if verb != "cancel" or STATES.get(str(states[name])) in LIVE]
-        listed += filter(None, [read_job(manifests[name]) for name in listed])
+    runs_dir = Path(given.get("runs_dir") or Settings.runs_dir)
+    runs = islice(list_runs(runs_dir), MOST_RUNS) if VERBS[verb].takes is Takes.RUNS else ()
     keys = [key for key in VERBS[verb].keys if key.partition("=")[0] not in (*given, *before)]
-    return [word for word in [*keys, *listed] if word.startswith(last) and word not in before] + flags
-
-
-def find_runs_dir(before: Sequence[str]) -> Path:
-    """Return where runs are, by the line or the user's own configuration; raises UsageError."""
-    given = [word.partition("=")[2] for word in before if word.startswith("runs_dir=")]
-    if given and given[-1]:
-        return Path(given[-1])
-    sources = parse_flags([word for word in before if word != "-f"]).sources
-    primary = sources.find_file(sources.primary)
-    if primary is None or find_shipped() in primary.parents:
-        return Path(Settings.runs_dir)
-    from launcher.config.compose import (
-        compose,  # Hydra takes longer than all of the rest
-        resolve,
-    )
-
-    return Path(resolve(compose(sources, ())).runs_dir)
+    words = [*keys, *map(name_run, runs)]
+    return [word for word in words if word.startswith(last) and word not in before] + flags

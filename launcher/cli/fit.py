@@ -9,7 +9,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,6 +48,9 @@ logger = logging.getLogger(__name__)
 STEPS = 2
 """Optimizer steps: states appear in the first, and the second has them from its beginning."""
 LARGEST_RESULT = 64 << 20
+POLL_SECONDS = 0.1
+LARGEST_END = 1 << 16
+"""Bytes of the program's output that are looked at."""
 MOST_LINES = 20
 """Last lines of a failed program's output that are shown."""
 GRACE = 5.0
@@ -275,18 +277,12 @@ def _run_steps(
     A signal that stops this process ends the program, too: raises SystemExit.
     `local` are the ranks of each of the nodes.
     """
-    from launcher.preflight.checks import read_lines  # a plan's estimate has no use for it
-
-    lines, signals, parent = deque[str](maxlen=MOST_LINES), list[int](), os.getpid()
-    with tempfile.TemporaryDirectory(prefix="launch-fit-") as folder, catch_signals() as inbox:
-
-        def take(name: str, line: str) -> bool:
-            if name == "wakeup":
-                signals.extend(number for number in inbox.take() if number in STOPPING)
-            elif line.strip():
-                lines.append(line)
-            return bool(signals)
-
+    signals, parent = list[int](), os.getpid()
+    with (
+        tempfile.TemporaryDirectory(prefix="launch-fit-") as folder,
+        open(f"{folder}/output", "w+b") as output,  # noqa: PTH123
+        catch_signals() as inbox,
+    ):
         result = Path(folder, "result.json")
         variables = {
             **environ,
@@ -314,17 +310,19 @@ def _run_steps(
                 render_shim(argv),
                 env=variables,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
                 preexec_fn=lambda: prepare_agent(parent, ()),  # noqa: PLW1509 - no other thread forks here
             )
         except OSError as error:
             raise MachineError(f"the program could not be started ({error})") from None
-        status = None
+        deadline = time.monotonic() + timeout
         try:
-            if read_lines(process, time.monotonic() + timeout, take, inbox.wakeup):
-                status = process.wait()
+            while process.poll() is None and not signals and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+                signals += [number for number in inbox.take() if number in STOPPING]
+            status = process.returncode
         finally:
             # What is left of it, and of what it has started.
             for number in (signal.SIGTERM, signal.SIGKILL):
@@ -332,11 +330,11 @@ def _run_steps(
                     os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE)
-            if process.stdout:
-                process.stdout.close()
         if signals:
             raise SystemExit(128 + signals[0])
-        return _judge_end(result, lines, status, timeout)
+        output.seek(max(0, output.seek(0, os.SEEK_END) - LARGEST_END))
+        lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+        return _judge_end(result, lines[-MOST_LINES:], status, timeout)
 
 
 def _judge_end(result: Path, lines: Sequence[str], status: int | None, timeout: float) -> StepRecord:

@@ -25,9 +25,9 @@ from launcher.plan.planner import plan
 
 logger = logging.getLogger(__name__)
 
-IMAGES = (".svg", ".png", ".pdf")
 SIMPLE = re.compile(r"[\w./ -]+")
 """Names that an override takes as they are."""
+IMAGES = (".svg", ".png", ".pdf")
 
 
 def show_plan(call: Call) -> int:
@@ -129,11 +129,9 @@ def show_topo(call: Call) -> int:
     snapshot = json.dumps(machine_to_json(machine), indent=1) + "\n"
     if save is not None:
         write_file("save", save, snapshot.encode())
-        use = ""
-        if save.isprintable() and Path(save).is_file():
-            value = save if SIMPLE.fullmatch(save) else quote_value(save)
-            use = f"; plan for it anywhere: {shlex.join(['launch', 'plan', f'machine.snapshot={value}'])}"
-        logger.info(f"the machine is saved in {save}{use}")
+        value = save if SIMPLE.fullmatch(save) else quote_value(save)
+        use = shlex.join(["launch", "plan", f"machine.snapshot={value}"])
+        logger.info(f"the machine is saved in {save}; plan for it anywhere: {use}")
     if config.format == "json":
         sys.stdout.write(snapshot)
     elif save is None and image is None:

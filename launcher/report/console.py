@@ -8,11 +8,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from rich.console import Console
 from rich.text import Text
 
 from launcher.report.viewer import Stream, ViewOptions, open_stream
@@ -37,8 +36,6 @@ DRAWS = re.compile(rb"\r[^\r\n]|\x1b(?:[^\[]|\[[0-9;:]*[^0-9;:m])")
 BAR_WIDTH = 20
 TIME_WIDTH = 7
 """Columns of the time that is left: `-:--:--`, `0:05:54`."""
-ESTIMATE_PERIOD = 3600.0
-"""Seconds over which the speed is averaged: Rich forgets older steps, and one step may take minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,35 +171,23 @@ class StepBar:
 
     clock: Callable[[], float] = time.monotonic
     """Seconds, from which the time that is left is estimated."""
-    progress: Progress = field(init=False)
+    begun: tuple[float, int] | None = None
+    """When the first step was shown, and which it was."""
 
-    def __post_init__(self) -> None:
-        """Begin to measure the time."""
-        self.progress = Progress(
-            TextColumn("{task.fields[steps]}", markup=False, table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=BAR_WIDTH),
-            TextColumn(
-                "{task.fields[metrics]}",
-                markup=False,
-                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
-            ),
-            TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=TIME_WIDTH)),
-            auto_refresh=False,
-            expand=True,
-            speed_estimate_period=ESTIMATE_PERIOD,
-            get_time=self.clock,
-        )
-        self.progress.add_task("training", steps="", metrics="")
-
-    def render_bar(self, console: Console, step: Step) -> str:
-        """Return the row for a step."""
-        total = str(step.total)
-        steps = f"step {step.step:>{len(total)}}/{total}"
-        room = console.width - len(steps) - BAR_WIDTH - TIME_WIDTH - 4  # gaps, and a cell that stays free
+    def render_bar(self, step: Step, width: int, *, blocks: bool = True) -> str:
+        """Return the row for a step, which takes all of a width."""
+        now, total = self.clock(), step.total or 1
+        self.begun = self.begun or (now, step.step)
+        seconds, made = now - self.begun[0], step.step - self.begun[1]
+        left = "-:--:--"
+        if made > 0 and step.step <= total:
+            left = str(timedelta(seconds=round((total - step.step) * seconds / made)))
+        done = min(BAR_WIDTH, BAR_WIDTH * step.step // total)
+        bar = ("━" if blocks else "-") * done
+        head = f"step {step.step:>{len(str(total))}}/{total} {bar:{BAR_WIDTH}} "
+        room = width - len(head) - max(TIME_WIDTH, len(left)) - 1
         metrics = fit_metrics([f"{name} {value}" for name, value in step.metrics if name != "lr"], room)
-        task = self.progress.task_ids[0]
-        self.progress.update(task, completed=step.step, total=step.total, steps=steps, metrics=metrics)
-        return render_row(console, self.progress.get_renderable())
+        return f"{head}{metrics[: max(room, 0)]:{max(room, 0)}} {left:>{TIME_WIDTH}}"[:width]
 
 
 def fit_metrics(metrics: Sequence[str], room: int) -> str:
@@ -213,13 +198,6 @@ def fit_metrics(metrics: Sequence[str], room: int) -> str:
             break
         text += f"  {metric}"
     return text
-
-
-def render_row(console: Console, content: RenderableType) -> str:
-    """Return something that takes one row as text; a cell stays free, so that no terminal wraps."""
-    with console.capture() as captured:
-        console.print(content, width=max(console.width - 1, 1), height=1, no_wrap=True, overflow="ellipsis")
-    return captured.get().partition("\n")[0].rstrip(" ")
 
 
 class PipeAwareConsole(Console):
@@ -318,7 +296,8 @@ class JobConsole:
             return
         self.bar = self.bar or StepBar()
         self.drawn = time.monotonic()
-        self.show_footer(self.bar.render_bar(self.console, step))
+        blocks = self.console.encoding.startswith("utf")
+        self.show_footer(self.bar.render_bar(step, max(self.console.width - 1, 1), blocks=blocks))
 
     def show_footer(self, text: str) -> None:
         """Show a line at the bottom of the terminal, below all others; an empty one takes it away."""
@@ -329,7 +308,7 @@ class JobConsole:
         """Show a text at the bottom in place of the former one; an empty one takes that away."""
         if text != self.status:
             self.status = text
-            self.show_footer(render_row(self.console, Text(text)) if text else "")
+            self.show_footer(fit_row(text.encode(), max(self.console.width - 1, 1)).decode())
 
     def print_own_line(self, text: str) -> None:
         """Print one of our own lines."""

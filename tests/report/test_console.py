@@ -286,7 +286,7 @@ def test_on_a_terminal_there_is_a_bar_with_step_loss_and_tokens() -> None:
 
 
 def test_bar_and_time_stay_in_their_columns_and_metrics_are_whole() -> None:
-    bar, console = StepBar(), Console(width=80, force_terminal=True, color_system=None)
+    bar = StepBar()
     metrics = (
         ("loss", "5.5421"),
         ("lr", "3e-4"),
@@ -294,7 +294,7 @@ def test_bar_and_time_stay_in_their_columns_and_metrics_are_whole() -> None:
         ("tflops", "123.45"),
         ("mfu", "45.1%"),
     )
-    rows = [bar.render_bar(console, Progress(step, 200000, metrics)) for step in (1, 50, 199999)]
+    rows = [bar.render_bar(Progress(step, 200000, metrics), 79) for step in (1, 50, 199999)]
     assert [row[:20] for row in rows] == [
         "step      1/200000  ",
         "step     50/200000  ",
@@ -307,10 +307,10 @@ def test_bar_and_time_stay_in_their_columns_and_metrics_are_whole() -> None:
 
 def test_the_time_left_is_known_of_a_program_that_takes_minutes_for_a_step() -> None:
     now = 0.0
-    bar, console = StepBar(lambda: now), Console(width=80, force_terminal=True, color_system=None)
+    bar = StepBar(lambda: now)
     rows = []
     for step in (1, 2, 3):
-        rows.append(bar.render_bar(console, Progress(step, 10, (("loss", "1"),))))
+        rows.append(bar.render_bar(Progress(step, 10, (("loss", "1"),)), 79))
         now += 120
     assert [row[-7:] for row in rows] == ["-:--:--", "0:16:00", "0:14:00"]
 

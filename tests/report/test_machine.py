@@ -17,7 +17,7 @@ from launcher.cpulist import parse_cpulist
 from launcher.plan.model import Cpu, Gpu, Machine, Nic, NumaNode, Plan, Request
 from launcher.plan.planner import plan
 from launcher.report.machine import PALETTE, find_colour, lighten, print_topology, render_machine
-from launcher.text import clean_text, format_size, shorten_cpulist
+from launcher.text import shorten_cpulist
 from tests.plan.lab_machines import NAMES, ask, fsroot, load
 from tests.probe.machine_trees import short_lived
 from tests.report import full_machines
@@ -240,19 +240,6 @@ def test_a_legend_of_many_ranks_ends_and_nothing_is_outside() -> None:
     for path in picture.iter(f"{SVG}path"):
         places = re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path.get("d", ""))
         assert all(-1 <= float(x) <= width + 1 and -1 <= float(y) <= height + 1 for x, y in places)
-
-
-def test_texts() -> None:
-    sizes = {
-        0: "0 KiB",
-        32768: "32 MiB",
-        1023 << 20: "0.999 TiB",
-        395_812_736: "377 GiB",
-        1 << 61: "2.1e+06 PiB",
-    }
-    assert {kib: format_size(kib) for kib in sizes} == sizes
-    assert shorten_cpulist(range(0, 112, 2)) == "0-110:1/2"
-    assert clean_text(" a\n b\x1b[31m\x07 \udcff") == "a b?[31m? ?" and len(clean_text("x" * 300)) == 80
 
 
 @given(st.sets(st.integers(0, 300)))
