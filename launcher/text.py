@@ -192,18 +192,6 @@ class StderrHandler(logging.Handler):
             sys.stderr.flush()
 
 
-class CallbackHandler(logging.Handler):
-    """Gives records to a function."""
-
-    def __init__(self, show: Callable[[logging.LogRecord], None]) -> None:
-        super().__init__()
-        self.show = show
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Give a record."""
-        self.show(record)
-
-
 def format_record(record: logging.LogRecord) -> str:
     """Return a record's text: `warning: …`."""
     level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
@@ -212,14 +200,11 @@ def format_record(record: logging.LogRecord) -> str:
 
 def redirect_log(show: Callable[[logging.LogRecord], None]) -> Callable[[], None]:
     """Have records given to a function in place of stderr; returns what undoes that."""
-    logger = logging.getLogger("launcher")
+    logger, handler = logging.getLogger("launcher"), logging.Handler()
     before = logger.handlers
-
-    def restore() -> None:
-        logger.handlers = before
-
-    logger.handlers = [CallbackHandler(show)]
-    return restore
+    handler.emit = show  # type: ignore[method-assign, assignment]
+    logger.handlers = [handler]
+    return lambda: setattr(logger, "handlers", before)
 
 
 def set_up_logging() -> None:
