@@ -4,10 +4,9 @@ import errno
 import itertools
 import os
 import re
-import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,45 +48,6 @@ def test_dots_in_the_path_of_the_runs_are_followed_once(here: Path) -> None:
         result = run_outside([f"runs_dir={runs_dir}", "--", "true"], here / "work")
         assert result.code == 0 and f"run directory {place}/true/" in result.err and ".." not in result.err
         assert list(place.glob("true/*/manifest.json"))
-
-
-@pytest.fixture
-def mounted(here: Path) -> Iterator[Callable[[str], Path]]:
-    """A small filesystem of one's own."""
-    folder = here / "small"
-    folder.mkdir()
-
-    def mount(options: str) -> Path:
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            pytest.skip(f"this process may not mount a tmpfs: {done.stderr.strip()}")
-        return folder
-
-    if os.geteuid() or not shutil.which("mount"):
-        pytest.skip("mounting a small filesystem needs root and mount(8)")
-    yield mount
-    subprocess.run(["umount", folder], capture_output=True, check=False)
-
-
-def test_a_full_filesystem(here: Path, mounted: Callable[[str], Path]) -> None:
-    folder = mounted("size=64k")
-    filler = os.open(folder / "filler", os.O_WRONLY | os.O_CREAT)
-    with pytest.raises(OSError, match="No space left"):
-        while True:
-            os.write(filler, bytes(4096))
-    os.close(filler)
-    run_inside(["runs_dir=small", "--", "true"]).assert_error(3, os.strerror(errno.ENOSPC), "runs_dir=DIR")
-    assert not list(folder.glob("*/*"))
-
-
-def test_a_read_only_filesystem(here: Path, mounted: Callable[[str], Path]) -> None:
-    mounted("size=64k,ro")
-    run_inside(["runs_dir=small", "--", "true"]).assert_error(3, os.strerror(errno.EROFS), "runs_dir=DIR")
 
 
 def test_a_full_device_for_the_run_directory(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
