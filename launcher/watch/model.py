@@ -148,7 +148,7 @@ class CollectiveTimes:
     groups: tuple[str, ...] = ()
     """Process groups that the marks refer to; an empty name stands for the ends of steps."""
     marks: str = ""
-    """One for each collective and each end of a step, packed by `collective_marks.pack_marks`."""
+    """One for each collective and each end of a step, packed by flight_recorder.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
