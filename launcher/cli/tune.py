@@ -190,7 +190,8 @@ class BatchStrategy:
         self.preview = f"{self.argument(start)}, then twice as much until it does not fit, up to {most}"
         if spec.config.save is not None:
             raise UsageError(
-                f"save={spec.config.save}: `launch tune batch` prints the command to use, and writes no file"
+                f"save={spec.config.save}: `launch tune batch` prints the command to use and writes no file,"
+                " leave it out"
             )
 
     def next(self) -> int | None:
