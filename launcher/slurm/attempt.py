@@ -1,14 +1,14 @@
-"""A running attempt, and the attempts before it in the manifest."""
+"""A running attempt, the manifest that it begins with, and the attempts before it."""
 
 import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.errors import SchedulerError
+from launcher.errors import LaunchError, SchedulerError
 from launcher.files import open_below
 from launcher.protocol import name_host
 from launcher.runs.manifest import (
@@ -16,32 +16,24 @@ from launcher.runs.manifest import (
     OF_START,
     describe_start,
     read_manifest,
-    read_time,
     stamp_time,
     take_dict,
     take_earlier,
     write_manifest,
 )
 from launcher.runs.progress import AttemptProgress, measure_attempt
-from launcher.runs.run_directory import RunDir, closing_descriptor
-from launcher.slurm.attempt_end import AttemptEnd, Decision
-from launcher.slurm.commands import (
-    ask_last_end,
-    ask_node_fields,
-    ask_node_states,
-    count_restarts,
-    is_down,
-    name_job,
-    parse_slurm_time,
-)
-from launcher.slurm.job_request import JobRequest
+from launcher.runs.run_directory import RunDir, closing_descriptor, reserve_space
+from launcher.slurm.attempt_end import AttemptEnd, Decision, PastAttempt, decide_requeue
+from launcher.slurm.commands import JobState, ask_last_end, ask_node_states, count_restarts, is_down, name_job
+from launcher.slurm.job_request import JobRequest, hold_manifest
+from launcher.slurm.node_order import NodeOrder
 
 logger = logging.getLogger(__name__)
 
 Manifest = dict[str, Any]
 """A manifest, or one of its earlier attempts."""
-CLAIM = "end-"
-"""`logs/ATTEMPT/end-0` is a link to the name of the node that ends an attempt."""
+CLAIM = "ended-by"
+"""`logs/ATTEMPT/ended-by` is a link to the name of the node that ends an attempt."""
 ENDS = {
     "NODE_FAIL": "node_failure",
     "BOOT_FAIL": "node_failure",
@@ -65,8 +57,8 @@ class Attempt:
     started: float = field(default_factory=time.time)
     spares: tuple[str, ...] = ()
     """Nodes that wait, without ranks, to replace one that is lost."""
-    prepared: tuple[AttemptEnd, Decision] | None = None
-    """What was found and decided when SLURM began to end the job, while the step still ran."""
+    prepared: tuple[JobState, AttemptEnd, Decision] | None = None
+    """What SLURM said, and what was found and decided, when it began to end the job while the step still ran."""
 
     @property
     def job_id(self) -> str:
@@ -101,47 +93,88 @@ class Attempt:
     @property
     def unrecorded(self) -> int:
         """Attempts that SLURM counts and the manifest lacks, since it could not be written."""
-        earlier = [take_dict(entry, "slurm") for entry in take_earlier(self.manifest)]
-        known = [slurm.get("restarts") for slurm in earlier if slurm.get("job_id") == self.job_id]
-        newest = max((number for number in known if isinstance(number, int)), default=-1)
-        return max(self.restarts - 1 - newest, 0)
+        slurm = [take_dict(entry, "slurm") for entry in take_earlier(self.manifest)]
+        known = [int(one.get("restarts", -1)) for one in slurm if one.get("job_id") == self.job_id]
+        return max(self.restarts - 1 - max(known, default=-1), 0)
 
     def measure_progress(self) -> AttemptProgress:
         """Return how far it has come."""
         return measure_attempt(self.run, self.request.progress_patterns)
 
+    def write(self) -> None:
+        """Write the manifest, unless another node has ended this attempt; if that fails, say so and go on."""
+        if is_taken_over(self.run):
+            return
+        try:
+            write_manifest(self.run, self.manifest)
+        except OSError as error:
+            logger.warning(f"the manifest could not be written ({error})")
 
-def make_attempt_manifest(
-    request: JobRequest, run: RunDir, environ: Mapping[str, str], hosts: Sequence[str], *, owned: bool
-) -> Manifest:
-    """Return the manifest of an attempt that begins, with those before it; nothing is written.
+
+class AttemptRefusedError(LaunchError):
+    """No further attempt begins, by the policy or since the last one has finished; it has that one's code."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def start_attempt(
+    request: JobRequest,
+    run: RunDir,
+    environ: Mapping[str, str],
+    order: NodeOrder,
+    *,
+    requeues: bool = True,
+) -> Attempt:
+    """Write the manifest of a new attempt, with those before it, and return it.
 
     A submission that never ran is no attempt, nor is what `launch` has written of this very start in an
-    allocation (if the job is not `owned`).
+    allocation (if the job is not ours to requeue). Raises AttemptRefusedError if the job is to end at once: SLURM
+    requeues a preempted job, and one that lost a node, by itself, and what `cluster.requeue` says of that is
+    carried out here.
     """
     found: Manifest = read_manifest(run.path) or describe_start(run, request.command, request.choices)
     state, slurm = take_dict(found, "outcome").get("state"), take_dict(found, "slurm")
-    earlier = take_earlier(found)
-    job_id = name_job(environ)
-    if owned and state == "running" and slurm.get("job_id") == job_id:
+    earlier, job_id = take_earlier(found), name_job(environ)
+    if requeues and state == "running" and slurm.get("job_id") == job_id:
         found["outcome"] = reconstruct_outcome(request, found, run, environ)
-    if owned and state != "submitted" and slurm:
+    if requeues and state != "submitted" and slurm:
         earlier.append({key: found[key] for key in OF_ATTEMPT if key in found})
-    restarts = environ.get("SLURM_RESTART_COUNT", "")
-    for key in OF_START:
-        found.pop(key, None)
-    return {
-        **found,
+    hosts, spares = order.hosts[: request.max_nodes], order.hosts[request.max_nodes :]
+    manifest = {
+        **{key: value for key, value in found.items() if key not in OF_START},
         "directory": request.directory,
         "submitted": found.get("submitted") or found.get("started"),
         "started": stamp_time(),
         "ended": None,
         "hosts": list(hosts),
         "attempt": run.first_attempt,
-        "slurm": {**slurm, "job_id": job_id, "restarts": int(restarts) if restarts.isdecimal() else 0},
+        "slurm": {**slurm, "job_id": job_id, "restarts": count_restarts(environ)},
         "outcome": {"state": "running"},
         "earlier": earlier,
+        "node_order": {"source": order.source, "why": order.why, "hosts": list(order.hosts)},
+        **({"spares": list(spares)} if spares else {}),
     }
+    attempt = Attempt(request, run, environ, hosts, manifest, requeues, spares=spares)
+    past = list_past_attempts(attempt.earlier) if requeues else []
+    if past:
+        *before, last = past
+        decision = decide_requeue(last.cause, request.config.cluster.requeue, before, last.advanced)
+        if not decision.requeue:  # the manifest is closed with the last attempt's end
+            closed = attempt.earlier[-1]
+            state = "failed" if decision.cause else "succeeded"
+            closed["outcome"] |= {"state": state, "cause": decision.cause, "reason": decision.reason}
+            attempt.manifest = {**manifest, **closed, "earlier": earlier[:-1]}
+            attempt.write()
+            number = len(past)
+            text = f"attempt {number + 1} does not begin: attempt {number} ended: {decision.reason}"
+            code = closed["outcome"].get("exit_code") or int(state == "failed")
+            raise AttemptRefusedError(text, code)
+    with hold_manifest(run.path):
+        attempt.write()
+    reserve_space(run)
+    return attempt
 
 
 def reconstruct_outcome(
@@ -149,30 +182,21 @@ def reconstruct_outcome(
 ) -> Manifest:
     """Return the outcome of an attempt whose batch script wrote none: it died with its node, or was killed.
 
-    Accounting tells, if there is any. Else a node that is down, or was booted since, tells of its loss;
-    and what is left is a preemption.
+    Accounting tells, if there is any. Else a node that is down tells of its loss; what is left is a preemption.
     """
     outcome, hosts = take_dict(found, "outcome"), [str(host) for host in found.get("hosts") or ()]
-    since = read_time(found.get("started"))
     lost: list[str] = []
     with contextlib.suppress(SchedulerError):
-        states, nodes = ask_node_states(hosts, environ), ask_node_fields(hosts, environ)
-        boots = {host: parse_slurm_time(fields.get("BootTime", "")) for host, fields in nodes.items()}
-        booted = {host for host, boot in boots.items() if since and boot and boot > since}
-        lost = [host for host in hosts if host in booted or is_down(states.get(host, ""))]
+        lost = [host for host, state in ask_node_states(hosts, environ).items() if is_down(state)]
     word = ask_last_end(name_job(environ), environ)
     cause = outcome.get("cause") or ENDS.get(word) or ("preempted" if word or not lost else "node_failure")
     advance = measure_attempt(RunDir(run.path, found.get("attempt") or 0), request.progress_patterns)
-    earlier = list_requeued_attempts(found, name_job(environ))
     reason = f"{', '.join(lost)} was lost" if lost else "it was killed before it could say why"
     return {
         **outcome,
-        "state": "requeued",
-        "cause": cause,
-        "reason": reason,
-        "lost": lost,
-        **describe_advance(advance),
-        "advanced": has_advanced(advance, earlier),
+        **{"state": "requeued", "cause": cause, "reason": reason, "lost": lost},
+        **{"step": advance.step, "checkpoint": advance.newest},
+        "advanced": has_advanced(advance, list_requeued_attempts(found, name_job(environ))),
     }
 
 
@@ -185,6 +209,12 @@ def list_requeued_attempts(manifest: Manifest, job_id: str) -> tuple[Manifest, .
             break
         earlier.append(entry)
     return tuple(reversed(earlier))
+
+
+def list_past_attempts(earlier: Sequence[Manifest]) -> list[PastAttempt]:
+    """Return what the policy looks at in earlier attempts."""
+    outcomes = [entry["outcome"] for entry in earlier]
+    return [PastAttempt(outcome.get("cause"), outcome.get("advanced")) for outcome in outcomes]
 
 
 def has_advanced(advance: AttemptProgress, earlier: Sequence[Manifest]) -> bool | None:
@@ -200,45 +230,22 @@ def has_advanced(advance: AttemptProgress, earlier: Sequence[Manifest]) -> bool 
     return later or (advance.newest is not None and advance.newest > max(times, default=float("-inf")))
 
 
-def describe_advance(advance: AttemptProgress) -> Manifest:
-    """Return an attempt's progress for the manifest."""
-    return {"step": advance.step, "checkpoint": advance.newest}
-
-
-def claim_end(run: RunDir, host: str, lost: Collection[str] = ()) -> bool:
-    """Take it upon a node to end an attempt; False if another one has done so, and is not lost."""
-    try:
+def claim_end(run: RunDir, host: str) -> str:
+    """Take it upon a node to end an attempt, for good; returns the node that does, empty on a full disk."""
+    with contextlib.suppress(OSError):
         with closing_descriptor(open_below(run.path, "logs", str(run.first_attempt))) as at:
-            claims = list_claims(run)
-            if claims and claims[-1] not in (host, *lost):
-                return False
-            if host not in claims[-1:]:
-                os.symlink(host, f"{CLAIM}{len(claims)}", dir_fd=at)  # whole or not at all, for one of many
-    except FileExistsError:
-        return False
+            os.symlink(host, CLAIM, dir_fd=at)  # whole or not at all, for one of many
+    return read_claim(run)
+
+
+def read_claim(run: RunDir) -> str:
+    """Return the node that ends an attempt; empty if none does as yet."""
+    try:
+        return str((run.path / "logs" / str(run.first_attempt) / CLAIM).readlink())
     except OSError:
-        return not lost  # the disk is full: nobody can, and the first node goes first
-    return True
-
-
-def list_claims(run: RunDir) -> list[str]:
-    """Return the nodes that have taken it upon themselves to end an attempt, the last one last."""
-    return [str(path.readlink()) for path in sorted(run.path.glob(f"logs/{run.first_attempt}/{CLAIM}*"))]
+        return ""
 
 
 def is_taken_over(run: RunDir) -> bool:
     """Tell whether another node has ended the attempt of this process, whose own was taken for lost."""
-    try:
-        return any(host != name_host(os.environ) for host in list_claims(run)[-1:])
-    except OSError:
-        return False
-
-
-def try_write_manifest(run: RunDir, manifest: Manifest) -> None:
-    """Write the manifest, unless another node has taken the attempt over; if that fails, say so and go on."""
-    if is_taken_over(run):
-        return
-    try:
-        write_manifest(run, manifest)
-    except OSError as error:
-        logger.warning(f"the manifest could not be written ({error})")
+    return read_claim(run) not in ("", name_host(os.environ))

@@ -1,16 +1,17 @@
-"""What an attempt was: how its step ended, what SLURM did to the job, and the class of the end."""
+"""What an attempt was: how its step ended, what SLURM did to the job, the cause, and what follows from it. Pure."""
 
 import re
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from launcher.errors import EXIT_HANG, EXIT_MACHINE
-from launcher.launch.signals import STOPPING
+from launcher.launch.signals import STOPPING, name_signal
 from launcher.runs.node_records import NodeRecord, RankFailure
 from launcher.runs.progress import AttemptProgress, EarlyEnd
 from launcher.slurm.commands import RUNNING, JobState
+from launcher.text import describe_first_failed_rank, name_some
 
 if TYPE_CHECKING:
     from launcher.config.settings import RequeueConfig
@@ -21,10 +22,93 @@ FOLLOWS = re.compile(
     re.IGNORECASE,
 )
 """What ranks say that failed because another one did."""
-EXITS = {"node_failure": EXIT_MACHINE, "sick_node": EXIT_MACHINE, "hang": EXIT_HANG}
-"""Exit codes of classes that have one of their own."""
-OF_RANKS = ("crash", "stopped")
-"""Classes of an end in which a rank may have been the first to fail."""
+MAX_NAMED = 3
+"""Sentences of the manifest's reason, and nodes that are named in one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A class of an attempt's end."""
+
+    text: str
+    is_limited: bool = True
+    """`cluster.requeue` says how often the job is requeued for it."""
+    is_counted: bool = True
+    """The attempt counts as one without progress if it made none; else others decided how long it ran."""
+    exit_code: int | None = None
+    """The job's, if the cause has one of its own."""
+
+
+CAUSES = {
+    "preempted": Cause("preempted", is_counted=False),
+    "timeout": Cause("time limit"),
+    "node_failure": Cause("node failure", exit_code=EXIT_MACHINE),
+    "sick_node": Cause("preflight found a sick node", is_counted=False, exit_code=EXIT_MACHINE),
+    "stopped": Cause("stopped from outside"),
+    "requested": Cause("the program asks for another start"),
+    "hang": Cause("the ranks hung", exit_code=EXIT_HANG),
+    "crash": Cause("the program failed"),
+    "requeued": Cause("requeued from outside", is_limited=False, is_counted=False),
+    "cancelled": Cause("cancelled", is_limited=False),
+}
+LIMITED = tuple(name for name, cause in CAUSES.items() if cause.is_limited)
+EVENTS = {
+    "sick": "sick_node",
+    "lost": "node_failure",
+    "hung": "hang",
+    "stopped_from_outside": "stopped",
+    "restart_requested": "requested",
+    "failed": "crash",
+    "near_limit": "timeout",
+    "stop_requested": "cancelled",
+    "cancelled_by_user": "cancelled",
+}
+"""What can have happened, and the cause: the first of these that did decides.
+
+`failed`: a rank failed by itself, before a stop was asked for. `near_limit`: the ranks were sent the checkpoint
+signal because the time limit was near. `stopped_from_outside`: the first event was a signal to one node's task or
+rank, sent neither by us nor by SLURM's queue. `cancelled_by_user`: a user has ended the step, but not the job.
+"""
+
+
+def classify_kill(status: JobState | None, restarts: int) -> str:
+    """Say how SLURM is ending the job whose attempt began after `restarts` requeues.
+
+    `requeued`: by a preemption, `scontrol requeue`, or for a lost node, and it comes back by itself.
+    `preempted`: it makes room, and comes back only if it is requeued: within GraceTime, when SLURM sends
+    SIGTERM to the steps alone, and with PreemptMode=CANCEL. `timeout`, `cancelled`. Empty: not at all, or
+    SLURM does not tell. The state is COMPLETING in all of these cases (SLURM 22.05).
+    """
+    if status is None:
+        return ""
+    if status.restarts > restarts:
+        return "requeued"
+    if status.preempted:
+        return "preempted"
+    if "TimeLimit" in (status.reason, status.state) or status.state == "TIMEOUT":
+        return "timeout"
+    return "" if status.state in RUNNING else "cancelled"
+
+
+def classify_end(facts: Collection[str], kill: str) -> str | None:
+    """Return the cause of an attempt's end; None for a success.
+
+    `facts` are names of `EVENTS`, and of `succeeded` (exit code 0 on all nodes, or on enough of an elastic job's),
+    `finished` (the last step that was printed is the last of all) and `preempted`. All ranks ended with 0: that
+    is a success, whatever signals came before. But what an administrator, or the program itself, has put back
+    into the queue begins again, and what a user has ended is cancelled, unless the last step was the last of all.
+    """
+    succeeded, finished, lost = ("succeeded" in facts, "finished" in facts, "lost" in facts)
+    preempted = "preempted" in facts
+    if kill == "requeued" and not (succeeded and (finished or (preempted and not lost))):
+        return "node_failure" if lost else "preempted" if preempted else "requeued"
+    by_user = kill == "cancelled" or ("cancelled_by_user" in facts and not kill)
+    if succeeded and (finished or not by_user):
+        return None
+    if kill:
+        return kill
+    cause = next((cause for fact, cause in EVENTS.items() if fact in facts), "crash")
+    return "timeout" if cause == "requested" and "near_limit" in facts else cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +117,13 @@ class StepReport:
 
     srun_exitcode: int
     """As subprocess gives it: -n for signal n."""
-    records: tuple[NodeRecord, ...]
-    missing: tuple[str, ...]
+    records: tuple[NodeRecord, ...] = ()
+    missing: tuple[str, ...] = ()
     """Hosts that left no record."""
-    signals: tuple[tuple[int, float], ...]
+    signals: tuple[tuple[int, float], ...] = ()
     """Signals to the batch script's process, and when, in seconds since the epoch."""
-    checkpointed: bool
-    """The ranks were sent the checkpoint signal."""
+    near_limit: bool = False
+    """The ranks were sent the checkpoint signal because the time limit was near."""
     srun_lines: tuple[str, ...] = ()
     """What srun complained of: its own lines on stderr."""
     signalled: tuple[tuple[str, int], ...] = ()
@@ -51,6 +135,22 @@ class StepReport:
     sick: tuple[str, ...] = ()
     """Nodes that the next attempt is to do without."""
 
+    @property
+    def stops(self) -> list[int]:
+        """The signals that asked for the end."""
+        return [number for number, _ in self.signals if number in STOPPING]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is to be done after an attempt."""
+
+    requeue: bool
+    cause: str | None
+    """The attempt's, or `no_progress` or `limit` if that is why the job stops; None for a success."""
+    reason: str
+    """For people."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnd:
@@ -58,17 +158,15 @@ class AttemptEnd:
 
     step: StepReport | None
     """None while the step is still ending."""
-    kill: str
-    """How SLURM ends the job, see `classify_kill`; empty if it does not."""
     cause: str | None
-    """Class of the end; None for a success."""
+    """None for a success."""
     advance: AttemptProgress
-    lost: tuple[str, ...] = ()
-    """Lost nodes."""
-    node_states: tuple[tuple[str, str], ...] = ()
-    """Nodes that left no record or are down, with sinfo's words for them."""
-    killed_tasks: tuple[tuple[str, str], ...] = ()
-    """Nodes that are there, but whose task ended by itself without a record, with srun's word."""
+    kill: str = ""
+    """How SLURM ends the job, see `classify_kill`; empty if it does not."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Lost nodes, and what tells of it."""
+    killed_tasks: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that are there, but whose task ended by itself without a record, and srun's word."""
     restart_requested: bool = False
     """The first rank that failed had an exit code that asks for another start (`exit_codes`)."""
     early: EarlyEnd | None = None
@@ -78,45 +176,117 @@ class AttemptEnd:
 
     @property
     def first(self) -> tuple[NodeRecord, RankFailure] | None:
-        """The first rank that failed by itself, and its node; what befell a node comes before any rank."""
-        of_ranks = (self.restart_requested or self.cause in OF_RANKS) and not self.signalled
-        return find_first_failure(self.step.records) if self.step and of_ranks else None
-
-    @property
-    def signalled(self) -> tuple[tuple[str, int], ...]:
-        """The nodes whose tasks got a signal from outside, if that is why the attempt ended."""
-        return self.step.signalled if self.step and self.cause == "stopped" else ()
-
-    @property
-    def hang(self) -> str:
-        """The hang for which the ranks were ended, in words; empty if that is not why the attempt ended."""
-        records = self.step.records if self.step and self.cause == "hang" else ()
-        return next((record.hang for record in records if record.hang), "")
+        """The first rank that failed by itself, and its node, if that is the cause: nodes come before ranks."""
+        step, stopped = self.step, self.cause == "stopped"
+        if step is None or not (self.restart_requested or self.cause == "crash" or stopped):
+            return None
+        return None if stopped and step.signalled else find_first_failure(step.records)
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the job, from the first of these that there is.
-
-        0 for a success; 3 for a lost node, or one that preflight found sick; 124 for a hang; 128+n for a
-        signal that a node got from outside; the code of the first rank that failed; after a crash without
-        one, that of a failed node, or srun's; else 128+n for the signal that ended the job.
-        """
+        """The job's: 0 for a success; the cause's own; 128+n for a signal that a node got from outside; that of
+        the first rank that failed; after a crash without one, that of a failed node, or srun's; else 128+n for
+        the signal that ended the job."""
         if self.cause is None:
             return 0
-        if self.cause in EXITS:
-            return EXITS[self.cause]
-        first, step = self.first, self.step
-        if self.signalled:
-            return 128 + self.signalled[0][1]
-        if first:
-            return first[1].status
-        if self.cause == "crash" and step:
+        if (own := CAUSES[self.cause].exit_code) is not None:
+            return own
+        step = self.step
+        if step and self.cause == "stopped" and step.signalled:
+            return 128 + step.signalled[0][1]
+        if self.first:
+            return self.first[1].status
+        if step and self.cause == "crash":
             codes = [record.exit_code for record in find_failed(step.records) if record.exit_code]
-            return next(
-                iter(codes), EXIT_MACHINE if self.trouble else abs(step.srun_exitcode) or EXIT_MACHINE
-            )
-        stops = [number for number, _ in step.signals if number in STOPPING] if step else []
-        return 128 + next(iter(stops), signal.SIGTERM)
+            return (codes or [0 if self.trouble else abs(step.srun_exitcode)])[0] or EXIT_MACHINE
+        return 128 + next(iter(step.stops if step else ()), signal.SIGTERM)
+
+    @property
+    def first_events(self) -> list[str]:
+        """What came before any failure: nothing could be written, or ranks ended with 0 before the others."""
+        return [*filter(None, (self.trouble, self.early.describe() if self.early else ""))]
+
+    def list_failure_lines(self) -> list[str]:
+        """Say why the attempt ended, and which rank failed first, with the end of its log."""
+        if not (self.first and self.cause == "crash" and not self.killed_tasks):
+            return [] if self.cause == "sick_node" else self.describe_events()  # preflight has told of it
+        record, failure = self.first
+        where = f"rank {failure.rank} on {record.host} (local rank {failure.local_rank})"
+        what = "failed after that" if self.early else "failed first"
+        told = describe_first_failed_rank(where, failure.reason, failure.log, failure.lines, what)
+        return [*self.first_events, *told]
+
+    def describe_events(self) -> list[str]:
+        """Say what happened to the run directory, and then to nodes, to a rank or else to the agents.
+
+        The first rank of a crash has more to it, and is told elsewhere.
+        """
+        lines, step = self.first_events, self.step
+        lines += [f"{host} was lost: {evidence}" for host, evidence in self.lost.items()]
+        for host, word in self.killed_tasks.items():
+            hint = ", probably out of memory" if word == "Killed" else ""
+            lines.append(f"{host} is there, but its task left no record, and ended: {word}{hint}")
+        if self.lost or self.killed_tasks or step is None:
+            return lines
+        if self.cause == "sick_node":
+            return [*lines, *step.sickness]
+        if self.cause == "hang":
+            return [*lines, *[record.hang for record in step.records if record.hang][:1]]
+        if self.cause == "stopped" and step.signalled:
+            hosts = name_some(list(dict(step.signalled)), MAX_NAMED)
+            what = f"{name_signal(step.signalled[0][1])} from outside"
+            return [*lines, f"{hosts} got {what}: neither launch nor SLURM's queue sent it"]
+        if self.first and self.cause != "crash":
+            record, failure = self.first
+            asks = f"ended with {failure.status}, and asks for another start"
+            what = asks if self.restart_requested else f"was stopped first: it {failure.reason}"
+            return [*lines, f"rank {failure.rank} on {record.host} {what}"]
+        if self.first or self.cause != "crash":
+            return lines
+        hosts_by_text: dict[str, list[str]] = {}
+        for record in step.records:
+            hosts_by_text.setdefault(record.agent_said, []).append(record.host)
+        said = [f"{name_some(names, MAX_NAMED)}: {text}" for text, names in hosts_by_text.items() if text]
+        if step.missing:
+            doubt = "" if self.trouble else ": is the disk full?"
+            said.append(f"no record came from {', '.join(step.missing)}{doubt}")
+        return [*lines, *(said or [f"no rank failed, but srun ended with {step.srun_exitcode}"])]
+
+    def name_state(self, decision: Decision) -> str:
+        """Return the manifest's word: what SLURM has requeued is in the queue, whatever the policy says."""
+        if decision.requeue or self.kill == "requeued":
+            return "requeued"
+        if self.cause is None:
+            return "succeeded"
+        ended = self.cause in ("cancelled", "preempted", "timeout") and decision.cause == self.cause
+        return "stopped" if ended else "failed"
+
+    def describe(self, decision: Decision, first_attempt: int) -> dict[str, Any]:
+        """Return the manifest's outcome; of many things that happened, its reason has the first ones."""
+        step, state, failure = self.step, self.name_state(decision), None
+        stops = step.stops if step else [signal.SIGTERM]
+        events = self.describe_events()
+        if len(events) > MAX_NAMED:
+            more = f" (and {len(events) - MAX_NAMED} more)"
+            events = [*events[: MAX_NAMED - 1], events[MAX_NAMED - 1] + more]
+        if self.first:
+            record, failed = self.first
+            failure = {**failed.to_json(record.host), "attempt": first_attempt + record.restarts}
+        restarts = max((record.restarts for record in step.records), default=0) if step else 0
+        return {
+            "state": state,
+            "cause": self.cause if state == "requeued" else decision.cause,
+            "exit_code": self.exit_code,
+            "signal": name_signal(stops[0]) if stops else None,
+            "reason": None if self.cause is None else "; ".join([*events, decision.reason]),
+            "events": self.first_events,
+            "lost": list(self.lost),
+            **({"sick": list(step.sick)} if step and step.sick else {}),
+            "first_failure": failure,
+            "attempts": 1 + first_attempt + restarts if step else None,
+            "step": self.advance.step,
+            "checkpoint": self.advance.newest,
+        }
 
 
 def find_first_failure(records: Sequence[NodeRecord]) -> tuple[NodeRecord, RankFailure] | None:
@@ -124,11 +294,8 @@ def find_first_failure(records: Sequence[NodeRecord]) -> tuple[NodeRecord, RankF
 
     A rank that failed by itself (see `failed_by_itself`) comes before one that only followed another.
     """
-
-    def order(found: tuple[NodeRecord, RankFailure]) -> tuple[bool, float]:
-        return not failed_by_itself(found[1]), found[1].time
-
-    return min(((record, record.failure) for record in records if record.failure), key=order, default=None)
+    failures = [(record, record.failure) for record in records if record.failure]
+    return min(failures, key=lambda found: (not failed_by_itself(found[1]), found[1].time), default=None)
 
 
 def failed_by_itself(failure: RankFailure) -> bool:
@@ -144,151 +311,38 @@ def was_terminated(failure: RankFailure) -> bool:
 
 def find_failed(records: Sequence[NodeRecord]) -> list[NodeRecord]:
     """Return the nodes on which a rank, or the agent, failed by itself rather than by SIGTERM."""
-    return [
-        record
-        for record in records
-        if record.state == "failed" and (record.failure is None or not was_terminated(record.failure))
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class EndFacts:
-    """What `classify_end` looks at."""
-
-    succeeded: bool = False
-    """Exit code 0 on all nodes, or on enough of an elastic job's."""
-    finished: bool | None = None
-    """The last step that was printed is the last of all; None if the program does not tell."""
-    failed: bool = False
-    """A rank failed by itself, before a stop was asked for."""
-    lost: bool = False
-    """A node was lost."""
-    stop_requested: bool = False
-    """The batch script's process got a signal to stop."""
-    near_limit: bool = False
-    """The ranks were sent the checkpoint signal because the time limit was near."""
-    preempted: bool = False
-    """SLURM says that the job had to make room for another one."""
-    stopped_from_outside: bool = False
-    """The first event was a signal to one node's task or rank, sent neither by us nor by SLURM's queue."""
-    restart_requested: bool = False
-    """The first rank that failed had one of the exit codes that ask for another start."""
-    hung: bool = False
-    """The ranks hung, and were ended for it."""
-    sick: bool = False
-    """The ranks were not started, since preflight found a node sick."""
-    cancelled_by_user: bool = False
-    """A user has ended the step, but not the job: by a signal to the batch script, or `scancel JOB.STEP`."""
-
-
-def classify_kill(status: JobState | None, restarts: int) -> str:
-    """Say how SLURM is ending the job whose attempt began after `restarts` requeues.
-
-    `requeued`: by a preemption, `scontrol requeue`, or for a lost node, and it comes back by itself.
-    `preempted`: it makes room, and comes back only if it is requeued: within GraceTime, when SLURM sends
-    SIGTERM to the steps alone, and with PreemptMode=CANCEL. `timeout`, `cancelled`. Empty: not at all, or
-    SLURM does not tell.
-
-    Tried with SLURM 22.05: the state is COMPLETING in all of these cases.
-    """
-    if status is None:
-        return ""
-    if status.restarts > restarts:
-        return "requeued"
-    if status.preempted:
-        return "preempted"
-    if "TimeLimit" in (status.reason, status.state) or status.state == "TIMEOUT":
-        return "timeout"
-    return "" if status.state in RUNNING else "cancelled"
-
-
-def classify_end(facts: EndFacts, kill: str) -> str | None:
-    """Return the class of an attempt's end; None for a success.
-
-    All ranks ended with 0: that is a success, whatever signals came before. But what an administrator, or the
-    program itself, has put back into the queue begins again, and what a user has ended is cancelled, unless
-    the last step was the last of all.
-    """
-    done = facts.succeeded and (facts.finished or (facts.preempted and not facts.lost))
-    if kill == "requeued" and not done:
-        taken = "preempted" if facts.preempted else "requeued"
-        return "node_failure" if facts.lost else taken
-    by_user = kill == "cancelled" or (facts.cancelled_by_user and not kill)
-    if facts.succeeded and (facts.finished or not by_user):
-        return None
-    events = (
-        (bool(kill), kill),
-        (facts.sick, "sick_node"),
-        (facts.lost, "node_failure"),
-        (facts.hung, "hang"),
-        (facts.stopped_from_outside, "stopped"),
-        (facts.restart_requested, "timeout" if facts.near_limit else "requested"),
-        (facts.failed, "crash"),
-        (facts.near_limit, "timeout"),
-        (facts.stop_requested or facts.cancelled_by_user, "cancelled"),
-    )
-    return next((cause for happened, cause in events if happened), "crash")
-
-
-DESCRIPTIONS = {
-    "preempted": "preempted",
-    "timeout": "time limit",
-    "node_failure": "node failure",
-    "sick_node": "preflight found a sick node",
-    "stopped": "stopped from outside",
-    "requested": "the program asks for another start",
-    "hang": "the ranks hung",
-    "crash": "the program failed",
-    "requeued": "requeued from outside",
-    "cancelled": "cancelled",
-}
-"""Classes of an attempt's end, and how people are told of them."""
-LIMITED = ("preempted", "timeout", "node_failure", "sick_node", "stopped", "requested", "hang", "crash")
-"""Those for which `cluster.requeue` says how often the job is requeued."""
-NOT_COUNTED = ("preempted", "requeued", "sick_node")
-"""Those of attempts that had no say in how long they ran."""
-SIGNAL_EARLY = 60.0
-"""Seconds that SLURM may send a job's signal too early (sbatch(1), --signal)."""
-CLOCK_SLACK = 30.0
-"""Seconds that slurmctld may be late to tell, and clocks may differ."""
-CLOSING_TIME = 15.0
-"""Seconds before the time limit for the batch script's process: records, manifest, requeue."""
+    failed = [record for record in records if record.state == "failed"]
+    return [record for record in failed if not (record.failure and was_terminated(record.failure))]
 
 
 @dataclass(frozen=True, slots=True)
 class PastAttempt:
     """An earlier attempt that was followed by another one."""
 
-    cause: str
+    cause: str | None
     advanced: bool | None
     """It made progress; None if that cannot be judged."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What is to be done after an attempt."""
-
-    requeue: bool
-    cause: str | None
-    """The attempt's class, or `no_progress` or `limit` if that is why the job stops; None for a success."""
-    reason: str
-    """For people."""
 
 
 def decide_requeue(
     cause: str | None, policy: "RequeueConfig", past: Sequence[PastAttempt], advanced: bool | None
 ) -> Decision:
-    """Decide what is to be done after an attempt of this class; `past` are the attempts before it.
+    """Decide what is to be done after an attempt of this cause; `past` are the attempts before it.
 
     Attempts that were preempted, requeued from outside, or not begun for a sick node, do not count as lacking
     progress, nor do they end a row of such: others decided how long they ran.
     """
     if cause is None:
         return Decision(False, None, "succeeded")
-    text = DESCRIPTIONS[cause]
+    text, idle = CAUSES[cause].text, 0
     if cause == "cancelled":
         return Decision(False, cause, text)
-    idle = count_idle([*past, PastAttempt(cause, advanced)])
+    for attempt in reversed([*past, PastAttempt(cause, advanced)]):
+        if attempt.cause in CAUSES and not CAUSES[attempt.cause].is_counted and not attempt.advanced:
+            continue
+        if attempt.advanced is not False:
+            break
+        idle += 1
     if 0 < policy.no_progress <= idle:
         reason = f"no progress in {idle} attempts in a row (cluster.requeue.no_progress={policy.no_progress})"
         return Decision(False, "no_progress", reason)
@@ -304,36 +358,23 @@ def decide_requeue(
     return Decision(True, cause, f"{again} (attempt {number + 1} of at most {policy.limit})")
 
 
-def count_idle(attempts: Sequence[PastAttempt]) -> int:
-    """Count the last attempts without progress, those left out whose nodes were taken from them."""
-    idle = 0
-    for attempt in reversed(attempts):
-        if attempt.cause in NOT_COUNTED and not attempt.advanced:
-            continue
-        if attempt.advanced is not False:
-            break
-        idle += 1
-    return idle
-
-
-def is_near_limit(now: float, end_time: float | None, seconds: float) -> bool:
-    """Tell whether a checkpoint signal that came now is the time limit's, rather than a user's own.
-
-    `seconds` is how long before the limit it was ordered. If SLURM does not tell of the limit (None), it
-    is taken for the limit's; if there is none (infinite), it is a user's.
-    """
-    return end_time is None or now >= end_time - seconds - SIGNAL_EARLY - CLOCK_SLACK
+SIGNAL_EARLY = 60.0
+"""Seconds that SLURM may send a job's signal too early (sbatch(1), --signal)."""
+CLOCK_SLACK = 30.0
+"""Seconds that slurmctld may be late to tell, and clocks may differ."""
+CLOSING_TIME = 15.0
+"""Seconds before the time limit for the batch script's process: records, manifest, requeue."""
 
 
 def choose_stop_time(now: float, end_time: float | None, seconds: float, grace: float) -> float | None:
     """Return when ranks that got the checkpoint signal now are to be stopped by SIGTERM; epoch seconds.
 
-    None: the signal was a user's own, and the program goes on. Else as late as leaves the ranks `grace`
-    seconds from SIGTERM to SIGKILL, and CLOSING_TIME seconds before the limit; but at least half of
-    the time that is left is for the checkpoint. `end_time` is the job's real limit, `seconds` how long
-    before it the signal was ordered, which is used if the limit is not known.
+    None: the signal was a user's own, far from the limit, and the program goes on. Else as late as leaves the
+    ranks `grace` seconds from SIGTERM to SIGKILL, and CLOSING_TIME seconds before the limit; but at least half
+    of the time that is left is for the checkpoint. `end_time` is the job's real limit (infinite for none),
+    `seconds` how long before it the signal was ordered, which is used if SLURM does not tell the limit.
     """
-    if not is_near_limit(now, end_time, seconds):
+    if end_time is not None and now < end_time - seconds - SIGNAL_EARLY - CLOCK_SLACK:
         return None
     left = max((now + seconds if end_time is None else end_time) - now, 0.0)
     return now + max(left / 2, left - grace - CLOSING_TIME)

@@ -1,195 +1,177 @@
-"""The end of an attempt in words: for the manifest, and for people."""
+"""Ends an attempt: finds out how it went, decides about a requeue, carries that out, and tells people."""
 
 import logging
 import math
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
-from launcher.config.settings import RequeueConfig
-from launcher.errors import EXIT_MACHINE, LaunchError, SchedulerError
+from launcher.errors import EXIT_MACHINE, SchedulerError
 from launcher.launch.ending import post_end
-from launcher.launch.signals import STOPPING, name_signal
 from launcher.protocol import name_host
 from launcher.runs.manifest import stamp_time
-from launcher.runs.progress import describe_progress
-from launcher.runs.run_directory import RunDir, release_space, reserve_space
-from launcher.slurm.attempt import (
-    Attempt,
-    Manifest,
-    claim_end,
-    describe_advance,
-    has_advanced,
-    make_attempt_manifest,
-    try_write_manifest,
-)
+from launcher.runs.progress import LONG_BEFORE, CleanEnd, EarlyEnd, describe_progress, find_early_exits
+from launcher.runs.run_directory import release_space
+from launcher.slurm.attempt import Attempt, claim_end, has_advanced, list_past_attempts
 from launcher.slurm.attempt_end import (
-    DESCRIPTIONS,
+    CAUSES,
     AttemptEnd,
     Decision,
     PastAttempt,
     StepReport,
+    classify_end,
+    classify_kill,
     decide_requeue,
+    failed_by_itself,
+    find_failed,
+    find_first_failure,
+    was_terminated,
 )
-from launcher.slurm.commands import SHORT_TIMEOUT, exclude_nodes, requeue_job
-from launcher.slurm.diagnosis import complete_diagnosis, diagnose_end, diagnose_kill
-from launcher.slurm.job_request import JobRequest, hold_manifest
-from launcher.slurm.node_order import NodeOrder
-from launcher.text import break_line, describe_first_failed_rank, describe_time, name_some
+from launcher.slurm.commands import (
+    LONG_TIMEOUT,
+    RUNNING,
+    SHORT_TIMEOUT,
+    JobState,
+    ask_job,
+    ask_node_states,
+    exclude_nodes,
+    is_down,
+    requeue_job,
+)
+from launcher.slurm.srun import ENDED, NOT_STARTED, SRUN, find_task_ends
+from launcher.text import break_line, describe_time
 
 logger = logging.getLogger(__name__)
 
-MAX_NAMED = 3
-"""Sentences of the manifest's reason, and nodes that are named in one."""
 
+def diagnose(
+    attempt: Attempt,
+    step: StepReport | None,
+    status: JobState | None = None,
+    lost: Mapping[str, str] | None = None,
+    trouble: str = "",
+) -> AttemptEnd:
+    """Find out how an attempt ended: from the nodes' records, srun, SLURM and the run directory.
 
-def name_state(end: AttemptEnd, decision: Decision) -> str:
-    """Return the manifest's word: what SLURM has requeued is in the queue, whatever the policy says."""
-    if decision.requeue or end.kill == "requeued":
-        return "requeued"
-    if end.cause is None:
-        return "succeeded"
-    ended = end.cause in ("cancelled", "preempted", "timeout") and decision.cause == end.cause
-    return "stopped" if ended else "failed"
-
-
-def describe_outcome(end: AttemptEnd, decision: Decision, run: RunDir) -> Manifest:
-    """Return the manifest's outcome; of many things that happened, its reason has the first ones."""
-    step, first, state = end.step, end.first, name_state(end, decision)
-    stops = [number for number, _ in step.signals if number in STOPPING] if step else [signal.SIGTERM]
-    events = describe_events(end)
-    if len(events) > MAX_NAMED:
-        more = f" (and {len(events) - MAX_NAMED} more)"
-        events = [*events[: MAX_NAMED - 1], events[MAX_NAMED - 1] + more]
-    failure = None
-    if first:
-        record, failed = first
-        failure = {
-            "rank": failed.rank,
-            "local_rank": failed.local_rank,
-            "host": record.host,
-            "attempt": run.first_attempt + record.restarts,
-            "exit_code": failed.status,
-            "reason": failed.reason,
-            "last_lines": list(failed.lines),
-        }
-    return {
-        "state": state,
-        "cause": end.cause if state == "requeued" else decision.cause,
-        "exit_code": end.exit_code,
-        "signal": name_signal(stops[0]) if stops else None,
-        "reason": None if end.cause is None else "; ".join([*events, decision.reason]),
-        "events": list_first_events(end),
-        "lost": list(end.lost),
-        **({"sick": list(step.sick)} if step and step.sick else {}),
-        "first_failure": failure,
-        "attempts": 1 + run.first_attempt + max((r.restarts for r in step.records), default=0)
-        if step
-        else None,
-        **describe_advance(end.advance),
+    `step` is None while it still runs. `status` is what SLURM has said of the job, if it was asked before, and
+    `lost` are nodes that are known to be lost, and what tells of it. `trouble` is what `release_space` has said.
+    SLURM is not asked about a plain success.
+    """
+    advance, known = attempt.measure_progress(), lost is not None
+    stop_requested = step is None or bool(step.stops)
+    succeeded = step is not None and has_succeeded(attempt, step)
+    timeout = SHORT_TIMEOUT if stop_requested else LONG_TIMEOUT
+    if status is None:
+        if step and succeeded and not (stop_requested or step.near_limit or step.missing):
+            return AttemptEnd(step, None, advance, trouble=trouble)
+        status = ask_job_status(attempt, timeout)
+    kill = classify_kill(status, attempt.restarts)
+    if lost is None:
+        suspects = attempt.hosts if kill or step is None else step.missing
+        lost = find_down_nodes(attempt, suspects, timeout)
+    killed_tasks: dict[str, str] = {}
+    first = find_first_failure(step.records) if step else None
+    asks = bool(first and first[1].status in attempt.request.config.cluster.requeue.exit_codes)
+    facts = {
+        "succeeded": succeeded,
+        "finished": advance.finished,
+        "preempted": status and status.preempted,
+        "stop_requested": stop_requested,
     }
+    if step:
+        task_ends = find_task_ends(step.srun_lines, step.missing)
+        if not (kill or stop_requested or step.cancelled or SRUN in dict(step.signalled)):
+            killed_tasks = {host: word for host, word in task_ends.items() if word != ENDED}
+        # If the first node's own record is missing too, which is there, it is the records that are not to be had:
+        # the disk is full, or the tasks cannot start.
+        own = attempt.environ.get("SLURMD_NODENAME")
+        if not (kill or known or (own in step.missing and own not in task_ends)):
+            silent = [host for host in step.missing if host not in task_ends]
+            evidence = {host: f"it left no record{lost.get(host, '')}" for host in silent}
+            lost = {**lost, **evidence}
+        # SLURM may start a job again before it has sorted out what another node's loss has left.
+        after_loss = attempt.earlier and attempt.earlier[-1]["outcome"].get("cause") == "node_failure"
+        refused = any(record.agent_said.startswith(NOT_STARTED) for record in step.records)
+        facts |= {
+            "failed": killed_tasks or find_failed(step.records),
+            "lost": after_loss and refused,
+            "hung": any(record.hang for record in step.records),
+            "sick": step.sickness,
+            "near_limit": step.near_limit,
+            "stopped_from_outside": not stop_requested and was_stopped_from_outside(attempt, step),
+            "restart_requested": asks,
+            "cancelled_by_user": step.cancelled
+            or (stop_requested and any(record.signal for record in step.records)),
+        }
+    facts["lost"] = lost or facts.get("lost")
+    cause = classify_end([name for name, holds in facts.items() if holds], kill)
+    asks = asks and cause in ("requested", "timeout")
+    early = find_early_end(attempt, step) if step and not asks and cause not in (None, "stopped") else None
+    return AttemptEnd(step, cause, advance, kill, lost, killed_tasks, asks, early, trouble)
 
 
-def list_failure_lines(end: AttemptEnd) -> list[str]:
-    """Say why the attempt ended, and which rank failed first, with the end of its log."""
-    if end.first and end.cause == "crash" and not (end.lost or end.killed_tasks):
-        record, failure = end.first
-        where = f"rank {failure.rank} on {record.host} (local rank {failure.local_rank})"
-        what = "failed after that" if end.early else "failed first"
-        return [
-            *list_first_events(end),
-            *describe_first_failed_rank(where, failure.reason, failure.log, failure.lines, what),
-        ]
-    return [] if end.cause == "sick_node" else describe_events(end)  # preflight has told of it
+def was_stopped_from_outside(attempt: Attempt, step: StepReport) -> bool:
+    """Tell whether the first event was a signal to a task or a rank that neither we nor SLURM's queue sent.
 
-
-def list_first_events(end: AttemptEnd) -> list[str]:
-    """Say what came before any failure: nothing could be written, or ranks ended with 0 before the others."""
-    return [*filter(None, (end.trouble, end.early.describe() if end.early else ""))]
-
-
-def describe_events(end: AttemptEnd) -> list[str]:
-    """Say what happened to the run directory, and then to nodes, to a rank or else to the agents.
-
-    The first rank that failed by itself has more to it, and is told elsewhere.
+    A signal to every node's task by way of SLURM is a user's wish that the step end. An elastic job goes on
+    without the node, and may fail for another reason later.
     """
-    lines, step, states = list_first_events(end), end.step, dict(end.node_states)
-    if step and end.cause == "sick_node":
-        return [*lines, *step.sickness]
-    for host in end.lost:  # which SLURM may be minutes late to see (SlurmdTimeout)
-        seen = f", and is {states[host]}, says SLURM" if states.get(host) else ""
-        lines.append(f"{host} was lost: it left no record{seen}")
-    for host, word in end.killed_tasks:
-        if host not in end.lost:
-            hint = ", probably out of memory" if word == "Killed" else ""
-            lines.append(f"{host} is there, but its task left no record, and ended: {word}{hint}")
-    if end.lost or end.killed_tasks:
-        return lines
-    if end.hang:
-        return [*lines, end.hang]
-    if end.signalled:
-        hosts = name_some(list(dict(end.signalled)), MAX_NAMED)
-        what = f"{name_signal(end.signalled[0][1])} from outside"
-        return [*lines, f"{hosts} got {what}: neither launch nor SLURM's queue sent it"]
-    if end.first and end.cause != "crash":
-        record, failure = end.first
-        who = f"rank {failure.rank} on {record.host}"
-        if end.restart_requested:
-            return [*lines, f"{who} ended with {failure.status}, and asks for another start"]
-        return [*lines, f"{who} was stopped first: it {failure.reason}"]
-    if end.first or end.cause != "crash" or step is None:
-        return lines
-    hosts_by_text: dict[str, list[str]] = {}
-    for record in step.records:
-        hosts_by_text.setdefault(record.agent_said, []).append(record.host)
-    said = [f"{name_some(names, MAX_NAMED)}: {text}" for text, names in hosts_by_text.items() if text]
-    if step.missing:
-        doubt = "" if end.trouble else ": is the disk full?"
-        said.append(f"no record came from {', '.join(step.missing)}{doubt}")
-    return [*lines, *(said or [f"no rank failed, but srun ended with {step.srun_exitcode}"])]
+    first = find_first_failure(step.records)
+    if not step.signalled:
+        return bool(first and was_terminated(first[1]) and not step.cancelled)
+    if step.cancelled and len(dict(step.signalled)) == len(attempt.hosts):
+        return False
+    return not (attempt.is_elastic and first and failed_by_itself(first[1]))
 
 
-class AttemptRefusedError(LaunchError):
-    """No further attempt begins, by the policy or since the last one has finished; it has that one's code."""
+def find_early_end(attempt: Attempt, step: StepReport) -> EarlyEnd | None:
+    """Return the ranks that ended with 0 before the first failure, or long before all were stopped."""
+    first = find_first_failure(step.records)
+    before = first[1].time if first else max((when - LONG_BEFORE for _, when in step.signals), default=None)
+    if before is None:
+        return None
+    ends = [
+        CleanEnd(rank, record.host, moment, attempt.run.first_attempt + record.restarts)
+        for record in step.records
+        for rank, moment in record.clean
+    ]
+    world = 0 if step.missing else sum(record.ranks for record in step.records)
+    return find_early_exits(attempt.run, ends, before, world)
 
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
 
+def has_succeeded(attempt: Attempt, step: StepReport) -> bool:
+    """Tell whether all nodes ended well; of an elastic job's, those that are left, if they are enough.
 
-def start_attempt(
-    request: JobRequest,
-    run: RunDir,
-    environ: Mapping[str, str],
-    hosts: Sequence[str],
-    *,
-    requeues: bool = True,
-    order: NodeOrder | None = None,
-) -> Attempt:
-    """Write the manifest of a new attempt, and return it.
-
-    Raises AttemptRefusedError if the job is to end at once: SLURM requeues a preempted job, and
-    one that lost a node, by itself, and what `cluster.requeue` says of that is carried out here.
+    An elastic job goes on without a node whose task was stopped from outside, as without one that was lost.
     """
-    manifest = make_attempt_manifest(request, run, environ, hosts, owned=requeues)
-    if order:
-        manifest["node_order"] = {"source": order.source, "why": order.why, "hosts": list(order.hosts)}
-    attempt = Attempt(request, run, environ, tuple(hosts), manifest, requeues)
-    decision = find_final_decision(attempt.earlier, request.config.cluster.requeue) if requeues else None
-    if decision:  # the manifest is closed with the last attempt's end
-        *earlier, last = attempt.earlier
-        state = "failed" if decision.cause else "succeeded"
-        outcome = {**last["outcome"], "state": state, "cause": decision.cause, "reason": decision.reason}
-        closed = {**manifest, **last, "outcome": outcome, "earlier": manifest["earlier"][:-1]}
-        try_write_manifest(run, closed)
-        number = len(earlier) + 1
-        text = f"attempt {number + 1} does not begin: attempt {number} ended: {decision.reason}"
-        raise AttemptRefusedError(text, outcome.get("exit_code") or int(state == "failed"))
-    with hold_manifest(run.path):
-        try_write_manifest(run, manifest)
-    reserve_space(run)
-    return attempt
+    left = dict(step.signalled) if attempt.is_elastic else {}
+    records = [record for record in step.records if record.host not in left]
+    if step.sickness or any(record.state != "succeeded" or record.exit_code for record in records):
+        return False
+    if attempt.is_elastic and len(records) >= attempt.request.min_nodes:
+        return True
+    # If the kernel has killed a helper of theirs for memory, srun's code is 1, whatever the tasks' are.
+    if step.records and not step.missing:
+        return True
+    # A task ends with 0 if its ranks did, or was stopped: a record may be late, or the disk full.
+    return step.srun_exitcode == 0 and not (step.missing and step.signals)
+
+
+def ask_job_status(attempt: Attempt, timeout: float) -> JobState | None:
+    """Ask SLURM how the job stands; None if it does not answer."""
+    try:
+        return ask_job(attempt.job_id, attempt.environ, timeout)
+    except SchedulerError:
+        return None
+
+
+def find_down_nodes(attempt: Attempt, hosts: Sequence[str], timeout: float) -> dict[str, str]:
+    """Return the nodes that are down as SLURM has it, which may be minutes late to see it (SlurmdTimeout)."""
+    try:
+        states = ask_node_states(hosts, attempt.environ, timeout)
+    except SchedulerError:
+        return {}
+    return {host: f"SLURM says that it is {states[host]}" for host in hosts if is_down(states.get(host, ""))}
 
 
 def prepare_for_kill(attempt: Attempt) -> None:
@@ -198,17 +180,20 @@ def prepare_for_kill(attempt: Attempt) -> None:
     SLURM kills everything KillWait later, and the ranks may need all of that time. The manifest tells why,
     and the job is in the queue again, before that. Does nothing if a user sent the signal.
     """
-    end = diagnose_kill(attempt)
-    if end is None or attempt.prepared or not may_end(attempt):
+    status = ask_job_status(attempt, SHORT_TIMEOUT) if attempt.requeues and not attempt.prepared else None
+    if status is None or status.state in RUNNING or not classify_kill(status, attempt.restarts):
         return
-    for line in list_failure_lines(end):
-        logger.info(line)
-    attempt.prepared = (end, carry_out_decision(attempt, end, SHORT_TIMEOUT))
+    if may_end(attempt):
+        end = diagnose(attempt, None, status)
+        for line in end.list_failure_lines():
+            logger.info(line)
+        attempt.prepared = (status, end, carry_out_decision(attempt, end))
 
 
 def may_end(attempt: Attempt) -> bool:
     """Tell whether it is still this node that ends the attempt: another one may have taken it for lost."""
-    if not attempt.is_guarded or claim_end(attempt.run, name_host(attempt.environ)):
+    own = name_host(attempt.environ)
+    if not attempt.is_guarded or claim_end(attempt.run, own) in ("", own):
         return True
     logger.info("another node has ended this attempt, to which this one was lost")
     return False
@@ -222,52 +207,41 @@ def end_attempt(attempt: Attempt, step: StepReport) -> int:
     trouble = next(filter(None, troubles), "")
     if trouble:
         break_line()
-    if attempt.prepared:
-        before, decision = attempt.prepared
-        end = complete_diagnosis(attempt, before, step, trouble)
-        decision = decision if end.cause else replace(decision, cause=None)
-        write_outcome(attempt, end, decision)
-        report_end(attempt, end, decision)
-    else:
-        end = diagnose_end(attempt, step, trouble)
+    if attempt.prepared is None:
+        end = diagnose(attempt, step, trouble=trouble)
         finish_attempt(attempt, end)
+        return end.exit_code
+    status, before, decision = attempt.prepared
+    end = diagnose(attempt, step, status, before.lost, trouble)
+    if end.cause is None:
+        decision = replace(decision, cause=None)
+    write_outcome(attempt, end, decision)
+    report_end(attempt, end, decision)
     return end.exit_code
 
 
 def finish_attempt(attempt: Attempt, end: AttemptEnd) -> Decision:
     """Log an attempt's end, requeue the job or not, and return what was decided."""
-    for line in list_failure_lines(end):
+    for line in end.list_failure_lines():
         logger.info(line)
-    decision = carry_out_decision(attempt, end, SHORT_TIMEOUT if end.kill else math.inf)
+    decision = carry_out_decision(attempt, end)
     report_end(attempt, end, decision)
     return decision
 
 
 def report_end(attempt: Attempt, end: AttemptEnd, decision: Decision) -> None:
     """Say how an attempt went and where everything is, here and to `notify.url`."""
-    doubts = [end.trouble] if end.trouble else []
-    if end.step and (end.step.signals or end.kill) and end.advance.finished is False:
-        last = end.advance.steps[-1]
-        doubts.append(
-            f"all ranks ended with 0, which is a success, but after a signal and at step {last.step} of"
-            f" {last.total}: a program that is to be started again ends with 75 (cluster.requeue.exit_codes)"
-        )
-    for doubt in doubts if end.cause is None else ():
-        logger.info(f"warning: {doubt}")
+    if end.trouble and end.cause is None:
+        logger.info(f"warning: {end.trouble}")
     result = describe_progress(end.advance.steps)
-    word = f"{name_state(end, decision)} after {describe_time(time.time() - attempt.started)}"
+    word = f"{end.name_state(decision)} after {describe_time(time.time() - attempt.started)}"
     logger.info(word + (f": {result}" if result else ""))
     logger.info(f"run directory {attempt.run.path}")
-    post_end(
-        attempt.request.config.notify,
-        attempt.run,
-        attempt.hosts[0],
-        attempt.manifest["outcome"],
-        job_id=attempt.job_id,
-    )
+    notify, outcome = attempt.request.config.notify, attempt.manifest["outcome"]
+    post_end(notify, attempt.run, attempt.hosts[0], outcome, job_id=attempt.job_id)
 
 
-def carry_out_decision(attempt: Attempt, end: AttemptEnd, timeout: float) -> Decision:
+def carry_out_decision(attempt: Attempt, end: AttemptEnd) -> Decision:
     """Decide, write the manifest, and requeue: the manifest first, since a requeue ends this process too."""
     decision = decide_next(attempt, end)
     write_outcome(attempt, end, decision)
@@ -280,7 +254,7 @@ def carry_out_decision(attempt: Attempt, end: AttemptEnd, timeout: float) -> Dec
         return decision
     try:
         if end.kill != "requeued":
-            requeue_job(attempt.job_id, attempt.environ, timeout)
+            requeue_job(attempt.job_id, attempt.environ, SHORT_TIMEOUT if end.kill else math.inf)
     except SchedulerError as error:
         decision = replace(decision, requeue=False, reason=f"{decision.reason}, but SLURM refuses ({error})")
         logger.warning(f"the job could not be requeued ({error})")
@@ -302,55 +276,27 @@ def carry_out_decision(attempt: Attempt, end: AttemptEnd, timeout: float) -> Dec
 
 
 def write_outcome(attempt: Attempt, end: AttemptEnd, decision: Decision) -> None:
-    """Complete the manifest."""
-    attempt.manifest["ended"] = stamp_time()
-    outcome = describe_outcome(end, decision, attempt.run)
-    attempt.manifest |= read_watch_account(attempt.run)
-    attempt.manifest["outcome"] = {**outcome, "advanced": has_advanced(end.advance, attempt.earlier)}
-    try_write_manifest(attempt.run, attempt.manifest)
-
-
-def read_watch_account(run: RunDir) -> dict[str, list[dict[str, object]]]:
-    """Return the hangs and stragglers of an attempt, as the node that judged them has written them."""
+    """Complete the manifest, with the hangs and stragglers that the node has written that judged them."""
     from launcher.watch.run_files import read_job_state  # not at the start of the job
 
-    state = read_job_state(run.path, own=True)
-    if state is None or state.attempt != run.first_attempt:
-        return {}
-    account = {
-        "hangs": [asdict(hang) for hang in state.hangs],
-        "stragglers": [asdict(straggler) for straggler in state.stragglers],
-    }
-    return {key: found for key, found in account.items() if found}
+    manifest, state = attempt.manifest, read_job_state(attempt.run.path, own=True)
+    if state and state.attempt == attempt.run.first_attempt:
+        account = {"hangs": state.hangs, "stragglers": state.stragglers}
+        manifest |= {key: [asdict(one) for one in found] for key, found in account.items() if found}
+    outcome = end.describe(decision, attempt.run.first_attempt)
+    manifest["ended"] = stamp_time()
+    manifest["outcome"] = {**outcome, "advanced": has_advanced(end.advance, attempt.earlier)}
+    attempt.write()
 
 
 def decide_next(attempt: Attempt, end: AttemptEnd) -> Decision:
     """Decide what is to be done; a job in somebody's allocation never goes back into the queue."""
     stays = end.cause == "sick_node" and not (end.step and end.step.sick)
     if end.cause and (stays or not attempt.requeues):
-        return Decision(False, end.cause, DESCRIPTIONS[end.cause])
-    advanced = has_advanced(end.advance, attempt.earlier)
-    past = list_past_attempts(attempt.earlier)
+        return Decision(False, end.cause, CAUSES[end.cause].text)
+    advanced, past = has_advanced(end.advance, attempt.earlier), list_past_attempts(attempt.earlier)
     if attempt.unrecorded and end.cause:
         # An attempt that could not write its manifest has written no checkpoint.
         past += [PastAttempt(end.cause, False)] * attempt.unrecorded
         advanced = bool(advanced)
     return decide_requeue(end.cause, attempt.request.config.cluster.requeue, past, advanced)
-
-
-def find_final_decision(earlier: Sequence[Manifest], config: RequeueConfig) -> Decision | None:
-    """Return the decision after the last attempt if no other was to follow; None if one may."""
-    past = list_past_attempts(earlier)
-    if past and earlier[-1]["outcome"].get("exit_code") == 0 and past[-1].cause == "None":
-        return Decision(False, None, "all ranks ended with 0 when the job was back in the queue already")
-    if not past or past[-1].cause not in DESCRIPTIONS:
-        return None
-    last = past.pop()
-    decision = decide_requeue(last.cause, config, past, last.advanced)
-    return None if decision.requeue else decision
-
-
-def list_past_attempts(earlier: Sequence[Manifest]) -> list[PastAttempt]:
-    """Return what the policy looks at in earlier attempts."""
-    outcomes = [entry["outcome"] for entry in earlier]
-    return [PastAttempt(str(outcome.get("cause")), outcome.get("advanced")) for outcome in outcomes]
