@@ -38,7 +38,7 @@ from launcher.slurm.commands import (
     is_down,
     requeue_job,
 )
-from launcher.slurm.srun import ENDED, NOT_STARTED, SRUN, find_task_ends
+from launcher.slurm.srun import ENDED, NOT_STARTED, find_task_ends
 from launcher.text import break_line, describe_time
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def diagnose(
     killed_tasks: dict[str, str] = {}
     first = find_first_failure(step.records) if step else None
     asks = bool(first and first[1].status in attempt.request.config.cluster.requeue.exit_codes)
-    facts = {
+    facts: dict[str, object] = {
         "succeeded": succeeded,
         "finished": advance.finished,
         "preempted": status and status.preempted,
@@ -80,15 +80,15 @@ def diagnose(
     }
     if step:
         task_ends = find_task_ends(step.srun_lines, step.missing)
-        if not (kill or stop_requested or step.cancelled or SRUN in dict(step.signalled)):
+        if not (kill or stop_requested or step.cancelled):
             killed_tasks = {host: word for host, word in task_ends.items() if word != ENDED}
         # If the first node's own record is missing too, which is there, it is the records that are not to be had:
         # the disk is full, or the tasks cannot start.
         own = attempt.environ.get("SLURMD_NODENAME")
         if not (kill or known or (own in step.missing and own not in task_ends)):
             silent = [host for host in step.missing if host not in task_ends]
-            evidence = {host: f"it left no record{lost.get(host, '')}" for host in silent}
-            lost = {**lost, **evidence}
+            words = {host: ("it left no record", lost.get(host, "")) for host in silent}
+            lost = {**lost, **{host: ", and ".join(filter(None, said)) for host, said in words.items()}}
         # SLURM may start a job again before it has sorted out what another node's loss has left.
         after_loss = attempt.earlier and attempt.earlier[-1]["outcome"].get("cause") == "node_failure"
         refused = any(record.agent_said.startswith(NOT_STARTED) for record in step.records)
@@ -281,8 +281,9 @@ def write_outcome(attempt: Attempt, end: AttemptEnd, decision: Decision) -> None
 
     manifest, state = attempt.manifest, read_job_state(attempt.run.path, own=True)
     if state and state.attempt == attempt.run.first_attempt:
-        account = {"hangs": state.hangs, "stragglers": state.stragglers}
-        manifest |= {key: [asdict(one) for one in found] for key, found in account.items() if found}
+        hangs, stragglers = map(asdict, state.hangs), map(asdict, state.stragglers)
+        account = {"hangs": [*hangs], "stragglers": [*stragglers]}
+        manifest |= {key: found for key, found in account.items() if found}
     outcome = end.describe(decision, attempt.run.first_attempt)
     manifest["ended"] = stamp_time()
     manifest["outcome"] = {**outcome, "advanced": has_advanced(end.advance, attempt.earlier)}

@@ -29,10 +29,9 @@ from launcher.runs.manifest import CLOSED, read_manifest, read_time, take_dict
 from launcher.runs.node_records import read_nodes
 from launcher.runs.run_directory import RunDir, release_space
 from launcher.slurm.attempt import Attempt, claim_end
-from launcher.slurm.attempt_end import AttemptEnd, EndFacts, StepReport, classify_end, classify_kill
-from launcher.slurm.attempt_lifecycle import finish_attempt
+from launcher.slurm.attempt_end import StepReport, classify_kill
+from launcher.slurm.attempt_lifecycle import diagnose, finish_attempt
 from launcher.slurm.commands import ask_job, ask_node_states, is_down, run_slurm
-from launcher.slurm.diagnosis import has_succeeded
 from launcher.slurm.job_request import read_job_request
 from launcher.slurm.liveness import ALIVE_PERIOD, OWN_GAP, SILENCE
 from launcher.slurm.slurm_environ import clean_for_step
@@ -198,15 +197,19 @@ class Guard:
             started=read_time(manifest["started"]) or time.time(),
             spares=tuple(manifest.get("spares", ())),
         )
-        if classify_kill(ask_job(attempt.job_id, environ), attempt.restarts):
+        status = ask_job(attempt.job_id, environ)
+        if classify_kill(status, attempt.restarts):
             return True
-        states = ask_node_states(attempt.step_hosts, environ)
-        addresses = ask_addresses(attempt.step_hosts, environ)
-        lost = {self.first, *(host for host, state in states.items() if state.startswith("down"))}
-        lost |= {host for host, address in addresses.items() if try_connection(address) is False}
+        states, addresses = (ask(attempt.step_hosts, environ) for ask in (ask_node_states, ask_addresses))
+        lost = {self.first: evidence}
+        for host in attempt.step_hosts:
+            if host != self.first and states.get(host, "").startswith("down"):
+                lost[host] = f"SLURM says that it is {states[host]}"
+            elif host != self.first and host in addresses and try_connection(addresses[host]) is False:
+                lost[host] = "its SLURM daemon cannot be reached"
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the requeue ends this step, too
         trouble = release_space(run)
-        self.has_claimed = claim_end(run, self.own, lost)
+        self.has_claimed = claim_end(run, self.own) == self.own
         if not self.has_claimed:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             return False
@@ -221,21 +224,9 @@ class Guard:
             records = tuple(
                 one for one in read_nodes(run_path, run.first_attempt) if one.host in attempt.hosts
             )
-            missing = tuple(host for host in attempt.hosts if host not in {one.host for one in records})
-            step = StepReport(1, records, missing, (), checkpointed=False)
-            advance = attempt.measure_progress()
-            done = not missing and has_succeeded(attempt, step)
-            facts = EndFacts(succeeded=done, finished=advance.finished, lost=True)
-            ordered = tuple(host for host in (self.first, *attempt.hosts) if host in lost)
-            end = AttemptEnd(
-                step,
-                "",
-                classify_end(facts, ""),
-                advance,
-                tuple(dict.fromkeys(ordered)),
-                tuple(states.items()),
-                trouble=trouble,
-            )
+            reporting = {one.host for one in records}
+            missing = tuple(host for host in attempt.hosts if host not in reporting)
+            end = diagnose(attempt, StepReport(1, records, missing), status, lost, trouble)
             if finish_attempt(attempt, end).requeue:
                 return True
         run_slurm(["scancel", attempt.job_id], environ)  # nothing else would end it before its time limit

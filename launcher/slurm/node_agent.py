@@ -21,8 +21,8 @@ from launcher.report.viewer import OutputViewer, ViewOptions
 from launcher.runs.node_records import NodeRecord, RankFailure, write_node
 from launcher.runs.rank_logs import Follower
 from launcher.runs.run_directory import RunDir, release_space, reserve_space
-from launcher.slurm.group_messages import NodeReport, render_task_report
-from launcher.slurm.node_control import can_write
+from launcher.slurm.node_channel import NodeReport, render_task_report
+from launcher.slurm.node_channel import can_write
 from launcher.slurm.node_job import AgentMaker
 from launcher.slurm.slurm_environ import TaskIdentity
 

@@ -24,7 +24,7 @@ from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.run_directory import RunDir, write_json
 from launcher.slurm.compiler_caches import open_caches
 from launcher.slurm.job_request import JobRequest, read_job_request
-from launcher.slurm.node_control import start_alive_sender
+from launcher.slurm.node_channel import start_alive_sender
 from launcher.slurm.slurm_environ import PORT_TAKEN, TaskIdentity, drop_task_variables, read_task_identity
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def prepare_agent_maker(
     def make_own_agent(job: Job, _monitor: RankMonitor, channel: SignalChannel) -> "Agent":
         from launcher.launch.direct_agent import DirectAgent
         from launcher.launch.endpoint import is_port_free
-        from launcher.slurm.node_control import NodeControl
+        from launcher.slurm.node_channel import NodeControl
 
         restarts = choose_restarts(job.config, job.environ) or 0
         may_restart = restarts > 0 or job.config.cluster.spares > 0

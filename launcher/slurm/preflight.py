@@ -2,12 +2,11 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config.settings import Settings
 from launcher.launch.endpoint import read_client_ports
-from launcher.launch.signals import STOPPING
 from launcher.preflight.checks import (
     Answers,
     CheckedNodes,
@@ -17,19 +16,25 @@ from launcher.preflight.checks import (
     write_preflight_report,
 )
 from launcher.report.findings import list_preflight_lines
-from launcher.slurm.attempt import Attempt, try_write_manifest
+from launcher.slurm.attempt import Attempt
 from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.commands import count_restarts
-from launcher.slurm.slurm_environ import clean_for_step, drop_task_variables, list_job_hosts, pick_port
+from launcher.slurm.slurm_environ import (
+    clean_for_step,
+    count_gpus,
+    drop_task_variables,
+    list_job_hosts,
+    pick_port,
+)
 from launcher.slurm.srun import (
     CPU_BIND_COMPLAINT,
     SLURM_PREFIXES,
     Step,
-    drop_prefix,
+    find_task_ends,
     give_cpus,
     has_begun,
+    join_lines,
     parse_node_failure,
-    parse_task_ends,
     render_step,
 )
 from launcher.slurm.step_monitor import StepMonitor
@@ -39,6 +44,17 @@ logger = logging.getLogger(__name__)
 
 MAX_NAMED = 8
 """Nodes that a sentence names."""
+FIXED_OPTIONS: Mapping[str, object] = {
+    "input": "none",
+    "output": None,
+    "error": None,
+    "label": None,
+    "kill-on-bad-exit": 0,
+    "no-kill": True,
+}
+"""Options of srun with which a node's answer reaches us whatever happens to the others."""
+PORT_TRIAL = 50
+"""Number of the port's candidate at which nodes meet for work in pairs: none of the rendezvous' own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +119,6 @@ def choose_hosts(
     return NodeChoice(action, hosts, f"{text}; {what} ({rule})" if text else f"{what} ({rule})")
 
 
-FIXED_OPTIONS: Mapping[str, object] = {
-    "input": "none",
-    "output": None,
-    "error": None,
-    "label": None,
-    "kill-on-bad-exit": 0,
-    "no-kill": True,
-}
-"""Options of srun with which a node's answer reaches us whatever happens to the others."""
-PORT_TRIAL = 50
-"""Number of the port's candidate at which nodes meet for work in pairs: none of the rendezvous' own."""
-
-
 def run_preflight(attempt: Attempt, monitor: StepMonitor, kind: str) -> StepReport | None:
     """Check an attempt's nodes, tell what was found, and choose those that it goes on with.
 
@@ -126,14 +129,23 @@ def run_preflight(attempt: Attempt, monitor: StepMonitor, kind: str) -> StepRepo
     candidates = attempt.step_hosts
     if config.on_failure == "exclude":
         candidates = tuple(dict.fromkeys((*candidates, *list_job_hosts(attempt.environ))))
-    checked = check_nodes(attempt, candidates, kind, monitor)
-    if stop := report_early_stop(monitor):
-        return stop
+    checked = check_allocation(
+        request.config,
+        attempt.environ,
+        candidates,
+        kind=kind,
+        words=request.words or request.config.program.get("command") or (),
+        directory=Path(request.directory),
+        run_path=attempt.run.path,
+        monitor=monitor,
+    )
+    if monitor.take_early_signals():
+        return None  # whoever starts the step sees it
     report = checked.report
     if report is None:
         logger.warning(f"preflight: the nodes were not checked: {checked.problem}")
         attempt.manifest["preflight"] = {"kind": kind, "problem": checked.problem}
-        try_write_manifest(attempt.run, attempt.manifest)
+        attempt.write()
         return None
     for line in list_preflight_lines(report):
         logger.info(f"preflight: {line}")
@@ -153,44 +165,17 @@ def run_preflight(attempt: Attempt, monitor: StepMonitor, kind: str) -> StepRepo
         logger.warning(f"preflight: its report could not be written ({error})")
     left_out = [host for host in attempt.step_hosts if host in report.sick and host not in choice.hosts]
     attempt.hosts = choice.hosts or attempt.hosts
-    left = (host for host in candidates if host not in attempt.hosts and host not in report.sick)
-    attempt.spares = tuple(left)[: request.config.cluster.spares]
+    left = [host for host in candidates if host not in attempt.hosts and host not in report.sick]
+    attempt.spares = tuple(left[: request.config.cluster.spares])
     account = {**describe_report(report), "action": choice.action, "left_out": left_out}
     attempt.manifest |= {"hosts": list(attempt.hosts), "preflight": account}
-    try_write_manifest(attempt.run, attempt.manifest)
+    attempt.write()
     if choice.hosts:
         return None
-    errors = {one.host: one for one in reversed(report.findings) if one.level == "error"}
-    words = tuple(f"{host}: {errors[host].what}" for host in report.sick if host in errors)
+    errors = {one.host: one.what for one in reversed(report.findings) if one.level == "error"}
+    words = tuple(f"{host}: {errors[host]}" for host in report.sick if host in errors)
     sick = report.sick if choice.action == "requeue" else ()
-    return replace(monitor.report(0), sickness=words or (choice.text,), sick=sick)
-
-
-def report_early_stop(monitor: StepMonitor) -> StepReport | None:
-    """Return the end of an attempt that a signal has stopped before its ranks' step; None if none has."""
-    monitor.take_early_signals()
-    stops = [number for number, _ in monitor.signals if number in STOPPING]
-    return monitor.report(128 + stops[0]) if stops else None
-
-
-def check_nodes(
-    attempt: Attempt, hosts: tuple[str, ...], kind: str, monitor: StepMonitor | None = None
-) -> CheckedNodes:
-    """Check nodes of an attempt; spare ones, without a monitor, while the others work."""
-    request = attempt.request
-    words: Sequence[str] = ("-m",)
-    if monitor:
-        words = request.words or request.config.program.get("command") or ()
-    return check_allocation(
-        request.config,
-        attempt.environ,
-        hosts,
-        kind=kind,
-        words=words,
-        directory=Path(request.directory),
-        run_path=attempt.run.path,
-        monitor=monitor,
-    )
+    return StepReport(0, signals=tuple(monitor.signals), sickness=words or (choice.text,), sick=sick)
 
 
 def check_allocation(
@@ -237,22 +222,17 @@ def check_allocation(
 
 def judge_check_step(environ: Mapping[str, str], answers: Answers) -> CheckedNodes:
     """Tell nodes that hold the checks up from those whose checks failed for a reason of their own."""
-    hosts = answers.request.hosts
     lines = [line for line in answers.errors if CPU_BIND_COMPLAINT not in line]
     if answers.ended and not answers.facts and not has_begun(lines):
-        words = "; ".join(map(drop_prefix, lines[-3:])) or f"srun ended with {answers.exit_code}"
-        return CheckedNodes(None, words)
-    lost = {host for line in lines for host in parse_node_failure(line)}
+        return CheckedNodes(None, join_lines(lines) or f"srun ended with {answers.exit_code}")
+    lost, ends = {host for line in lines for host in parse_node_failure(line)}, find_task_ends(lines)
     silent = [host for host in answers.missing if host in lost or not answers.ended]
-    ends = parse_task_ends(lines)
     problems = {
         host: f"its program ended: {ends.get(host, 'it printed no answer')}"
         for host in answers.missing
         if host not in silent
     }
-    if len(problems) == len(hosts):
+    if len(problems) == len(answers.request.hosts):
         own = [line for line in lines if not line.startswith(SLURM_PREFIXES)]
         return CheckedNodes(None, own[-1] if own else "its program printed no answer")
-    text = environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
-    gpus = int(text) if text.isascii() and text.isdecimal() else None
-    return CheckedNodes(answers.make_report(silent, problems, gpus))
+    return CheckedNodes(answers.make_report(silent, problems, count_gpus(environ)))

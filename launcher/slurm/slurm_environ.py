@@ -139,6 +139,12 @@ def list_job_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
         return ()
 
 
+def count_gpus(environ: Mapping[str, str]) -> int | None:
+    """Return how many GPUs the job has on each node, as SLURM counts them; None if it does not tell."""
+    text = environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
+    return int(text) if text.isascii() and text.isdecimal() else None
+
+
 def find_node_rank(environ: Mapping[str, str]) -> int:
     """Return a task's number in the order of the nodes' ranks; without one, in SLURM's own."""
     hosts = expand_hosts(environ.get(LAUNCH_NODE_ORDER, ""))

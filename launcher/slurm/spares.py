@@ -10,14 +10,15 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from launcher.errors import SchedulerError
 from launcher.runs.manifest import stamp_time
 from launcher.runs.node_records import read_nodes
-from launcher.slurm.attempt import Attempt, try_write_manifest
+from launcher.slurm.attempt import Attempt
 from launcher.slurm.attempt_end import classify_kill
 from launcher.slurm.commands import ask_config, ask_job, ask_node_fields
-from launcher.slurm.group_messages import ASK_ALIVE, NodeReport
+from launcher.slurm.node_channel import ASK_ALIVE, NodeReport
 from launcher.slurm.liveness import Liveness, Loss
 from launcher.slurm.node_step import NodeStep, StepGroup
 from launcher.slurm.slurm_environ import clean_for_step
@@ -160,7 +161,7 @@ class NodeReplacement:
                 self.liveness.note_failure(now)
         if self.held:
             if is_held:
-                self.group.send((ASK_ALIVE,))
+                self.group.send(ASK_ALIVE)
             self.wakeup.set()
         return is_held
 
@@ -240,11 +241,18 @@ class NodeReplacement:
     def check_spares(self) -> None:
         """Check the spare nodes, and do without those that are sick: a thread's body."""
         from launcher.preflight.checks import CheckedNodes
-        from launcher.slurm.preflight import check_nodes
+        from launcher.slurm.preflight import check_allocation
 
         attempt = self.attempt
         try:
-            checked = check_nodes(attempt, attempt.spares, "light")
+            checked = check_allocation(
+                attempt.request.config,
+                attempt.environ,
+                attempt.spares,
+                kind="light",
+                directory=Path(attempt.request.directory),
+                run_path=attempt.run.path,
+            )
         except Exception as error:  # a mistake of the checks' own ends no job
             checked = CheckedNodes(None, f"{type(error).__name__}: {error}")
         if checked.report is None or checked.report.sick:
@@ -287,7 +295,7 @@ class NodeReplacement:
             attempt.manifest["spares"] = list(spares)
             if self.sick:
                 attempt.manifest["sick_spares"] = dict(self.sick)
-            try_write_manifest(attempt.run, attempt.manifest)
+            attempt.write()
         if not (self.losses or self.step.lost) or not coordinator.is_over:
             return
         # Every node that takes part, and is not lost, has left its record.

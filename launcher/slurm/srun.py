@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.slurm.notation import expand_hosts
@@ -122,30 +122,18 @@ TASK_END = re.compile(r"srun: error: (?P<hosts>\S+): tasks? (?P<tasks>[\d,-]+): 
 """How tasks ended; `_task_finish` in SLURM's src/srun/libsrun/launch.c. One line can tell of several."""
 NODE_FAILURE = re.compile(r"srun: error: Node failure on (?P<hosts>\S+)")
 """A node that slurmctld has given up; src/api/step_launch.c."""
-EXITED = re.compile(r"Exited with exit code (\d+)")
 CANCELLED = " CANCELLED AT "
 """In slurmstepd's message on a step that was ended from outside, or by srun."""
 ENDED = "Terminated"
 """The word on tasks that srun itself has ended because another one failed."""
 CPU_BIND_COMPLAINT = "cluster configuration lacks support for cpu binding"
 """srun's answer to --cpu-bind=none, even with --quiet, if no TaskPlugin can bind."""
-SRUN = "srun"
-"""Stands for srun itself among the nodes that got a signal from outside."""
-TERMINATED = "srun: forcing job termination"
-"""What it says of SIGTERM, SIGHUP or SIGQUIT, after which it has the tasks killed; srun_job.c."""
-USEFUL_LINE = re.compile(
-    r"srun: (?:error|fatal|warning|unrecognized|ambiguous|invalid|option)\b", re.IGNORECASE
-)
-"""What srun says without `--verbose`, getopt's complaints included."""
 STEP_BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io error")
 """In its messages on a step that has begun."""
 TEMPORARY = re.compile(r"contact|imed out|Connection refused|temporar|busy|Zero Bytes")
 """In its messages if slurmctld is away, or the nodes are not ready for another step."""
-
-
-def is_verbose(line: str) -> bool:
-    """Tell whether srun prints a line only for want of `--quiet`, or because of `--verbose`."""
-    return line.startswith("srun: ") and not USEFUL_LINE.match(line)
+NOT_STARTED = "srun did not start the step"
+"""How the record of a step begins that SLURM has refused."""
 
 
 def has_begun(lines: Iterable[str]) -> bool:
@@ -153,20 +141,16 @@ def has_begun(lines: Iterable[str]) -> bool:
     return any(map(STEP_BEGUN.search, lines))
 
 
-def is_temporary(text: str) -> bool:
-    """Tell whether srun says why it did not start a step, and that another try may do so."""
-    return bool(TEMPORARY.search(text))
+def join_lines(lines: Sequence[str]) -> str:
+    """Return the last of srun's lines as one, without its prefixes."""
+    return "; ".join(line.removeprefix("srun: ").removeprefix("error: ") for line in lines[-3:])
 
 
-def drop_prefix(line: str) -> str:
-    """Return a line without srun's prefixes."""
-    return line.removeprefix("srun: ").removeprefix("error: ")
-
-
-def parse_task_ends(lines: Iterable[str]) -> dict[str, str]:
-    """Return for each host how its task ended, in srun's words; the last line counts."""
+def find_task_ends(lines: Iterable[str], hosts: Collection[str] | None = None) -> dict[str, str]:
+    """Return for each host, or those of `hosts`, srun's word on how its task ended; the last line counts."""
     found = [match for line in lines if (match := TASK_END.match(line))]
-    return {host: match["how"].strip() for match in found for host in expand_hosts(match["hosts"])}
+    ends = {host: match["how"].strip() for match in found for host in expand_hosts(match["hosts"])}
+    return {host: word for host, word in ends.items() if hosts is None or host in hosts}
 
 
 def parse_node_failure(line: str) -> tuple[str, ...]:
@@ -183,6 +167,5 @@ def is_in_node_records(line: str, before: Iterable[str]) -> bool:
     A task that was killed left no record. That srun ends the others adds nothing to the first end.
     """
     if found := TASK_END.match(line):
-        how = found["how"].strip()
-        return how == ENDED or bool(EXITED.fullmatch(how))
+        return found["how"].startswith((ENDED, "Exited with exit code"))
     return CANCELLED in line and any(map(TASK_END.match, before))

@@ -1,21 +1,19 @@
 """Monitors a running step: waits for its end, and passes signals on to the ranks in stages."""
 
-import contextlib
 import logging
 import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from launcher.errors import SchedulerError
 from launcher.launch.signals import KILL_GRACE, STOPPING, SignalQueue, StopStages, name_signal
-from launcher.runs.node_records import NodeRecord, read_nodes
+from launcher.runs.node_records import read_nodes
 from launcher.slurm.attempt import Attempt, is_taken_over
-from launcher.slurm.attempt_end import StepReport, choose_stop_time
-from launcher.slurm.attempt_lifecycle import prepare_for_kill
-from launcher.slurm.commands import ask_job, ask_node_states, is_down
+from launcher.slurm.attempt_end import choose_stop_time
+from launcher.slurm.attempt_lifecycle import ask_job_status, prepare_for_kill
+from launcher.slurm.commands import SHORT_TIMEOUT
 from launcher.slurm.liveness import OWN_GAP
 from launcher.slurm.node_step import NodeStep
 from launcher.slurm.notation import parse_signal
@@ -29,8 +27,8 @@ SRUN_GRACE = 10.0
 """Seconds that srun has to end a step that did not end by itself."""
 ELASTIC_GRACE = 30.0
 """Seconds that the other nodes have to see by themselves that one of them has failed for good."""
-LOOK, LOOK_TIMEOUT = 20.0, 2.0
-"""Seconds between two looks for nodes that were lost, and for SLURM's answer."""
+READ_PERIOD = 5.0
+"""Seconds between two looks at the records of an elastic job's nodes, on a shared disk."""
 
 
 @dataclass(slots=True)
@@ -41,78 +39,64 @@ class StepMonitor:
     inbox: SignalQueue
     signals: list[tuple[int, float]] = field(default_factory=list)
     """What came, and when, in seconds since the epoch."""
-    checkpointed: bool = False
+    deferred: list[int] = field(default_factory=list)
+    """Signals for the ranks that came before there were any."""
     stop: StopStages | None = None
     stop_at: float | None = None
     """When the ranks are to be stopped before the time limit, in seconds since the epoch."""
     failed_at: float | None = None
     """When a node of an elastic job was first seen to have failed for good."""
-    records_changed: int = 0
-    """When the folder with the nodes' records had changed when they were read last."""
     next_read: float = 0.0
-    """Monotonic time at which they are read again, even if it has not."""
-    returned: set[str] = field(default_factory=set)
-    """Nodes that were lost, and that are known to be back."""
-    deferred: list[int] = field(default_factory=list)
-    """Signals for the ranks that came before there were any."""
-    next_look: float = 0.0
-    """Monotonic time of the next look for such nodes."""
+    """Monotonic time of the next look at the records."""
 
     @property
     def grace(self) -> float:
         """Seconds that ranks have after the first stopping signal."""
         return self.attempt.request.config.torchrun.shutdown_timeout
 
-    def report(
-        self,
-        code: int,
-        records: Iterable[NodeRecord] = (),
-        missing: tuple[str, ...] = (),
-        srun_lines: tuple[str, ...] = (),
-    ) -> StepReport:
-        """Return how a step ended, or why there was none: srun's code, and what the nodes left."""
-        return StepReport(code, tuple(records), missing, tuple(self.signals), self.checkpointed, srun_lines)
-
-    def run_to_end(self, step: NodeStep, attend: Callable[[], None] | None = None) -> None:
+    def run_to_end(self, step: NodeStep, attend: Callable[[], None] = lambda: None) -> None:
         """Stay with a step to its end; what an earlier one was stopped for, a port in use, is over.
 
         `attend` is called again and again while the step runs.
         """
-        self.stop, self.failed_at, self.records_changed = None, None, 0
+        self.stop, self.failed_at = None, None
+        for number in self.deferred:
+            self.pass_on(number, step)
+        self.deferred.clear()
         poller = select.poll()
         poller.register(self.inbox.wakeup, select.POLLIN)
-        pidfd = None
+        pidfd = os.pidfd_open(step.process.pid)
+        poller.register(pidfd, select.POLLIN)
         try:
-            pidfd = os.pidfd_open(step.process.pid)
-            poller.register(pidfd, select.POLLIN)
-        except OSError:  # before Linux 5.3, or it has ended
-            pass
-        try:
-            for number in self.deferred:
-                self.pass_on(number, step)
-            self.deferred.clear()
             while step.process.poll() is None:
                 began = time.monotonic()
-                poller.poll((TICK if pidfd else TICK / 10) * 1000)
+                poller.poll(TICK * 1000)
                 if time.monotonic() - began > OWN_GAP and is_taken_over(self.attempt.run):
                     logger.info("this node was taken for lost while it slept: its ranks are killed")
                     step.send(signal.SIGKILL)
                     self.stop = StopStages([], time.monotonic() + KILL_GRACE)
                 for number in self.inbox.take():
                     self.handle_signal(number, step)
-                if attend:
-                    attend()
+                attend()
                 self.check_deadlines(step)
         finally:
-            if pidfd:
-                os.close(pidfd)
+            os.close(pidfd)
 
     def wait(self, seconds: float) -> None:
         """Let time pass while there is no step; a signal ends that."""
         poller = select.poll()
         poller.register(self.inbox.wakeup, select.POLLIN)
         poller.poll(seconds * 1000)
-        self.signals += [(number, time.time()) for number in self.inbox.take()]
+        self.take_early_signals()
+
+    def take_early_signals(self) -> bool:
+        """Take the signals that came before the ranks' step; tell whether one of them ends the attempt."""
+        taken = self.inbox.take()
+        self.signals += [(number, time.time()) for number in taken]
+        self.deferred += [number for number in taken if number not in STOPPING]
+        if signal.SIGTERM in taken:
+            prepare_for_kill(self.attempt)
+        return any(number in STOPPING for number, _ in self.signals)
 
     def handle_signal(self, number: int, step: NodeStep) -> None:
         """Do what a signal asks for."""
@@ -130,20 +114,8 @@ class StepMonitor:
         step.send(number)
         checkpoint, seconds = parse_signal(self.attempt.request.config.cluster.signal)
         if number == checkpoint:
-            self.checkpointed = True
-            attempt, now, limit = self.attempt, time.time(), None
-            with contextlib.suppress(SchedulerError):
-                limit = ask_job(attempt.job_id, attempt.environ).end_time
-            self.stop_at = choose_stop_time(now, limit, seconds, self.grace)
-
-    def take_early_signals(self) -> bool:
-        """Take the signals that came before the ranks' step; tell whether one of them ends the attempt."""
-        taken = self.inbox.take()
-        self.signals += [(number, time.time()) for number in taken]
-        self.deferred += [number for number in taken if number not in STOPPING]
-        if signal.SIGTERM in taken:
-            prepare_for_kill(self.attempt)
-        return any(number in STOPPING for number in taken)
+            now, status = time.time(), ask_job_status(self.attempt, SHORT_TIMEOUT)
+            self.stop_at = choose_stop_time(now, status.end_time if status else None, seconds, self.grace)
 
     def check_deadlines(self, step: NodeStep) -> None:
         """Enter the next stage if its time has come."""
@@ -153,25 +125,8 @@ class StepMonitor:
         elif self.stop_at and time.time() >= self.stop_at:
             logger.info("the time limit is near")
             self.advance_stop(signal.SIGTERM, step)
-        elif self.has_failed():
+        elif self.attempt.is_elastic and self.has_failed():
             self.advance_stop(signal.SIGTERM, step)
-        elif self.attempt.is_elastic and step.lost - self.returned:
-            self.check_lost_nodes(sorted(step.lost - self.returned))
-
-    def check_lost_nodes(self, hosts: Sequence[str]) -> None:
-        """Say that a lost node is back, and that SLURM has taken it out of the job (tried with 22.05)."""
-        now = time.monotonic()
-        if now < self.next_look:
-            return
-        self.next_look = now + LOOK
-        with contextlib.suppress(SchedulerError):
-            states = ask_node_states(hosts, self.attempt.environ, LOOK_TIMEOUT)
-            back = [host for host in hosts if host in states and not is_down(states[host])]
-            for host in back:
-                logger.info(
-                    f"{host} is back, but no longer in this job, as SLURM has it: the next start may get it"
-                )
-            self.returned.update(back)
 
     def advance_stop(self, number: int, step: NodeStep) -> None:
         """Enter the next stage of ending the step: the signal, SIGTERM, SIGKILL, and then srun's own ways."""
@@ -194,14 +149,9 @@ class StepMonitor:
 
         Ranks elsewhere may wait for its ranks in a collective until that comes to its timeout.
         """
-        run = self.attempt.run
-        if not self.attempt.is_elastic:
-            return False
-        now, changed = time.monotonic(), 0
-        with contextlib.suppress(OSError):
-            changed = (run.path / "logs" / str(run.first_attempt)).stat().st_mtime_ns
-        if changed != self.records_changed or now >= self.next_read:
-            self.records_changed, self.next_read = changed, now + LOOK
+        run, now = self.attempt.run, time.monotonic()
+        if now >= self.next_read:
+            self.next_read = now + READ_PERIOD
             records = read_nodes(run.path, run.first_attempt)
             if any(record.exit_code == PORT_TAKEN and not record.failure for record in records):
                 return True

@@ -1,0 +1,173 @@
+"""The lines between a SLURM job's first node and its tasks that start, watch and end the ranks together.
+
+A report is a line of a task's stderr, which srun brings to the first node; an order is a line of the tasks'
+stdin, of which srun gives each task a copy (see `launcher.launch.signal_channel`).
+"""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+
+from launcher.codec import load
+from launcher.launch.coordinator import GroupStart, JobEnd, Order
+from launcher.launch.signal_channel import SignalChannel
+from launcher.slurm.liveness import ALIVE_PERIOD
+
+logger = logging.getLogger(__name__)
+
+MARK = "launch-task: "
+"""What begins a report; what stands before it is the start of a line that somebody else has not ended."""
+START, END = "START", "END"
+"""`START {json of a GroupStart}`; `END 1` if ranks have failed, else `END 0`."""
+ASK_ALIVE = "ASK alive"
+"""Each task says at once that it is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What a node's task tells the first node."""
+
+    kind: str
+    """`ready`, `failed`, `ended`, `taken` (the port), `alive`, `signalled` (not by the first node)."""
+    host: str
+    restart: int = 0
+    """Number of the start that it is about."""
+    number: int = 0
+    """Of the node's ranks, if they are ready; of the rank that has failed; of the signal."""
+
+
+def render_report(report: NodeReport) -> str:
+    """Return a report as a line without its end."""
+    return MARK + json.dumps(asdict(report))
+
+
+def find_report(line: str) -> tuple[str, NodeReport] | None:
+    """Return what stands before a report in a line, and the report; None if there is none."""
+    before, mark, text = line.rpartition(MARK)
+    with contextlib.suppress(ValueError):
+        return (before, load(NodeReport, text)) if mark else None
+    return None
+
+
+def render_order(order: Order) -> str:
+    """Return an order as a line without its end."""
+    if isinstance(order, JobEnd):
+        return f"{END} {int(order.failed)}"
+    return f"{START} {json.dumps(asdict(order), separators=(',', ':'))}"
+
+
+def parse_group_order(line: str) -> Order | None:
+    """Read an order; None for another line, or one that is not whole."""
+    word, _, text = line.partition(" ")
+    if word == END and text in ("0", "1"):
+        return JobEnd(failed=text == "1")
+    with contextlib.suppress(ValueError):
+        return load(GroupStart, text) if word == START else None
+    return None
+
+
+@dataclass(slots=True)
+class NodeControl:
+    """A task's end: decides nothing itself, but the end of a job in which nothing is started anew."""
+
+    host: str
+    channel: SignalChannel
+    """The supervisor reads it; orders are among what it has read."""
+    may_restart: bool
+    """The first node answers a failure, or the end of this node's ranks, with an order."""
+    is_port_free: Callable[[int], bool]
+    descriptor: int = 2
+    """srun brings the first node what is written to it."""
+    unsent: deque[NodeReport] = field(default_factory=deque)
+    orders: list[Order] = field(default_factory=list)
+    newest: GroupStart | None = None
+    has_failed: bool = False
+    """A rank of the newest start has failed here."""
+
+    def report_ready(self, local_size: int) -> None:
+        """Say that this node can start so many ranks."""
+        self.send("ready", number=local_size)
+
+    def report_failure(self, restart: int, rank: int, _exitcode: int) -> None:
+        """Say that a rank has failed; the order is another start, or the end."""
+        self.has_failed = self.newest is not None and restart == self.newest.restart
+        if self.may_restart:
+            self.send("failed", restart, rank)
+        else:
+            self.orders.append(JobEnd(failed=True))
+
+    def report_end(self, restart: int) -> None:
+        """Say that all ranks of this node have ended with 0; it may have to start anew with the others."""
+        if self.may_restart:
+            self.send("ended", restart)
+        else:
+            self.orders.append(JobEnd(failed=False))
+
+    def take_orders(self) -> Iterable[Order]:
+        """Return the orders since the last call."""
+        self.flush()
+        for line in self.channel.take_lines():
+            if line == ASK_ALIVE:
+                self.send("alive")
+            elif order := parse_group_order(line):
+                self.take_order(order)
+        if self.newest is None and self.channel.descriptor is None and not self.channel.greeted:
+            logger.error("the first node's orders do not reach this task: leave cluster.srun.input out")
+            self.orders.append(JobEnd(failed=True))
+        taken, self.orders = self.orders, []
+        return taken
+
+    def take_order(self, order: Order) -> None:
+        """Keep an order for the agent, or do what it asks for."""
+        if isinstance(order, JobEnd):
+            takes_part = self.newest and self.newest.find_group_rank(self.host) is not None
+            if order.failed and takes_part and not self.has_failed:
+                self.channel.add_signal(signal.SIGTERM)  # they end as by any stop that the first node sends
+                return
+        else:
+            serves = order.restart and order.find_group_rank(self.host) == 0
+            if serves and not self.is_port_free(order.master_port):
+                self.send("taken", order.restart)
+                return
+            self.newest, self.has_failed = order, False
+        self.orders.append(order)
+
+    def send(self, kind: str, restart: int = 0, number: int = 0) -> None:
+        """Send a report, now or as soon as somebody reads."""
+        self.unsent.append(NodeReport(kind, self.host, restart, number))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the reports that wait, one by one, and never wait for a reader."""
+        while self.unsent and write_report(self.unsent[0], self.descriptor):
+            self.unsent.popleft()
+
+
+def write_report(report: NodeReport, descriptor: int = 2) -> bool:
+    """Write a report, whole, if that needs no waiting; tells whether that was so."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    if not poll.poll(0):
+        return False
+    with contextlib.suppress(OSError):
+        os.write(descriptor, f"{render_report(report)}\n".encode())
+    return True
+
+
+def start_alive_sender(host: str) -> None:
+    """Begin, by a thread of its own: the task may wait for a filesystem, or for its ranks' ends."""
+
+    def send_lines() -> None:
+        while not pause.wait(ALIVE_PERIOD):
+            write_report(report)
+
+    report, pause = NodeReport("alive", host), threading.Event()
+    write_report(report)
+    threading.Thread(target=send_lines, daemon=True).start()
