@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.errors import LaunchError, SchedulerError
-from launcher.files import open_below
 from launcher.protocol import name_host
 from launcher.runs.manifest import (
     OF_ATTEMPT,
@@ -22,7 +21,7 @@ from launcher.runs.manifest import (
     write_manifest,
 )
 from launcher.runs.progress import AttemptProgress, measure_attempt
-from launcher.runs.run_directory import RunDir, closing_descriptor, reserve_space
+from launcher.runs.run_directory import RunDir, reserve_space
 from launcher.slurm.attempt_end import AttemptEnd, Decision, PastAttempt, decide_requeue
 from launcher.slurm.commands import JobState, ask_last_end, ask_node_states, count_restarts, is_down, name_job
 from launcher.slurm.job_request import JobRequest, hold_manifest
@@ -58,7 +57,7 @@ class Attempt:
     spares: tuple[str, ...] = ()
     """Nodes that wait, without ranks, to replace one that is lost."""
     prepared: tuple[JobState, AttemptEnd, Decision] | None = None
-    """What SLURM said, and what was found and decided, when it began to end the job while the step still ran."""
+    """What SLURM said, and what was found and decided, when it began to end the job during the step."""
 
     @property
     def job_id(self) -> str:
@@ -129,10 +128,10 @@ def start_attempt(
 ) -> Attempt:
     """Write the manifest of a new attempt, with those before it, and return it.
 
-    A submission that never ran is no attempt, nor is what `launch` has written of this very start in an
-    allocation (if the job is not ours to requeue). Raises AttemptRefusedError if the job is to end at once: SLURM
-    requeues a preempted job, and one that lost a node, by itself, and what `cluster.requeue` says of that is
-    carried out here.
+    A submission that never ran is no attempt, nor is what `launch` has written of this start in an allocation
+    (if the job is not ours to requeue). Raises AttemptRefusedError if the job is to end at once:
+    SLURM requeues a preempted job, and one that lost a node, by itself, and what `cluster.requeue` says of it
+    is carried out here.
     """
     found: Manifest = read_manifest(run.path) or describe_start(run, request.command, request.choices)
     state, slurm = take_dict(found, "outcome").get("state"), take_dict(found, "slurm")
@@ -182,7 +181,7 @@ def reconstruct_outcome(
 ) -> Manifest:
     """Return the outcome of an attempt whose batch script wrote none: it died with its node, or was killed.
 
-    Accounting tells, if there is any. Else a node that is down tells of its loss; what is left is a preemption.
+    Accounting tells, if there is any. Else a node that is down tells of its loss; the rest are preemptions.
     """
     outcome, hosts = take_dict(found, "outcome"), [str(host) for host in found.get("hosts") or ()]
     lost: list[str] = []
@@ -232,9 +231,8 @@ def has_advanced(advance: AttemptProgress, earlier: Sequence[Manifest]) -> bool 
 
 def claim_end(run: RunDir, host: str) -> str:
     """Take it upon a node to end an attempt, for good; returns the node that does, empty on a full disk."""
-    with contextlib.suppress(OSError):
-        with closing_descriptor(open_below(run.path, "logs", str(run.first_attempt))) as at:
-            os.symlink(host, CLAIM, dir_fd=at)  # whole or not at all, for one of many
+    with contextlib.suppress(OSError):  # a link is made whole or not at all, by one of many
+        (run.path / "logs" / str(run.first_attempt) / CLAIM).symlink_to(host)
     return read_claim(run)
 
 

@@ -1,4 +1,4 @@
-"""What an attempt was: how its step ended, what SLURM did to the job, the cause, and what follows from it. Pure."""
+"""What an attempt was: how its step ended, what SLURM did to the job, the cause, and what follows. Pure."""
 
 import re
 import signal
@@ -65,9 +65,10 @@ EVENTS = {
 }
 """What can have happened, and the cause: the first of these that did decides.
 
-`failed`: a rank failed by itself, before a stop was asked for. `near_limit`: the ranks were sent the checkpoint
-signal because the time limit was near. `stopped_from_outside`: the first event was a signal to one node's task or
-rank, sent neither by us nor by SLURM's queue. `cancelled_by_user`: a user has ended the step, but not the job.
+`failed`: a rank failed by itself, before a stop was asked for. `near_limit`: the ranks were sent the
+checkpoint signal because the time limit was near. `stopped_from_outside`: the first event was a signal to one
+node's task or rank, sent neither by us nor by SLURM's queue. `cancelled_by_user`: a user has ended the step,
+but not the job.
 """
 
 
@@ -93,10 +94,11 @@ def classify_kill(status: JobState | None, restarts: int) -> str:
 def classify_end(facts: Collection[str], kill: str) -> str | None:
     """Return the cause of an attempt's end; None for a success.
 
-    `facts` are names of `EVENTS`, and of `succeeded` (exit code 0 on all nodes, or on enough of an elastic job's),
-    `finished` (the last step that was printed is the last of all) and `preempted`. All ranks ended with 0: that
-    is a success, whatever signals came before. But what an administrator, or the program itself, has put back
-    into the queue begins again, and what a user has ended is cancelled, unless the last step was the last of all.
+    `facts` are names of `EVENTS`, and of `succeeded` (exit code 0 on all nodes, or on enough of an elastic
+    job's), `finished` (the last step that was printed is the last of all) and `preempted`. All ranks ended
+    with 0: that is a success, whatever signals came before. But what an administrator, or the program itself,
+    has put back into the queue begins again, and what a user has ended is cancelled, unless the last step was
+    the last of all.
     """
     succeeded, finished, lost = ("succeeded" in facts, "finished" in facts, "lost" in facts)
     preempted = "preempted" in facts
@@ -176,7 +178,7 @@ class AttemptEnd:
 
     @property
     def first(self) -> tuple[NodeRecord, RankFailure] | None:
-        """The first rank that failed by itself, and its node, if that is the cause: nodes come before ranks."""
+        """The first rank that failed by itself, and its node, if that is the cause."""
         step, stopped = self.step, self.cause == "stopped"
         if step is None or not (self.restart_requested or self.cause == "crash" or stopped):
             return None
@@ -184,9 +186,10 @@ class AttemptEnd:
 
     @property
     def exit_code(self) -> int:
-        """The job's: 0 for a success; the cause's own; 128+n for a signal that a node got from outside; that of
-        the first rank that failed; after a crash without one, that of a failed node, or srun's; else 128+n for
-        the signal that ended the job."""
+        """The job's: 0 for a success; the cause's own; 128+n for a signal that a node got from outside; that
+        of the first rank that failed; after a crash without one, that of a failed node, or srun's; else 128+n
+        for the signal that ended the job.
+        """
         if self.cause is None:
             return 0
         if (own := CAUSES[self.cause].exit_code) is not None:
@@ -369,9 +372,9 @@ CLOSING_TIME = 15.0
 def choose_stop_time(now: float, end_time: float | None, seconds: float, grace: float) -> float | None:
     """Return when ranks that got the checkpoint signal now are to be stopped by SIGTERM; epoch seconds.
 
-    None: the signal was a user's own, far from the limit, and the program goes on. Else as late as leaves the
-    ranks `grace` seconds from SIGTERM to SIGKILL, and CLOSING_TIME seconds before the limit; but at least half
-    of the time that is left is for the checkpoint. `end_time` is the job's real limit (infinite for none),
+    None: the signal was a user's own, far from the limit, and the program goes on. Else as late as leaves
+    the ranks `grace` seconds from SIGTERM to SIGKILL, and CLOSING_TIME seconds before the limit; but at least
+    half of the time that is left is for the checkpoint. `end_time` is the job's limit (infinite for none),
     `seconds` how long before it the signal was ordered, which is used if SLURM does not tell the limit.
     """
     if end_time is not None and now < end_time - seconds - SIGNAL_EARLY - CLOCK_SLACK:

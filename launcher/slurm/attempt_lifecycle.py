@@ -53,9 +53,9 @@ def diagnose(
 ) -> AttemptEnd:
     """Find out how an attempt ended: from the nodes' records, srun, SLURM and the run directory.
 
-    `step` is None while it still runs. `status` is what SLURM has said of the job, if it was asked before, and
-    `lost` are nodes that are known to be lost, and what tells of it. `trouble` is what `release_space` has said.
-    SLURM is not asked about a plain success.
+    `step` is None while it still runs. `status` is what SLURM has said of the job, if it was asked before,
+    and `lost` are nodes that are known to be lost, and what tells of it. `trouble` is what `release_space`
+    has said. SLURM is not asked about a plain success.
     """
     advance, known = attempt.measure_progress(), lost is not None
     stop_requested = step is None or bool(step.stops)
@@ -82,8 +82,8 @@ def diagnose(
         task_ends = find_task_ends(step.srun_lines, step.missing)
         if not (kill or stop_requested or step.cancelled):
             killed_tasks = {host: word for host, word in task_ends.items() if word != ENDED}
-        # If the first node's own record is missing too, which is there, it is the records that are not to be had:
-        # the disk is full, or the tasks cannot start.
+        # If the first node's own record is missing too, which is there, no records are to be had: the disk is
+        # full, or the tasks cannot start.
         own = attempt.environ.get("SLURMD_NODENAME")
         if not (kill or known or (own in step.missing and own not in task_ends)):
             silent = [host for host in step.missing if host not in task_ends]

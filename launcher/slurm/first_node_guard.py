@@ -200,7 +200,8 @@ class Guard:
         status = ask_job(attempt.job_id, environ)
         if classify_kill(status, attempt.restarts):
             return True
-        states, addresses = (ask(attempt.step_hosts, environ) for ask in (ask_node_states, ask_addresses))
+        states = ask_node_states(attempt.step_hosts, environ)
+        addresses = ask_addresses(attempt.step_hosts, environ)
         lost = {self.first: evidence}
         for host in attempt.step_hosts:
             if host != self.first and states.get(host, "").startswith("down"):

@@ -21,8 +21,7 @@ from launcher.report.viewer import OutputViewer, ViewOptions
 from launcher.runs.node_records import NodeRecord, RankFailure, write_node
 from launcher.runs.rank_logs import Follower
 from launcher.runs.run_directory import RunDir, release_space, reserve_space
-from launcher.slurm.node_channel import NodeReport, render_task_report
-from launcher.slurm.node_channel import can_write
+from launcher.slurm.node_channel import NodeReport, write_report
 from launcher.slurm.node_job import AgentMaker
 from launcher.slurm.slurm_environ import TaskIdentity
 
@@ -105,10 +104,8 @@ class NodeRecorder:
 
     def record_stop(self, number: int, by_first_node: bool) -> None:
         """Write a record at once: SLURM may kill this process before its ranks have ended."""
-        if not by_first_node and can_write(2):
-            report = render_task_report(NodeReport("signalled", self.place.host, (number,)))
-            with contextlib.suppress(OSError):
-                os.write(2, f"{report}\n".encode())
+        if not by_first_node:
+            write_report(NodeReport("signalled", self.place.host, number=number))
         with contextlib.suppress(OSError):
             self.write_record("stopped", 128 + number, number, "it was killed while its ranks ended", None)
 

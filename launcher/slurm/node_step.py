@@ -307,7 +307,11 @@ def skip_step_ids(attempt: Attempt) -> None:
     """
     options = {"input": "none", "gres": "none"}
     argv = render_step(Step(1, attempt.hosts[:1], False, "/", ("true",), options))
-    environ, null, deadline = clean_for_step(attempt.environ), subprocess.DEVNULL, time.monotonic() + CLOSE_TIMEOUT
+    environ, null, deadline = (
+        clean_for_step(attempt.environ),
+        subprocess.DEVNULL,
+        time.monotonic() + CLOSE_TIMEOUT,
+    )
     steps = [
         subprocess.Popen(argv, env=environ, stdin=null, stdout=null, stderr=null)
         for _ in range(attempt.restarts % STEP_ID_CYCLE)

@@ -18,8 +18,8 @@ from launcher.runs.node_records import read_nodes
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.attempt_end import classify_kill
 from launcher.slurm.commands import ask_config, ask_job, ask_node_fields
-from launcher.slurm.node_channel import ASK_ALIVE, NodeReport
 from launcher.slurm.liveness import Liveness, Loss
+from launcher.slurm.node_channel import ASK_ALIVE, NodeReport
 from launcher.slurm.node_step import NodeStep, StepGroup
 from launcher.slurm.slurm_environ import clean_for_step
 from launcher.slurm.srun import Step, render_step

@@ -14,9 +14,9 @@ import traceback
 
 EAGER = {
     "launcher.slurm.attempt_lifecycle": {"SHORT_TIMEOUT": 0.3},
-    "launcher.slurm.first_node": {"RETRY": 0.0},
+    "launcher.slurm.first_node": {"RETRY": 0.0, "RECORD_TIMEOUT": 0.2},
     "launcher.slurm.commands": {"RETRY": 0.0, "ANSWERED": 0.2},
-    "launcher.slurm.node_step": {"RECORD_TIMEOUT": 0.2},
+    "launcher.slurm.node_step": {"CLOSE_TIMEOUT": 0.5},
 }
 """Pauses that nobody has to wait for here."""
 LONGEST = 30

@@ -86,7 +86,7 @@ def test_a_guard_that_has_begun_ends_the_attempt_even_if_the_first_node_returns(
         stop.start()
         while guard.poll() is None and not (tmp_path / "tries").exists():
             time.sleep(0.05)
-        assert str((run.path / "logs/0/end-0").readlink()) == "n1"
+        assert str((run.path / "logs/0/ended-by").readlink()) == "n1"
         guard.stdin.write(b"!")  # the first node has come back, and ends
         guard.stdin.flush()
         time.sleep(1.0)

@@ -21,7 +21,7 @@ from launcher.protocol import LAUNCH_SECRETS
 from launcher.runs.manifest import describe_start, read_manifest, write_manifest
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import submission
-from launcher.slurm.attempt_lifecycle import start_attempt
+from launcher.slurm.attempt import start_attempt
 from launcher.slurm.job_options import JobOptions
 from launcher.slurm.job_request import (
     JobRequest,
@@ -30,6 +30,7 @@ from launcher.slurm.job_request import (
     write_job_request,
 )
 from launcher.slurm.node_job import check_node_fit, plan_here
+from launcher.slurm.node_order import keep_order
 from launcher.slurm.submission import judge_submission
 from tests.seam import run_outside
 from tests.specify import specify
@@ -90,7 +91,7 @@ def test_a_manifest_that_the_job_has_written_meanwhile_stays(
     writer.start()
     assert read.wait(20)
     request = JobRequest(Settings(), {}, ("program",), ("launch", "x"), "/somewhere", 2, 2)
-    start_attempt(request, run, {"PATH": "/nonexistent", "SLURM_JOB_ID": "7"}, ("n0", "n1"))
+    start_attempt(request, run, {"PATH": "/nonexistent", "SLURM_JOB_ID": "7"}, keep_order(("n0", "n1"), ""))
     writer.join()
     assert read_manifest(run.path)["outcome"] == {"state": "running"}
 

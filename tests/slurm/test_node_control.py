@@ -9,8 +9,7 @@ import pytest
 
 from launcher.launch.coordinator import Coordinator, GroupNode, GroupStart, JobEnd
 from launcher.launch.signal_channel import make_signal_channel, open_signal_channel, write_line_to_tasks
-from launcher.slurm.group_messages import NodeReport, find_report, render_order
-from launcher.slurm.node_control import NodeControl
+from launcher.slurm.node_channel import NodeControl, NodeReport, find_report, render_order
 from launcher.slurm.node_step import StepGroup, TaskWriter
 
 NODES = (GroupNode("n0", 2), GroupNode("n1", 2))
@@ -67,9 +66,9 @@ def test_reports_go_out_and_orders_come_in(ends: Ends) -> None:
     control.channel.read_signals()
     assert list(control.take_orders()) == [SECOND, JobEnd(failed=False)]
     assert ends.read_reports() == [
-        ("", NodeReport("ready", "n1", (2,))),
-        ("", NodeReport("failed", "n1", (0, 3, -9))),
-        ("", NodeReport("ended", "n1", (0,))),
+        ("", NodeReport("ready", "n1", number=2)),
+        ("", NodeReport("failed", "n1", 0, 3)),
+        ("", NodeReport("ended", "n1")),
     ]
 
 
@@ -102,7 +101,7 @@ def test_the_node_that_serves_the_store_looks_at_its_port(ends: Ends) -> None:
     ends.order(render_order(FIRST), render_order(SECOND))
     control.channel.read_signals()
     assert list(control.take_orders()) == [FIRST]
-    assert ends.read_reports() == [("", NodeReport("taken", "n0", (1,)))]
+    assert ends.read_reports() == [("", NodeReport("taken", "n0", 1))]
 
 
 def test_a_task_whose_stdin_is_not_the_first_nodes(ends: Ends) -> None:
@@ -129,20 +128,20 @@ def test_a_report_that_nobody_can_take_waits(ends: Ends) -> None:
     while ends.read_reports():
         pass
     assert list(control.take_orders()) == []
-    assert ends.read_reports() == [("", NodeReport("ready", "n1", (2,)))]
+    assert ends.read_reports() == [("", NodeReport("ready", "n1", number=2))]
 
 
 def test_the_first_node_answers_reports_with_orders(ends: Ends) -> None:
     writer = TaskWriter(ends.writing)
     coordinator = Coordinator(("n0", "n1"), 2, 1, lambda host, number: (host, 20000 + number))
     group = StepGroup(coordinator, writer.send)
-    group.begin(("n0", "n1"), 2)
-    group.take_report(NodeReport("failed", "n1", (0, 3, -9)))
-    group.take_report(NodeReport("failed", "n0", (0, 1, -15)))
+    for host in ("n0", "n1"):
+        group.take_report(NodeReport("ready", host, number=2))
+    group.take_report(NodeReport("failed", "n1", 0, 3))
+    group.take_report(NodeReport("failed", "n0", 0, 1))
     group.take_report(NodeReport("alive", "n0"))
-    group.take_report(NodeReport("failed", "stranger", (1, 0, 1)))
-    group.take_report(NodeReport("failed", "n1", (1, 3, -9)))
-    group.stop()
+    group.take_report(NodeReport("failed", "stranger", 1, 0))
+    group.take_report(NodeReport("failed", "n1", 1, 3))
     assert writer.close()
     control = make_control(ends)
     control.channel.read_signals()
@@ -155,7 +154,7 @@ def test_a_line_longer_than_a_pipe_stays_whole() -> None:
     nodes = tuple(GroupNode(f"node-{number:05d}", 8) for number in range(4000))
     start = GroupStart(0, nodes, "node-00000", 20000)
     writer = TaskWriter(writing)
-    writer.send((render_order(start), "SIGUSR2"))
+    writer.send(render_order(start), "SIGUSR2")
     control = open_signal_channel(reading)
     signals: list[int] = []
     while not signals:
