@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 Manifest = dict[str, Any]
 """A manifest, or one of its earlier attempts."""
-CLAIM = "ended-by"
-"""`logs/ATTEMPT/ended-by` is a link to the name of the node that ends an attempt."""
+CLAIM = "ended-by-"
+"""`logs/ATTEMPT/ended-by-0` links to the name of the node that ends an attempt, `-1` if that is lost too."""
 ENDS = {
     "NODE_FAIL": "node_failure",
     "BOOT_FAIL": "node_failure",
@@ -229,21 +229,27 @@ def has_advanced(advance: AttemptProgress, earlier: Sequence[Manifest]) -> bool 
     return later or (advance.newest is not None and advance.newest > max(times, default=float("-inf")))
 
 
-def claim_end(run: RunDir, host: str) -> str:
-    """Take it upon a node to end an attempt, for good; returns the node that does, empty on a full disk."""
-    with contextlib.suppress(OSError):  # a link is made whole or not at all, by one of many
-        (run.path / "logs" / str(run.first_attempt) / CLAIM).symlink_to(host)
-    return read_claim(run)
+def claim_end(run: RunDir, host: str, lost: Collection[str] = ()) -> str:
+    """Take it upon a node to end an attempt; returns the node that does, empty on a full disk.
+
+    The claim of a node among `lost` counts no more.
+    """
+    claims = list_claims(run)
+    if not claims or claims[-1] in lost:
+        with contextlib.suppress(OSError):  # a link is made whole or not at all, by one of many
+            (run.path / "logs" / str(run.first_attempt) / f"{CLAIM}{len(claims)}").symlink_to(host)
+    return next(reversed(list_claims(run)), "")
 
 
-def read_claim(run: RunDir) -> str:
-    """Return the node that ends an attempt; empty if none does as yet."""
+def list_claims(run: RunDir) -> list[str]:
+    """Return the nodes that have taken it upon themselves to end an attempt; the last one counts."""
+    found = (run.path / "logs" / str(run.first_attempt)).glob(f"{CLAIM}*")
     try:
-        return str((run.path / "logs" / str(run.first_attempt) / CLAIM).readlink())
+        return [str(path.readlink()) for path in sorted(found)]
     except OSError:
-        return ""
+        return []
 
 
 def is_taken_over(run: RunDir) -> bool:
     """Tell whether another node has ended the attempt of this process, whose own was taken for lost."""
-    return read_claim(run) not in ("", name_host(os.environ))
+    return any(host != name_host(os.environ) for host in list_claims(run)[-1:])

@@ -210,7 +210,7 @@ class Guard:
                 lost[host] = "its SLURM daemon cannot be reached"
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the requeue ends this step, too
         trouble = release_space(run)
-        self.has_claimed = claim_end(run, self.own) == self.own
+        self.has_claimed = claim_end(run, self.own, lost) == self.own
         if not self.has_claimed:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             return False
