@@ -166,8 +166,7 @@ def read_run(path: Path) -> RunRecords:
     files = sorted(path.glob(name_applied_file("*")))
     records = [record for file in files if (record := read(partial(load, Applied), file))]
     file = min(path.glob("manifest*.json"), default=path / "manifest.json")
-    manifest = read(partial(load, dict[str, Any]), file) or {}
-    state = take_dict(manifest, "outcome").get("state")
+    manifest = read(read_manifest_fields, file) or {}
     # A SLURM job's node that was left out or replaced by a spare one has a plan; others have its ranks.
     last_hosts = take_list(manifest, "hosts") if manifest.get("slurm") else []
     damaged_hosts = {host for host, plan in plans.items() if plan is None}
@@ -183,7 +182,16 @@ def read_run(path: Path) -> RunRecords:
         newest = {record.local_rank: record for record in own if record.attempt == last}
         found = tuple(newest[rank] for rank in sorted(newest))
         hosts.append(HostRecords(name, plans.get(name) or (), found, last))
-    return RunRecords(str(path), tuple(hosts), state if isinstance(state, str) else "", tuple(damaged))
+    state = take_dict(manifest, "outcome").get("state", "")
+    return RunRecords(str(path), tuple(hosts), state, tuple(damaged))
+
+
+def read_manifest_fields(data: bytes) -> dict[str, Any]:
+    """Read a manifest; raises DecodeError for one that does not tell how the run went."""
+    manifest = load(dict[str, Any], data)
+    if not isinstance(take_dict(manifest, "outcome").get("state"), str):
+        raise DecodeError("it has no outcome.state")
+    return manifest
 
 
 def read_ranks(data: bytes) -> tuple[RankPlan, ...]:

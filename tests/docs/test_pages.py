@@ -122,8 +122,11 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_the_plan_is_as_it_is_shown(path: Path, shown: list[str]) -> None:
     blocks = (block.splitlines() for block in list_blocks(path.read_text(encoding="utf-8")))
     (lines,) = (block[1:] for block in blocks if block[0] == f"$ {PLAN}")
-    assert len(lines) > 10
-    assert lines == shown[: len(lines)]
+    stripped = [line.strip() for line in lines]
+    at = stripped.index("…") if "…" in stripped else len(lines)  # what stands for further ranks
+    assert at >= 6 and lines[:at] == shown[:at]
+    rest = lines[at + 1 :]
+    assert not rest or rest == shown[shown.index(rest[0]) :][: len(rest)]
 
 
 def test_every_key_of_the_plan_is_described() -> None:

@@ -140,7 +140,7 @@ AGAIN = "if this is meant: python -m tests.golden runs, and read the diff of tes
 DOCS = (REPOSITORY / "docs/run-directory.md").read_text()
 OTHERS = {
     "job.json": "of submitted jobs",
-    "logs/N/end-N": "a link",
+    "logs/N/ended-by-N": "a link",
     "objective.txt": "the program's own",
     "rank-N.memory.json": "of programs that load torch",
     "report.html": "by `launch report`",

@@ -21,15 +21,15 @@ from tests.specify import specify
 from tests.strangers import give_away
 
 SHOW = """
-import os, stat, sys
+import os, signal, stat, sys
+if "wait" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 folders = [os.environ[name] for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")]
 for folder in folders:
     os.makedirs(folder, exist_ok=True)
 open(f"{folders[0]}/{os.environ['RANK']}", "w").close()
 print([*folders, oct(os.stat(os.path.dirname(folders[0])).st_mode & 0o777)], flush=True)
 if "wait" in sys.argv:
-    import signal
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.pause()
 """
 

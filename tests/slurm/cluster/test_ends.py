@@ -137,7 +137,9 @@ def test_what_was_aimed_at_an_earlier_attempt_misses_the_next(sandbox: Sandbox, 
     assert run.await_end() == "succeeded"
 
 
-def test_the_caches_of_a_task_that_was_killed_are_removed(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_the_caches_of_a_task_that_was_killed_are_removed_by_the_next(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
     place = tmp_path / "tmp"
     place.mkdir()
     run = start(sandbox, tmp_path, *TWO, f"env.TMPDIR={place}")
@@ -146,7 +148,11 @@ def test_the_caches_of_a_task_that_was_killed_are_removed(sandbox: Sandbox, tmp_
     task.send_signal(signal.SIGKILL)
     assert run.await_end() == "failed"
     assert "n1 is there, but its task left no record, and ended: Killed" in run.read_console()
-    assert not list(place.glob(f"*{PREFIX}*"))
+    again = start(sandbox, tmp_path, *TWO, f"env.TMPDIR={place}")
+    await_rank(again, 0)
+    assert not list(place.glob(f"{PREFIX}{run.job_id}-*"))
+    sandbox.run("scancel", again.job_id)
+    assert again.await_end() in ("stopped", "failed")
 
 
 def start_waiting(sandbox: Sandbox, cwd: Path) -> Run:
