@@ -156,7 +156,7 @@ def estimate_fit(call: Call, config: Settings, plan: Plan) -> FitReport | None:
             learned = _learn(config, argv, "gpu", request.layout.world_size, predicted)
         except UsageError:  # a program or a layout that makes no sense: others say so
             learned = None
-    return assess(request, learned)
+    return assess(request, learned, grid=config.fit.grid)
 
 
 def predict_request(request: Training) -> int:
@@ -230,8 +230,8 @@ def _step_fit_to_json(fit: StepFit, record: StepRecord) -> dict[str, object]:
         "capacity": fit.device.memory_mib << 20,
         "device": asdict(fit.device),
         "peak": fit.peak.total,
-        "categories": fit.peak.categories,
-        "modules": [asdict(share) for share in fit.peak.modules],
+        "categories": dict(fit.peak.categories),
+        "modules": [{**asdict(share), "categories": dict(share.categories)} for share in fit.peak.modules],
         "estimate": asdict(fit.estimate),
         "learned": fit.learned,
         "parameters": record.parameters,

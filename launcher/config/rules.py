@@ -119,6 +119,11 @@ def find_fit_faults(config: Settings) -> Iterator[str]:
             f"fit.quantization={fit.quantization} without fit.lora.rank: quantized weights are not trained,"
             " set fit.lora.rank=8 or another rank"
         )
+    if fit.recompute_modules and fit.checkpointing != "selective":
+        yield (
+            f"fit.recompute_modules={show_value(fit.recompute_modules)} with"
+            f" fit.checkpointing={fit.checkpointing}: set fit.checkpointing=selective, or leave it out"
+        )
     if fit.offload == "parameters" and str(parallel.zero) in ("0", "1", "2"):
         yield (
             f"fit.offload=parameters with parallel.zero={parallel.zero}: weights are kept in CPU memory if"

@@ -26,6 +26,17 @@ ADAPTED = (
     *("gate_proj", "up_proj", "down_proj", "lm_head"),
 )
 """Matrices that can have an adapter."""
+BLOCK_PARTS = (
+    "core_attn",
+    "attention",
+    "layernorm",
+    "mla_up_proj",
+    "mlp",
+    "moe",
+    "moe_act",
+    "shared_experts",
+)
+"""Modules that can be computed again."""
 LARGEST_COUNT = 10**6
 """GPUs in a group: ten times those of the largest machines."""
 LARGEST_BATCH = 10**9
@@ -407,7 +418,7 @@ class FitConfig:
     """What happens to a job of the bundled program that cannot fit its GPUs; others are never refused."""
     precision: str = one_of("auto", "fp32", "bf16", "mixed", "fp8")
     """`mixed` is bf16 with fp32 weights."""
-    optimizer: str = one_of("adamw", "adamw8bit", "lion", "sgd")
+    optimizer: str = one_of("adamw", "adamw8bit", "adafactor", "lion", "sgd", "muon")
     checkpointing: str = one_of("auto", "none", "selective", "full")
     """Activation checkpointing."""
     offload: str = one_of("none", "optimizer", "parameters")
@@ -428,9 +439,18 @@ class FitConfig:
     """Whether torch.compile is used; `auto` is not known, which makes ranges wide."""
     optimizer_fused: Any = setting("auto", choices=("auto", "true", "false"))
     """Whether the optimizer's step makes no list of temporaries (`fused=True`)."""
+    gradients: str = one_of("auto", "fp32", "bf16")
+    """`bf16` in recipes of Megatron Bridge; `auto` is the framework's."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    quantization: str = one_of("none", "nf4")
-    """Of the weights that LoRA freezes: 4 bits (QLoRA, bitsandbytes, torchao)."""
+    quantization: str = one_of("none", "nf4", "int8")
+    """Of the weights that LoRA freezes: 4 bits (QLoRA, bitsandbytes, torchao), or 8 (LLM.int8)."""
+    optimizer_in_backward: bool = False
+    """Whether each parameter is updated, and its gradient freed, as soon as it has one."""
+    activation_offload: bool = False
+    """Whether activations are in CPU memory between forward and backward."""
+    recompute_modules: list[str] = setting([], choices=BLOCK_PARTS)
+    """What checkpointing=selective computes again, in Megatron Core's words, or the whole `attention` block;
+    []: by operator, as torchtitan does, or Megatron's default."""
     gpu: str | None = setting(None, pattern=r".*\S.*", give="a name such as H100, or leave it out")
     """A GPU by name (`H100`, `A100-40GB`), in place of the machine's."""
     gpu_memory_gib: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
@@ -439,6 +459,8 @@ class FitConfig:
     """Tokens to train on in all, for time and GPU-hours."""
     step_seconds: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
     """Measured seconds of an optimizer step, for TFLOPS, MFU and HFU."""
+    grid: bool = False
+    """Whether `launch plan` shows micro-batches by checkpointing by sharding."""
     timeout: float = 600.0
     """Seconds that `launch fit` gives a program for its first two steps."""
 

@@ -28,6 +28,7 @@ from launcher.fit.choice import (
     describe_change,
     describe_choice,
     describe_fit,
+    explain_misfit,
 )
 from launcher.fit.counts import count_model_parameters
 from launcher.fit.gpus import find_gpu
@@ -70,7 +71,7 @@ PROGRAM_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "parallel": {"choices": (AUTO, "ddp", "fsdp")},
 }
 """What the bundled program's options take, as in launcher.programs.options; `auto` is chosen."""
-NOT_OF_THE_TRAINING = ("check", "gpu", "gpu_memory_gib", "tokens", "step_seconds", "timeout")
+NOT_OF_THE_TRAINING = ("check", "gpu", "gpu_memory_gib", "tokens", "step_seconds", "grid", "timeout")
 """Keys of `fit` that ask about a training and do not describe it."""
 TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kM]?)(tokens)?")
 """Of `program.global_batch`."""
@@ -399,6 +400,7 @@ def _describe_training(
     for name in ("compile", "optimizer_fused"):
         values[name] = _choose(values[name], None)
     values["lora"] = Lora(fit.lora.rank, tuple(fit.lora.targets)) if fit.lora.rank else None
+    values["recompute_modules"] = tuple(fit.recompute_modules)
     return layout, TrainingSettings(**values)
 
 
@@ -559,7 +561,7 @@ def _act_on(report: FitReport, config: Settings) -> None:
     On CPUs nothing is refused: swap may hold what memory does not.
     """
     if report.verdict == "does_not_fit":
-        message, is_refusable = describe_fit(report), report.request.device.kind == "gpu"
+        message, is_refusable = explain_misfit(report), report.request.device.kind == "gpu"
         if config.fit.check == "error" and report.request.is_bundled and is_refusable and not config.dry_run:
             raise MachineError(f"{message}; fit.check=warn starts it all the same")
         logger.warning(message)

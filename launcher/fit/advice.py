@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from launcher.fit.counts import count_active_parameters, count_model_parameters, count_token_flops
 from launcher.fit.gpus import GpuType, find_gpu
-from launcher.fit.training import Training
+from launcher.fit.memory import count_kept
+from launcher.fit.training import ModelDimensions, Training
 from launcher.plan.resources import count_node_cores
 
 GIB = 1 << 30
@@ -43,6 +44,8 @@ TILE = 64
 """Elements of 16 bits in 128 bytes, by which an A100's tensor cores are used best (NVIDIA's guide)."""
 LEAST_MULTIPLE = 8
 """Below it a product may not use tensor cores at full rate (NVIDIA's guide)."""
+FP8_MULTIPLE = 16
+"""What Transformer Engine and torch.float8 want of both dimensions."""
 LARGEST_HEAD = 256
 """FlashAttention-2's widest head."""
 LARGEST_BUBBLE = 0.1
@@ -69,57 +72,68 @@ class BudgetLine:
 
 def budget_node(training: Training) -> tuple[BudgetLine, ...]:
     """Return a line for each resource of a node; for ranks on CPUs, memory and /dev/shm alone."""
-    node, ranks, layout, settings = training.node, training.gpus_per_node, training.layout, training.settings
-    parameters, workers, on_gpu = count_model_parameters(training.model), node.num_workers, training.on_gpu
+    lines = (_budget_memory(training), _budget_shared_memory(training))
+    return (_budget_cores(training), *lines) if training.on_gpu else lines
 
-    def make(name: str, unit: str, needed: float, has: float | None, note: str, fix: str) -> BudgetLine:
-        enough = has is None or has >= needed
-        return BudgetLine(name, needed, has, unit, enough, note, "" if enough else fix)
 
-    # Cores: one for a rank's process and for each worker, and the system's.
-    cores = count_node_cores(ranks, workers)
-    system = cores - ranks * (workers + 1)
-    most, fix = (
-        max(0, ((node.cores or 0) - system) // ranks - 1),
-        f"ask for {cores} cores (cluster.cpus_per_task)",
-    )
+def _budget_cores(training: Training) -> BudgetLine:
+    """Return the line of CPU cores: one for a rank's process and for each worker, and the system's."""
+    gpus, workers, cores = training.gpus_per_node, training.node.num_workers, training.node.cores
+    needed = count_node_cores(gpus, workers)
+    system = needed - gpus * (workers + 1)
+    note = f"{gpus} x (1 + {workers} workers) + {system}"
+    if training.settings.offload != "none":
+        note += "; more for the optimizer on CPUs"
+    if cores is None or cores >= needed:
+        return BudgetLine("CPU cores", needed, cores, "cores", True, note)
+    most, fix = max(0, (cores - system) // gpus - 1), f"ask for {needed} cores (cluster.cpus_per_task)"
     fix = f"dataloader.num_workers={most}, or {fix}" if most < workers else fix
-    note = f"{ranks} x (1 + {workers} workers) + {system}"
-    of_cores = make("CPU cores", "cores", cores, node.cores, note, fix)
+    return BudgetLine("CPU cores", needed, cores, "cores", False, note, fix)
 
-    # Memory: what the job's parts sum to, and at least the GPUs'. On CPUs the ranks' is the estimate's.
-    parts = {"system": SYSTEM_GIB, "ranks": ranks * PROCESS_GIB} if on_gpu else {}
-    parts["workers"] = ranks * workers * (node.worker_gib or WORKER_GIB)
+
+def _budget_memory(training: Training) -> BudgetLine:
+    """Return the line of CPU memory, in GiB: what the job's parts sum to, and at least the GPUs' memory."""
+    node, ranks, layout, settings = training.node, training.gpus_per_node, training.layout, training.settings
+    parameters, parts = count_model_parameters(training.model), dict[str, float]()
+    if training.on_gpu:  # on CPUs, the ranks' memory is the estimate's
+        parts = {"system": SYSTEM_GIB, "ranks": ranks * PROCESS_GIB}
+    parts["workers"] = ranks * node.num_workers * (node.worker_gib or WORKER_GIB)
     # States in CPU memory are pinned.
     share = min(1.0, ranks * (1 if layout.zero else layout.replicas) / layout.world_size)
     parts["offload"] = OFFLOADED.get(settings.offload, 0) * parameters * share * PINNED_ROUNDING / GIB
+    if settings.activation_offload:
+        parts["activations"] = ranks * count_kept(training).expected * PINNED_ROUNDING / GIB
     # The bundled program saves by torch.distributed.checkpoint, Megatron its own shards.
     in_shards = training.is_bundled or settings.framework == "megatron" or layout.zero < 3
     parts["checkpoint on rank 0"] = 0 if in_shards else MASTER_BYTES * parameters / GIB
-    needed, note = (
-        sum(parts.values()),
-        ", ".join(f"{name} {gib:.0f}" for name, gib in parts.items() if gib >= 0.5),
-    )
-    gpus = ranks * training.device.memory_mib / 1024 if on_gpu else 0
+    needed = sum(parts.values())
+    note = ", ".join(f"{name} {gib:.0f}" for name, gib in parts.items() if gib >= 0.5)
+    gpus = ranks * training.device.memory_mib / 1024 if training.on_gpu else 0
     if gpus > needed:
         needed, note = gpus, f"the GPUs' sum; {note}"
+    available = None if node.memory_kib is None else node.memory_kib / (1 << 20)
+    enough = available is None or available >= needed
     fixes = {
+        "activations": "fit.activation_offload=false, or fit.checkpointing=full: less is kept",
         "offload": "more nodes share the states (nodes=N), or fit.offload=none",
         "workers": "fewer workers (dataloader.num_workers=N)",
         "checkpoint on rank 0": "save in shards (torch.distributed.checkpoint)",
     }
     fix = fixes.get(max(parts, key=lambda name: parts[name]), "ask for more (cluster.mem=0 is all of a node)")
-    has = None if node.memory_kib is None else node.memory_kib / (1 << 20)
-    of_memory = make("CPU memory", "GiB", needed, has, note, fix)
+    return BudgetLine("CPU memory", needed, available, "GiB", enough, note, "" if enough else fix)
 
-    # /dev/shm: batches of the workers, and NCCL's transports.
+
+def _budget_shared_memory(training: Training) -> BudgetLine:
+    """Return the line of /dev/shm, in GiB: batches of the workers, and NCCL's transports."""
+    ranks, workers, settings = training.gpus_per_node, training.node.num_workers, training.settings
     batches = ranks * workers * PREFETCHED * settings.micro_batch * settings.seq_len * TOKEN_BYTES
-    nccl = ranks * NCCL_MIB << 20 if ranks > 1 and on_gpu else 0
-    has = None if node.shm_kib is None else node.shm_kib / (1 << 20)
+    nccl = ranks * NCCL_MIB << 20 if ranks > 1 and training.on_gpu else 0
+    needed = (batches + nccl) / GIB
+    available = None if training.node.shm_kib is None else training.node.shm_kib / (1 << 20)
+    enough = available is None or available >= needed
     note = "batches of text, NCCL" if nccl else "batches of text"
-    fix = "a larger /dev/shm (docker: --shm-size), or dataloader.num_workers=0"
-    of_shared = make(SHARED_MEMORY, "GiB", (batches + nccl) / GIB, has, note, fix)
-    return (of_cores, of_memory, of_shared) if on_gpu else (of_memory, of_shared)
+    fix = "" if enough else "a larger /dev/shm (docker: --shm-size), or dataloader.num_workers=0"
+    return BudgetLine(SHARED_MEMORY, needed, available, "GiB", enough, note, fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,119 +150,184 @@ class Advice:
 
 def advise(training: Training) -> tuple[Advice, ...]:
     """Give advice, warnings first."""
-    found = [*_advise_model(training), *_advise_layout(training), *_advise_settings(training)]
+    rules = (_advise_model, _advise_precision, _advise_links, _advise_pipeline, _advise_batch)
+    found = [one for rule in rules for one in rule(training)]
     return tuple(sorted(found, key=lambda one: one.level != "warning"))
 
 
+def _round_up(value: int, multiple: int) -> int:
+    """Round up to a multiple."""
+    return -(-value // multiple) * multiple
+
+
 def _advise_model(training: Training) -> Iterator[Advice]:
-    """Advise on the model's widths: on GPUs, products are fast if they are multiples of 64."""
+    """Advise on the model's dimensions."""
     model, tp, length = training.model, training.layout.tp, training.settings.seq_len
-    if length > model.max_seq_len:
-        what = f"fit.seq_len={length} is more than model.max_seq_len={model.max_seq_len}"
-        yield Advice("warning", what, f"fit.seq_len={model.max_seq_len}, or scaled rotary frequencies")
-    if not training.on_gpu:
-        return
-    share = 6 * model.vocab_size * model.hidden_size / count_token_flops(model, length)
-    widths = [
-        ("vocab_size", model.vocab_size, tp, f"the output layer is {share:.0%} of the operations"),
-        ("hidden_size", model.hidden_size, 1, ""),
-    ]
-    if model.experts is not None:
-        widths.append(("experts.intermediate_size", model.experts.intermediate_size, 1, ""))
-    if model.experts is None or model.experts.dense_layers:
-        gain = "SwiGLU's 10922 to 10944: 273 to 398 TFLOPS on an H100 (S. Bekman)"
-        widths.append(
-            ("intermediate_size", model.intermediate_size, tp, gain if model.mlp == "swiglu" else "")
-        )
-    for key, width, parts, gain in widths:
-        if width % (TILE * parts):
-            level = "warning" if width % (LEAST_MULTIPLE * parts) else "note"
-            over = f" over parallel.tp={parts} is {width / parts:g}," if parts > 1 else " is"
-            multiple = TILE * parts
-            near = (
-                -(-width // multiple) if key == "vocab_size" else max(1, round(width / multiple))
-            ) * multiple
-            yield Advice(
-                level, f"model.{key}={width}{over} no multiple of {TILE}", f"model.{key}={near}", gain
-            )
-    if model.head_width > LARGEST_HEAD or model.head_width % TILE:
-        is_slow = model.head_width > LARGEST_HEAD or model.head_width % LEAST_MULTIPLE
-        what = f"heads are {model.head_width} wide: " + (
-            "attention does without fast kernels" if is_slow else "64 and 128 use tensor cores best"
-        )
-        gain = "up to 39% of a step by efficient shapes (arXiv:2401.14489)"
-        yield Advice("warning" if is_slow else "note", what, "heads of 64 or 128", gain)
-
-
-def _advise_layout(training: Training) -> Iterator[Advice]:
-    """Advise on groups that cross nodes or NVLink's domain, narrow parts, and the pipeline."""
-    layout, each, model = training.layout, training.gpus_per_node, training.model
-    domain = training.device.nvlink_domain or each
-    reaches = f"than the {domain} GPUs that NVLink or a node connects"
-    if layout.tp > domain:
-        gain = "Megatron-LM keeps tp within a node (arXiv:2104.04473, section 5)"
-        what = (
-            f"parallel.tp={layout.tp} is more {reaches}: four all-reduces of each layer go over slower links"
-        )
+    if training.on_gpu:
+        yield from _advise_shapes(model, tp, length)
+    if tp > 1 and model.hidden_size // tp < NARROW:
         yield Advice(
-            "warning", what, f"parallel.tp={domain} or less, and parallel.pp or zero for the rest", gain
+            "note",
+            f"parallel.tp={tp} leaves each GPU {model.hidden_size // tp} of model.hidden_size="
+            f"{model.hidden_size}: its products are narrow",
+            "a smaller parallel.tp, with the states sharded by parallel.zero instead",
         )
-    elif layout.tp > 1 and training.nodes > 1 and each % layout.tp and domain <= each:
-        what = f"parallel.tp={layout.tp} does not divide the {each} GPUs of a node: a group spans two nodes"
-        yield Advice("warning", what, "a divisor")
-    for name, level in (("ep", "warning"), ("cp", "note")):
-        size = getattr(layout, name)
-        if size > 1 and size * layout.tp > domain:
-            what = f"parallel.{name}={size} with parallel.tp={layout.tp} is more {reaches}"
-            fix = f"parallel.{name}={max(1, domain // layout.tp)} or less, unless the exchange is overlapped"
-            yield Advice(level, what, fix)
-    if layout.tp > 1 and model.hidden_size // layout.tp < NARROW:
-        width = model.hidden_size // layout.tp
-        what = f"parallel.tp={layout.tp} leaves each GPU {width} of model.hidden_size={model.hidden_size}"
-        yield Advice("note", what, "a smaller parallel.tp, with the states sharded by parallel.zero instead")
-    if layout.pp == 1:
-        return
-    steps, layers, idle = training.settings.accumulation, model.layers, layout.pp - 1
-    bubble = idle / (layout.virtual_stages * steps + idle)
-    if bubble > LARGEST_BUBBLE:
-        fix = f"fit.accumulation={-(-idle * 9 // layout.virtual_stages)} makes it 10%"
-        what = f"the pipeline of {layout.pp} stages idles {bubble:.0%} of a step of {steps} micro-steps"
-        yield Advice("warning", what, fix, "share (pp - 1) / (v m + pp - 1) (arXiv:2104.04473, section 2.2)")
-    if layout.virtual_stages > 1 and steps % layout.pp:
-        what = (
-            f"fit.accumulation={steps} is no multiple of parallel.pp={layout.pp}, as interleaved stages need"
+    if length > model.max_seq_len:
+        yield Advice(
+            "warning",
+            f"fit.seq_len={length} is more than model.max_seq_len={model.max_seq_len}",
+            f"fit.seq_len={model.max_seq_len}, or a model whose rotary frequencies are scaled",
         )
-        yield Advice("warning", what, f"fit.accumulation={-(-steps // layout.pp) * layout.pp}")
-    chunks = layout.pp * layout.virtual_stages
-    if layers % chunks:
-        what = f"model.layers={layers} over {chunks} stages is uneven: the largest has {-(-layers // chunks)}"
-        yield Advice("note", what, "a parallel.pp that divides the layers")
 
 
-def _advise_settings(training: Training) -> Iterator[Advice]:
-    """Advise on what the GPU computes in, the micro-batch, accumulation and attention."""
-    settings, layout, name = training.settings, training.layout, training.device.name
-    precision, gpu = settings.precision, find_gpu(name) if training.on_gpu else None
+def _advise_shapes(model: ModelDimensions, tp: int, seq_len: int) -> Iterator[Advice]:
+    """Advise on the vocabulary, the width of a head, the hidden size, and widths inside MLP and experts."""
+    multiple = TILE * tp
+    if model.vocab_size % multiple:
+        share = 6 * model.vocab_size * model.hidden_size / count_token_flops(model, seq_len)
+        gain, is_odd = f"the output layer is {share:.0%} of the operations", model.vocab_size % LEAST_MULTIPLE
+        if is_odd:
+            gain += "; 25% of GPT-2's step by 50257 to 50304 (A. Karpathy, nanoGPT)"
+        of_tp = f" (64 * parallel.tp={tp})" if tp > 1 else ""
+        yield Advice(
+            "warning" if is_odd and share > 0.02 else "note",
+            f"model.vocab_size={model.vocab_size} is no multiple of {multiple}{of_tp}",
+            f"pad it to {_round_up(model.vocab_size, multiple)}",
+            gain,
+        )
+    heads = f"heads are {model.head_width} wide"
+    if model.head_width > LARGEST_HEAD:
+        what = f"{heads}, and FlashAttention-2 has none wider than {LARGEST_HEAD}"
+        yield Advice("warning", what, "more heads of 64 or 128")
+    elif model.head_width % LEAST_MULTIPLE:
+        what, gain = (
+            "no multiple of 8: attention does without fast kernels",
+            "up to 39% of a step by efficient shapes",
+        )
+        yield Advice("warning", f"{heads}, {what}", "heads of 64 or 128", f"{gain} (arXiv:2401.14489)")
+    elif model.head_width % TILE:
+        gain = "heads of 64 and 128 use tensor cores best (arXiv:2401.14489)"
+        yield Advice("note", f"{heads}, no multiple of 64", "heads of 64 or 128", gain)
+    widths = [("model.hidden_size", model.hidden_size, 1)]
+    if model.experts is not None:
+        widths.append(("model.experts.intermediate_size", model.experts.intermediate_size, 1))
+    if model.experts is None or model.experts.dense_layers:
+        widths.append(("model.intermediate_size", model.intermediate_size, tp))
+    for key, width, parts in widths:
+        if width % (TILE * parts) == 0:
+            continue
+        near, is_odd = max(1, round(width / (TILE * parts))) * TILE * parts, width % (LEAST_MULTIPLE * parts)
+        gain = "SwiGLU's 10922 to 10944: 273 to 398 TFLOPS on an H100 (S. Bekman)"
+        has_gain = model.mlp == "swiglu" and key.endswith("intermediate_size") and is_odd
+        what = f"{key}={width} is no multiple of {TILE}"
+        if parts > 1:
+            what = f"{key}={width} over parallel.tp={parts} is {width / parts:g}, no multiple of {TILE}"
+        yield Advice("warning" if is_odd else "note", what, f"{key}={near}", gain if has_gain else "")
+
+
+def _advise_precision(training: Training) -> Iterator[Advice]:
+    """Advise on what the GPU computes in."""
+    precision, name = training.settings.precision, training.device.name
+    gpu = find_gpu(name) if training.on_gpu else None
     if gpu and precision == "fp8" and gpu.fp8 is None:
         yield Advice("warning", f"fit.precision=fp8, and a {name} computes no fp8", "fit.precision=mixed")
     if gpu and precision in ("bf16", "mixed") and "bf16" not in dict(gpu.peak_tflops):
         what = f"fit.precision={precision}, and a {name} has no fast bf16"
         yield Advice("warning", what, "fp16 with loss scaling, which needs the same memory")
     if gpu and gpu.tf32 and precision == "fp32":
-        fix = 'torch.set_float32_matmul_precision("high") for TF32, or fit.precision=mixed'
-        peaks = f"peaks: fp32 {gpu.fp32:g}, TF32 {gpu.tf32:g}, bf16 {gpu.bf16:g} TFLOPS"
-        yield Advice("note", "fit.precision=fp32 leaves tensor cores unused", fix, peaks)
+        yield Advice(
+            "note",
+            "fit.precision=fp32 leaves tensor cores unused",
+            'torch.set_float32_matmul_precision("high") for TF32, or fit.precision=mixed',
+            f"peaks: fp32 {gpu.fp32:g}, TF32 {gpu.tf32:g}, bf16 {gpu.bf16:g} TFLOPS",
+        )
+    for key in ("hidden_size", "intermediate_size"):
+        value = getattr(training.model, key)
+        if precision == "fp8" and value % FP8_MULTIPLE:
+            what = f"model.{key}={value} is no multiple of 16, which products in fp8 need"
+            yield Advice("warning", what, f"model.{key}={_round_up(value, FP8_MULTIPLE)}")
+
+
+def _advise_links(training: Training) -> Iterator[Advice]:
+    """Advise on groups that cross nodes or NVLink's domain."""
+    layout, each = training.layout, training.gpus_per_node
+    domain = training.device.nvlink_domain or each
+    if layout.tp > domain:
+        within = layout.tp <= each and each % layout.tp == 0
+        yield Advice(
+            "warning",
+            f"parallel.tp={layout.tp} is more than the {domain} GPUs that NVLink or a node connects: four"
+            f" all-reduces of each layer go over {'PCIe' if within else 'the network'}",
+            f"parallel.tp={domain} or less, and parallel.pp or parallel.zero for the rest",
+            "Megatron-LM keeps tp within a node (arXiv:2104.04473, section 5)",
+        )
+    elif layout.tp > 1 and training.nodes > 1 and each % layout.tp and domain <= each:
+        what = f"parallel.tp={layout.tp} does not divide the {each} GPUs of a node: a group spans two nodes"
+        yield Advice("warning", what, "a divisor")
+    overlap = "as long as the computation in DeepSeek-V3, which overlaps it (arXiv:2412.19437, 3.2.1)"
+    for name, level, what, gain in (
+        ("ep", "warning", "the all-to-alls of experts", overlap),
+        ("cp", "note", "the exchange of keys and values", ""),
+    ):
+        size = getattr(layout, name)
+        if size > 1 and size * layout.tp > domain:
+            yield Advice(
+                level,
+                f"parallel.{name}={size} with parallel.tp={layout.tp} spans {size * layout.tp} GPUs,"
+                f" and NVLink or a node connects {domain}: {what} go over slower links",
+                f"parallel.{name}={max(1, domain // layout.tp)} or less, unless they are overlapped",
+                gain,
+            )
+
+
+def _advise_pipeline(training: Training) -> Iterator[Advice]:
+    """Advise on the bubble of the pipeline, (pp - 1) / (v m + pp - 1), and on uneven stages."""
+    layout, steps, layers = training.layout, training.settings.accumulation, training.model.layers
+    if layout.pp == 1:
+        return
+    idle = layout.pp - 1
+    bubble = idle / (layout.virtual_stages * steps + idle)
+    if bubble > LARGEST_BUBBLE:
+        fix = f"fit.accumulation={-(-idle * 9 // layout.virtual_stages)} makes it 10%"
+        if layout.virtual_stages == 1 and layers >= 2 * layout.pp:
+            fix += ", or parallel.virtual_stages=2"
+        shown = f"{steps} micro-step{'s' * (steps > 1)}"
+        what = f"the pipeline of {layout.pp} stages idles {bubble:.0%} of a step of {shown}"
+        yield Advice("warning", what, fix, "share (pp - 1) / (v m + pp - 1) (arXiv:2104.04473, section 2.2)")
+    if layout.virtual_stages > 1 and steps % layout.pp:
+        yield Advice(
+            "warning",
+            f"fit.accumulation={steps} is no multiple of parallel.pp={layout.pp}, which Megatron-LM's"
+            " interleaved schedule needs",
+            f"fit.accumulation={_round_up(steps, layout.pp)}",
+        )
+    chunks = layout.pp * layout.virtual_stages
+    if layers % chunks:
+        what = f"model.layers={layers} over {chunks} stages is uneven: the largest has {-(-layers // chunks)}"
+        fix = "a parallel.pp that divides the layers, or the ends of the pipeline with fewer layers"
+        yield Advice("note", what, fix)
+
+
+def _advise_batch(training: Training) -> Iterator[Advice]:
+    """Advise on the micro-batch, accumulation and attention."""
+    settings, layout = training.settings, training.layout
     tokens = settings.micro_batch * settings.seq_len // layout.cp
     if tokens < FEW_TOKENS and training.on_gpu:
         what = f"a micro-batch of {tokens} tokens a GPU is short for products of matrices"
         yield Advice("note", what, "a larger micro-batch if it fits: `launch tune batch` finds it")
+    if tokens % TILE and training.on_gpu:
+        what = f"a micro-batch has {tokens} tokens, no multiple of 64"
+        yield Advice("note", what, "a sequence length of a power of two")
     if layout.zero == 3 and settings.accumulation > 1 and layout.replicas > 1:
         what = f"sharded weights are gathered in each of fit.accumulation={settings.accumulation} micro-steps"
         yield Advice("note", what, "a larger micro-batch and fewer micro-steps")
     if not settings.flash_attention and settings.seq_len >= FEW_TOKENS:
-        what = f"without flash attention each layer keeps heads * seq_len^2 ({settings.seq_len}) weights"
-        fix = "torch's scaled_dot_product_attention, or fit.flash_attention=true"
-        yield Advice("warning", what, fix, "attention 2 to 4 times as fast (arXiv:2205.14135)")
+        yield Advice(
+            "warning",
+            f"without flash attention each layer keeps heads * seq_len^2 ({settings.seq_len}) weights",
+            "torch's scaled_dot_product_attention, or fit.flash_attention=true",
+            "attention 2 to 4 times as fast (arXiv:2205.14135)",
+        )
 
 
 @dataclass(frozen=True, slots=True)

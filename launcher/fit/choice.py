@@ -1,23 +1,28 @@
-"""Whether a training fits, what makes it fit, and what is chosen where nothing is set."""
+"""Whether a training fits, what makes it fit, and what is chosen where nothing is set.
+
+Costs of changes are shares of a step's time, as far as they are known, and only order the changes: an extra
+forward pass is a third of a step (forward 2, backward 4 operations); Korthikanti et al. (arXiv:2205.05198)
+measure 2 to 4% for selective recomputation; ZeRO (arXiv:1910.02054) counts half as much communication again
+for sharded weights; ZeRO-Offload (arXiv:2101.06840) is bound by PCIe and the CPU's Adam.
+"""
 
 import math
 import re
 from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 from launcher.errors import UsageError
 from launcher.fit.advice import Advice, BudgetLine, SpeedEstimate, advise, budget_node, estimate_speed
 from launcher.fit.memory import CONTEXT, CUBLAS, NCCL, PROCESS, count_lost, estimate_memory
 from launcher.fit.training import (
-    NOTHING,
     Device,
     Estimate,
     Learned,
     MemoryPart,
+    ParallelLayout,
     Range,
     Training,
     check_layout,
@@ -27,6 +32,8 @@ from launcher.fit.training import (
 GIB, MIB = 1 << 30, 1 << 20
 LEAST_SPREAD = 0.02
 """Half of the range that remains of a measured program: what differs from run to run."""
+UNMEASURED = ("context",)
+"""Parts that max_memory_reserved does not hold."""
 LARGEST_PARTS = 3
 Measure = Callable[[Training], Range]
 """Gives the memory of a GPU, corrected by what runs have measured."""
@@ -45,6 +52,20 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class GridCell:
+    """What a combination of settings takes, and how fast it is."""
+
+    micro_batch: int
+    checkpointing: str
+    framework: str
+    total: Range
+    tokens_per_second: tuple[float, float] | None
+    """Of the whole job; None without a published range."""
+    is_chosen: bool
+    """It is what the report judges."""
+
+
+@dataclass(frozen=True, slots=True)
 class FitReport:
     """What comes of a training."""
 
@@ -59,9 +80,11 @@ class FitReport:
     speed: SpeedEstimate | None = None
     learned: str = ""
     """What earlier runs of the same program have measured, and how it was used; empty if there were none."""
+    grid: tuple[GridCell, ...] = ()
+    """Micro-batch by checkpointing by sharding, if that was asked for."""
 
 
-def assess(training: Training, learned: Learned | None = None) -> FitReport:
+def assess(training: Training, learned: Learned | None = None, *, grid: bool = False) -> FitReport:
     """Judge a training: memory, verdict and changes, the node's budget, advice and speed.
 
     `learned` is what runs of the same program and settings have measured. Raises UsageError for a layout that
@@ -76,7 +99,7 @@ def assess(training: Training, learned: Learned | None = None) -> FitReport:
 
     changes = find_changes(training, measure) if verdict == "does_not_fit" else ()
     if verdict in ("tight", "does_not_fit") and training.free.any:
-        wider = _find_fewest_nodes(training, measure)
+        wider = _find_least_nodes(training, measure)
         changes = (*changes, wider) if wider else changes
     said = ""
     if learned:
@@ -84,8 +107,17 @@ def assess(training: Training, learned: Learned | None = None) -> FitReport:
         source = f" of {learned.source}" if learned.source else ""
         share = f"had {learned.ratio:.0%} of the computed memory"
         said = f"{runs}{source} {share}: the estimate is corrected by that"
-    budget, advice, speed = budget_node(training), advise(training), estimate_speed(training)
-    return FitReport(training, estimate, verdict, changes, budget, advice, speed, said)
+    return FitReport(
+        training,
+        estimate,
+        verdict,
+        changes,
+        budget_node(training),
+        advise(training),
+        estimate_speed(training),
+        learned=said,
+        grid=tuple(_list_grid(training, measure)) if grid else (),
+    )
 
 
 def _judge(total: Range, capacity: int) -> str:
@@ -102,13 +134,17 @@ def _estimate_with(training: Training, learned: Learned | None) -> Estimate:
     estimate = estimate_memory(training)
     if learned is None:
         return estimate
-    parts = tuple(  # max_memory_reserved does not hold the context
-        part if part.name == "context" else replace(part, bytes=_correct(part.bytes, learned))
+    parts = tuple(
+        part if part.name in UNMEASURED else replace(part, bytes=_correct(part.bytes, learned))
         for part in estimate.parts
     )
-    allocated, reserved = _correct(estimate.allocated, learned), _correct(estimate.reserved, learned)
-    total = sum((part.bytes for part in parts), NOTHING)
-    return replace(estimate, parts=parts, total=total, allocated=allocated, reserved=reserved)
+    return replace(
+        estimate,
+        parts=parts,
+        total=sum((part.bytes for part in parts), Range(0, 0, 0)),
+        allocated=_correct(estimate.allocated, learned),
+        reserved=_correct(estimate.reserved, learned),
+    )
 
 
 def _correct(found: Range, learned: Learned) -> Range:
@@ -143,22 +179,36 @@ def fit_to_json(report: FitReport) -> dict[str, object]:
         "advice": [asdict(item) for item in report.advice],
         "speed": asdict(report.speed) if report.speed else None,
         "learned": report.learned,
+        **({"grid": [asdict(cell) for cell in report.grid]} if report.grid else {}),
     }
 
 
-def describe_fit(report: FitReport) -> str:
-    """Say in a line how a job stands; of one that does not fit, why, and the changes that make it fit."""
-    training, total = report.request, report.estimate.total
-    where = f"each GPU ({training.device.name})" if training.on_gpu else "each rank (on CPUs)"
-    word = {"tight": "is tight", "does_not_fit": "does not fit"}.get(report.verdict, "fits")
-    start = f"{training.model.name} {word}: {where} has {format_bytes(training.capacity)}, and the training"
-    if report.verdict != "does_not_fit":
-        most = format_bytes(total.high)
-        return f"{start} needs about {format_bytes(total.expected)}, at most {most}"
+def explain_misfit(report: FitReport) -> str:
+    """Say why a job does not fit, with the figures and the changes that make it fit."""
+    total = report.estimate.total
     parts = sorted(report.estimate.parts, key=lambda part: part.bytes.low, reverse=True)[:LARGEST_PARTS]
     shown = ", ".join(f"{part.name} {format_bytes(part.bytes.low)}" for part in parts)
     fixes = "; or ".join(map(describe_change, report.changes)) or "no change that is known here makes it fit"
-    return f"{start} needs at least {format_bytes(total.low)} ({shown}): {fixes}"
+    return (
+        f"{report.request.model.name} does not fit: {_describe_device(report.request)}, and the training"
+        f" needs at least {format_bytes(total.low)} ({shown}): {fixes}"
+    )
+
+
+def describe_fit(report: FitReport) -> str:
+    """Say in a line how a job that is not refused stands."""
+    total = report.estimate.total
+    word = "is tight" if report.verdict == "tight" else "fits"
+    return (
+        f"{report.request.model.name} {word}: {_describe_device(report.request)}, and the training needs"
+        f" about {format_bytes(total.expected)}, at most {format_bytes(total.high)}"
+    )
+
+
+def _describe_device(training: Training) -> str:
+    """Say what memory there is."""
+    where = f"each GPU ({training.device.name})" if training.on_gpu else "each rank (on CPUs)"
+    return f"{where} has {format_bytes(training.capacity)}"
 
 
 def describe_change(change: Change) -> str:
@@ -182,6 +232,8 @@ MOST_TOKENS = 65536
 """Of a micro-step that is chosen."""
 DEFAULT_BATCH = 8
 """Sequences of a micro-step at most, and one micro-step, without a global batch."""
+MOST_NODES = 4096
+"""Of the search for nodes that are enough."""
 SPARE = 0.02
 """Share of a device's memory that the choice leaves: the driver keeps some of the total that it reports. Of
 79.65 GiB of an H100 torch has 79.1, of 40 of an A100 39.4, of 22.5 of an A10G 22.1, as its errors say."""
@@ -240,16 +292,41 @@ def _set_up(training: Training, size: int, checkpointing: str, framework: str) -
     steps = settings.accumulation
     if training.free.accumulation:
         steps = max(1, round(sequences / (size * training.layout.dp))) if sequences else 1
+    autocast = settings.precision == "mixed" and framework == "ddp"
     settings = replace(
         settings,
         micro_batch=size,
         accumulation=steps,
         checkpointing=checkpointing,
         framework=framework,
-        autocast=settings.precision == "mixed" and framework == "ddp",
+        autocast=autocast,
     )
     zero = {"ddp": 0, "fsdp": 3}.get(framework, training.layout.zero)
     return replace(training, settings=settings, layout=replace(training.layout, zero=zero))
+
+
+def _list_grid(training: Training, measure: Measure) -> Iterator[GridCell]:
+    """Give micro-batches by checkpointing by sharding, with the global batch of a training."""
+    settings, layout = training.settings, training.layout
+    frameworks = [settings.framework]
+    if 1 < layout.world_size == layout.dp and settings.framework in ("ddp", "fsdp"):
+        frameworks = ["ddp", "fsdp"]
+    batch = training.step_sequences
+    most = min(max(1, MOST_TOKENS // settings.seq_len), max(1, batch // layout.dp))
+    sizes = {1 << power for power in range(most.bit_length())} | {settings.micro_batch}
+    free = replace(training.free, accumulation=True, sequences=batch)
+    current = (settings.micro_batch, settings.checkpointing, settings.framework)
+    for size, checkpointing, framework in product(sorted(sizes), LADDER, frameworks):
+        cell, one = (size, checkpointing, framework), training
+        if cell != current:
+            one = _set_up(replace(training, free=free), size, checkpointing, framework)
+        if framework == settings.framework:
+            one = replace(one, layout=layout)
+        speed, tokens = estimate_speed(one), None
+        if speed.step_seconds:
+            low, high = speed.step_seconds
+            tokens = (speed.tokens_per_step / high, speed.tokens_per_step / low)
+        yield GridCell(size, checkpointing, framework, measure(one), tokens, cell == current)
 
 
 def describe_choice(training: Training, total: Range) -> str:
@@ -264,10 +341,15 @@ def describe_choice(training: Training, total: Range) -> str:
         why += f"; without recomputation {fewer}"
     if not training.capacity:
         why += f"; the memory of {training.device.name} is not known, and taken as {capacity / GIB:.0f} GiB"
-    names = ("fit.micro_batch", "fit.checkpointing", "parallel.framework", "fit.accumulation")
+    names: tuple[str, ...] = (
+        "fit.micro_batch",
+        "fit.checkpointing",
+        "parallel.framework",
+        "fit.accumulation",
+    )
     if training.is_bundled:
         options = ("batch_size", "activation_checkpointing", "parallel", "grad_accumulation")
-        names = tuple(f"program.{name}" for name in options)  # type: ignore[assignment]
+        names = tuple(f"program.{name}" for name in options)
     values = (settings.micro_batch, settings.checkpointing, settings.framework, settings.accumulation)
     is_free = (free.micro_batch, free.checkpointing, free.parallel, free.accumulation)
     found = zip(names, values, is_free, strict=True)
@@ -276,142 +358,12 @@ def describe_choice(training: Training, total: Range) -> str:
     return f"chosen: {chosen} ({batch} sequences of {length}, {batch * length:,} tokens a step): {why}"
 
 
-# Changes with which a job fits, each computed by the same estimate as the job itself.
-
-MOST_CHANGES = 3
-MOST_NODES = 4096
-OFFLOADED = "in CPU memory: bound by PCIe and the CPU, often half as fast"
-KNOBS: dict[str, dict[Any, str]] = {
-    "zero": {
-        1: "optimizer states are sharded over the replicas: up to 2% slower",
-        2: "optimizer states and gradients are sharded over the replicas: up to 4% slower",
-        3: "weights, gradients and optimizer states are sharded over the replicas: up to 10% slower",
-    },
-    "micro_batch": {},
-    "checkpointing": {
-        "selective": "all but products and attention is computed again in backward: about 4% slower",
-        "full": "each block is computed again in backward: about 33% slower",
-    },
-    "optimizer": {"adamw8bit": "AdamW's moments in 8 bits (bitsandbytes, torchao): other rounding"},
-    "tp": {},
-    "quantization": {"nf4": "the frozen weights in 4 bits (QLoRA): slower products"},
-    "offload": {
-        "optimizer": f"optimizer states {OFFLOADED}",
-        "parameters": f"weights and optimizer states {OFFLOADED}",
-    },
-}
-"""What may be changed, in the order of its cost, with values from the one that saves least, and why.
-
-Costs: an extra forward pass is a third of a step; Korthikanti et al. (arXiv:2205.05198) measure 2 to 4% for
-selective recomputation; ZeRO (arXiv:1910.02054) counts half as much communication again for sharded weights;
-ZeRO-Offload (arXiv:2101.06840) is bound by PCIe and the CPU's Adam."""
-
-
-def find_changes(training: Training, measure: Measure) -> tuple[Change, ...]:
-    """Return at most three changes with which the high estimate is within the capacity, the cheapest first.
-
-    Of single settings the weakest value that is enough. Then one combination of the others: the cheapest at
-    their strongest, one after the other until that is enough, and each as weak as the others allow.
-    """
-
-    def try_out(values: Mapping[str, Any]) -> Change | None:
-        """Return the change, None if the job does not fit with it or cannot have it."""
-        changed = _change(training, values)
-        if changed is None or (total := measure(changed)).high > training.capacity:
-            return None
-        why = "; ".join(knobs[name][value] for name, value in values.items())
-        return Change(_render_change(training, changed), why, total)
-
-    knobs = dict(_list_knobs(training))
-    found, rest = list[Change](), dict[str, dict[Any, str]]()
-    for name, values in knobs.items():
-        if change := next(filter(None, (try_out({name: value}) for value in values)), None):
-            found.append(change)
-        else:
-            rest[name] = values
-    if len(found) >= MOST_CHANGES:
-        return tuple(found[:MOST_CHANGES])
-    chosen: dict[str, Any] = {}
-    for name, values in (*rest.items(), *rest.items()):  # on more nodes, one rank has somebody to share with
-        for value in values:
-            if _change(training, {**chosen, name: value}):
-                chosen[name] = value
-        if len(chosen) > 1 and try_out(chosen):
-            break
-    for name in reversed(list(chosen)):
-        others = {each: value for each, value in chosen.items() if each != name}
-        weaker = [others, *({**others, name: value} for value in knobs[name])]
-        chosen = next((values for values in weaker if try_out(values)), chosen)
-    change = try_out(chosen)
-    return (*found, change) if change else tuple(found)
-
-
-def _list_knobs(training: Training) -> Iterator[tuple[str, dict[Any, str]]]:
-    """Give what this training may change, each with stronger values than its own."""
-    settings, layout, now = training.settings, training.layout, training.settings.micro_batch
-    sizes = [size for size in range(min(now // 2, 4096), 0, -1) if now % size == 0]
-    sizes = sizes[:7] + sizes[7:][-1:]
-    splits = [1 << power for power in range(1, 11) if layout.tp < 1 << power <= training.gpus_per_node]
-    own: dict[str, dict[Any, str]] = {
-        "micro_batch": {
-            size: f"micro-batch {size} in place of {now}: about {0.03 * math.log2(now / size):.0%} slower"
-            for size in sizes
-        },
-        "tp": {
-            size: f"each layer is split over {size} GPUs of a node: about"
-            f" {0.1 * math.log2(size / layout.tp):.0%} slower"
-            for size in splits
-        },
-    }
-    for name, table in KNOBS.items():
-        if training.is_bundled and name not in ("zero", "micro_batch", "checkpointing"):
-            continue
-        if name == "quantization" and not (settings.lora and settings.quantization == "none"):
-            continue
-        current = layout.zero if name == "zero" else getattr(settings, name, None)
-        values = list(own.get(name, table))
-        values = values[values.index(current) + 1 :] if current in values else values
-        values = values[-1:] if name == "zero" and training.is_bundled else values
-        yield name, {value: {**table, **own.get(name, {})}[value] for value in values}
-    if not training.free.parallel:  # else the fewest nodes are searched for
-        more = [nodes for power in range(1, 6) if (nodes := training.nodes << power) <= MOST_NODES]
-        yield "nodes", {nodes: f"states are sharded over {nodes} nodes" for nodes in more}
-
-
-def _change(training: Training, values: Mapping[str, Any]) -> Training | None:
-    """Return a training with other values, and as many micro-steps as the same global batch takes.
-
-    None if the job cannot be so. If no number of micro-steps gives the same batch, a batch that is set makes
-    the change impossible; else it grows.
-    """
-    layout, settings, nodes = training.layout, training.settings, values.get("nodes", training.nodes)
-    factor = values.get("tp", layout.tp) // layout.tp
-    zero, dp = values.get("zero", layout.zero), layout.dp * nodes // training.nodes
-    if dp % factor or (zero > layout.zero and dp * layout.cp == factor):  # with nobody to share with
-        return None
-    layout = replace(layout, zero=zero, tp=layout.tp * factor, dp=dp // factor)
-    settings = replace(settings, **{key: values[key] for key in values if key not in ("zero", "tp", "nodes")})
-    if "parallel.framework" not in training.fixed and ("zero" in values or "tp" in values):
-        framework = find_framework(layout)
-        settings = replace(settings, framework=framework, autocast=settings.autocast and framework == "ddp")
-    batch, step_batch = training.step_sequences, settings.micro_batch * layout.dp
-    if (training.global_batch and batch % step_batch) or (settings.offload == "parameters" and zero < 3):
-        return None
-    settings = replace(settings, accumulation=max(1, -(-batch // step_batch)))
-    changed = replace(training, layout=layout, settings=settings, nodes=nodes)
-    try:
-        check_layout(changed)
-    except UsageError:
-        return None
-    return changed
-
-
-def _find_fewest_nodes(training: Training, measure: Measure) -> Change | None:
-    """Return the fewest nodes with which a job fits, all that is free chosen anew; None if none is known."""
+def _find_least_nodes(training: Training, measure: Measure) -> Change | None:
+    """Return the smallest number of nodes with which a job fits, chosen for them; None if none is known."""
+    each = training.layout.dp // training.nodes
 
     def measure_on(nodes: int) -> Range:
-        dp = training.layout.dp // training.nodes * nodes
-        wider = replace(training, nodes=nodes, layout=replace(training.layout, dp=dp))
+        wider = replace(training, nodes=nodes, layout=replace(training.layout, dp=each * nodes))
         return measure(choose_settings(wider, measure))
 
     def is_enough(nodes: int) -> bool:
@@ -419,12 +371,222 @@ def _find_fewest_nodes(training: Training, measure: Measure) -> Change | None:
 
     high = 2 * training.nodes
     while not is_enough(high):
-        high *= 2
-        if high > MOST_NODES:
+        if high >= MOST_NODES:
             return None
+        high *= 2
     between = range(max(training.nodes, high // 2) + 1, high)
-    nodes = between.start + bisect_left(between, True, key=is_enough)
-    return Change((f"nodes={nodes}",), f"states are sharded over {nodes} nodes", measure_on(nodes))
+    nodes = max(training.nodes, high // 2) + 1 + bisect_left(between, True, key=is_enough)
+    why = f"states are sharded over {nodes} nodes, the fewest that are enough"
+    return Change((f"nodes={nodes}",), why, measure_on(nodes))
+
+
+# The cheapest changes with which a job fits, each computed by the same estimate as the job itself.
+
+MOST_CHANGES = 3
+MOST_COMBINED = 4
+MOST_ESTIMATES = 250
+"""Estimates of one search: 0.1 to 0.3 ms each."""
+MOST_NODES_CHANGED = 1024
+HALVING, TENSOR_SPLIT, MORE_NODES = 0.03, 0.1, 0.4
+"""Cost of half the micro-batch, of twice the GPUs that share a layer, of twice the nodes."""
+COSTS: dict[str, dict[int | str, tuple[float, str]]] = {
+    "checkpointing": {
+        "none": (0.0, ""),
+        "selective": (0.04, "all but products and attention is computed again in backward: about 4% slower"),
+        "full": (0.33, "each block is computed again in backward: about 33% slower"),
+    },
+    "zero": {
+        0: (0.0, ""),
+        1: (0.02, "optimizer states are sharded over the replicas: up to {:.0%} slower"),
+        2: (0.04, "optimizer states and gradients are sharded over the replicas: up to {:.0%} slower"),
+        3: (
+            0.1,
+            "weights, gradients and optimizer states are sharded over the replicas: up to {:.0%} slower",
+        ),
+    },
+    "offload": {
+        "none": (0.0, ""),
+        "optimizer": (0.5, "optimizer states in CPU memory: bound by PCIe and the CPU, often half as fast"),
+        "parameters": (
+            1.0,
+            "weights and optimizer states in CPU memory: bound by PCIe and the CPU, often half as fast",
+        ),
+    },
+}
+"""Cost and reason of each value of a setting, the one that saves least first; in braces the added cost."""
+EIGHT_BITS = 0.05
+"""No time, but other numbers."""
+ACTIVATION_OFFLOAD = 0.05
+"""Of what full checkpointing keeps: next to nothing if the copies hide behind recomputation (torchtune's
+README)."""
+IN_BACKWARD = 0.02
+QUANTIZING = 0.3
+"""litgpt's nf4 runs take 1.1 to 2 times as long."""
+ORDER = (
+    *("tp", "nodes", "zero", "offload", "checkpointing", "optimizer", "quantization", "activation_offload"),
+    *("micro_batch", "optimizer_in_backward"),
+)
+"""In which steps are applied; those of no case in `_apply_step` are `TrainingSettings`'s."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One setting that is changed."""
+
+    subject: str
+    """One of `ORDER`."""
+    value: int | str
+    cost: float
+    why: str
+
+
+def find_changes(training: Training, measure: Measure) -> tuple[Change, ...]:
+    """Return at most three changes with which the high estimate is within the capacity, the cheapest first.
+
+    Single settings come before combinations of them.
+    """
+    left = MOST_ESTIMATES
+
+    def judge(steps: Sequence[_Step]) -> Change | None:
+        """Return the change that steps make, None if the job does not fit with them or cannot have them."""
+        nonlocal left
+        changed = _apply_steps(training, steps) if left > 0 else None
+        if changed is None:
+            return None
+        left -= 1
+        total = measure(changed)
+        if total.high > training.capacity:
+            return None
+        return Change(_render_change(training, changed), "; ".join(step.why for step in steps), total)
+
+    ladders = [ladder for ladder in _list_ladders(training) if ladder]
+    found: list[tuple[float, Change]] = []
+    enough: list[set[str]] = []  # what fits with these needs no more
+    for size in range(1, MOST_COMBINED + 1):
+        for chosen in combinations(ladders, size):
+            subjects = {ladder[0].subject for ladder in chosen}
+            if any(known <= subjects for known in enough) or judge([ladder[-1] for ladder in chosen]) is None:
+                continue
+            for steps in sorted(product(*chosen), key=_add_costs):
+                if change := judge(steps):
+                    found.append((_add_costs(steps), change))
+                    enough.append(subjects)
+                    break
+        if len(found) >= MOST_CHANGES or not left:
+            break
+    return tuple(change for _, change in sorted(found, key=lambda one: one[0])[:MOST_CHANGES])
+
+
+def _add_costs(steps: Sequence[_Step]) -> float:
+    """Return the cost of several steps."""
+    return sum(step.cost for step in steps)
+
+
+def _list_ladders(training: Training) -> list[list[_Step]]:
+    """Give the steps of each subject, from the one that saves least to the one that saves most."""
+    settings, layout, now = training.settings, training.layout, training.settings.micro_batch
+
+    def climb(subject: str, current: int | str) -> list[_Step]:
+        base = COSTS[subject][current][0]
+        costs = [(value, cost - base, why) for value, (cost, why) in COSTS[subject].items()]
+        return [_Step(subject, value, cost, why.format(cost)) for value, cost, why in costs if cost > 0]
+
+    divisors = [size for size in range(now // 2, 0, -1) if now % size == 0] if now <= 4096 else [1]
+    sizes = []
+    for size in divisors[:7] + divisors[7:][-1:]:
+        cost = HALVING * math.log2(now / size)
+        why = f"micro-batch {size} in place of {now}, smaller matrices: about {cost:.0%} slower"
+        sizes.append(_Step("micro_batch", size, cost, why))
+    sharding = climb("zero", layout.zero)
+    ladders = [sizes, climb("checkpointing", settings.checkpointing)]
+    ladders.append(sharding[-1:] if training.is_bundled else sharding)
+    if not training.free.parallel:  # else the fewest nodes are searched for
+        numbers = [(doublings, training.nodes << doublings) for doublings in range(1, 6)]
+        why = "states are sharded over {} nodes in place of {}"
+        more = [
+            _Step("nodes", nodes, MORE_NODES * doublings, why.format(nodes, training.nodes))
+            for doublings, nodes in numbers
+            if nodes <= MOST_NODES_CHANGED
+        ]
+        ladders.append(more)
+    if training.is_bundled:  # it has none of the others
+        return ladders
+    if settings.optimizer == "adamw":
+        why = "AdamW's moments in 8 bits (bitsandbytes, torchao): as fast, other rounding"
+        ladders.append([_Step("optimizer", "adamw8bit", EIGHT_BITS, why)])
+    ladders.append(climb("offload", settings.offload))
+    if settings.lora and settings.quantization == "none":
+        why = "the frozen weights in 4 bits (QLoRA): slower products"
+        ladders.append([_Step("quantization", "nf4", QUANTIZING, why)])
+    if settings.checkpointing == "full" and not settings.activation_offload:  # all are too much to copy
+        why = "the blocks' inputs are in CPU memory between forward and backward: bound by PCIe"
+        ladders.append([_Step("activation_offload", True, ACTIVATION_OFFLOAD, why)])
+    if not settings.optimizer_in_backward and settings.accumulation == 1 and not settings.lora:
+        why = "each gradient is freed at once: none is clipped by the norm of all"
+        ladders.append([_Step("optimizer_in_backward", True, IN_BACKWARD, why)])
+    splits, size = [], layout.tp * 2
+    while size <= training.gpus_per_node:
+        cost = TENSOR_SPLIT * math.log2(size / layout.tp)
+        why = f"each layer is split over {size} GPUs of a node: about {cost:.0%} slower"
+        splits.append(_Step("tp", size, cost, why))
+        size *= 2
+    return [*ladders, splits]
+
+
+def _apply_steps(training: Training, steps: Sequence[_Step]) -> Training | None:
+    """Return a training with steps applied, and as many micro-steps as the same global batch takes.
+
+    None if the job cannot be so. If no number of micro-steps gives the same batch, a batch that is set makes
+    the change impossible; else it grows.
+    """
+    changed: Training | None = training
+    for step in sorted(steps, key=lambda one: ORDER.index(one.subject)):
+        changed = _apply_step(changed, step) if changed else None
+    if changed is None:
+        return None
+    batch, step_batch = training.step_sequences, changed.settings.micro_batch * changed.layout.dp
+    if training.global_batch and batch % step_batch:
+        return None
+    accumulation = max(1, -(-batch // step_batch))
+    changed = replace(changed, settings=replace(changed.settings, accumulation=accumulation))
+    try:
+        check_layout(changed)
+    except UsageError:
+        return None
+    return changed
+
+
+def _apply_step(training: Training, step: _Step) -> Training | None:
+    """Return a training with one setting changed; None if the job cannot be so."""
+    layout, value = training.layout, step.value
+    match step.subject:
+        case "tp" if isinstance(value, int):
+            factor = value // layout.tp
+            layout = replace(layout, tp=value, dp=layout.dp // factor)
+            return None if training.layout.dp % factor else _with_layout(training, layout)
+        case "nodes" if isinstance(value, int):
+            layout = replace(layout, dp=layout.dp * (value // training.nodes))
+            return replace(training, layout=layout, nodes=value)
+        case "zero" if isinstance(value, int):  # impossible if there is nobody to share with
+            return None if layout.replicas == 1 else _with_layout(training, replace(layout, zero=value))
+        case "offload" if value == "parameters" and layout.zero < 3:
+            return None
+        case "checkpointing":
+            settings = replace(training.settings, checkpointing=str(value), recompute_modules=())
+        case _:
+            changed: dict[str, Any] = {step.subject: value}
+            settings = replace(training.settings, **changed)
+    return replace(training, settings=settings)
+
+
+def _with_layout(training: Training, layout: ParallelLayout) -> Training:
+    """Return a training with a layout, and its framework, if nobody has chosen one."""
+    if "parallel.framework" in training.fixed:
+        return replace(training, layout=layout)
+    framework = find_framework(layout)
+    autocast = training.settings.autocast and framework == "ddp"
+    settings = replace(training.settings, framework=framework, autocast=autocast)
+    return replace(training, layout=layout, settings=settings)
 
 
 def _render_change(training: Training, changed: Training) -> tuple[str, ...]:
@@ -436,23 +598,28 @@ def _render_change(training: Training, changed: Training) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _list_values(training: Training) -> dict[str, object]:
+def _list_values(training: Training) -> dict[str, str]:
     """Return the keys that a change may set, with their values."""
     settings, layout = training.settings, training.layout
     if training.is_bundled:
         return {
-            "nodes": training.nodes,
+            "nodes": str(training.nodes),
             "program.parallel": "fsdp" if layout.zero == 3 else "ddp",
             "program.activation_checkpointing": settings.checkpointing,
-            "program.batch_size": settings.micro_batch,
-            "program.grad_accumulation": settings.accumulation,
+            "program.batch_size": str(settings.micro_batch),
+            "program.grad_accumulation": str(settings.accumulation),
         }
-    names = ("optimizer", "offload", "quantization", "checkpointing", "micro_batch", "accumulation")
+    names = ("optimizer", "offload", "quantization", "activation_offload", "optimizer_in_backward")
+    values = {f"fit.{name}": str(getattr(settings, name)) for name in names}
     return {
-        "nodes": training.nodes,
-        "parallel.tp": layout.tp,
-        "parallel.zero": layout.zero,
-        **{f"fit.{name}": getattr(settings, name) for name in names},
+        "nodes": str(training.nodes),
+        "parallel.tp": str(layout.tp),
+        "parallel.zero": str(layout.zero),
+        **{key: value.lower() for key, value in values.items()},
+        "fit.checkpointing": settings.checkpointing,
+        "fit.recompute_modules": f"[{','.join(settings.recompute_modules)}]",
+        "fit.micro_batch": str(settings.micro_batch),
+        "fit.accumulation": str(settings.accumulation),
     }
 
 
@@ -473,7 +640,7 @@ class ModuleShare:
     """Such as `blocks.*.mlp`; empty for what is no module's."""
     count: int
     bytes: int
-    categories: dict[str, int]
+    categories: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,7 +648,7 @@ class StepPeak:
     """The peak of a program's tensors over its first steps, in bytes."""
 
     total: int
-    categories: dict[str, int]
+    categories: tuple[tuple[str, int], ...]
     modules: tuple[ModuleShare, ...]
     """The largest first."""
 
@@ -509,21 +676,26 @@ class StepFit:
 
 def make_step_peak(total: int, categories: dict[str, int], modules: dict[str, dict[str, int]]) -> StepPeak:
     """Return a peak from what the program's interpreter has recorded; numbered modules are added up."""
-    groups: dict[str, Counter[str]] = defaultdict(Counter)
-    counts: Counter[str] = Counter()
+    groups: dict[str, dict[str, int]] = {}
+    counts: dict[str, int] = {}
     for name, own in modules.items():
         key = NUMBER.sub("*", name)
-        counts[key] += 1
-        groups[key].update(own)
-    shares = [ModuleShare(key, counts[key], own.total(), _order(own)) for key, own in groups.items()]
+        counts[key] = counts.get(key, 0) + 1
+        group = groups.setdefault(key, {})
+        for category, size in own.items():
+            group[category] = group.get(category, 0) + size
+    shares = [
+        ModuleShare(name, counts[name], sum(own.values()), _order_categories(own))
+        for name, own in groups.items()
+    ]
     shares.sort(key=lambda share: (-share.bytes, share.name))
-    return StepPeak(total, _order(categories), tuple(shares))
+    return StepPeak(total, _order_categories(categories), tuple(shares))
 
 
-def _order(found: Mapping[str, int]) -> dict[str, int]:
+def _order_categories(found: dict[str, int]) -> tuple[tuple[str, int], ...]:
     """Return sizes in the order of CATEGORIES, those that are not among them last."""
     names = [*CATEGORIES, *sorted(set(found) - set(CATEGORIES))]
-    return {name: found[name] for name in names if found.get(name)}
+    return tuple((name, found[name]) for name in names if found.get(name))
 
 
 def fit_step(
@@ -536,7 +708,7 @@ def fit_step(
     on CPUs of the process's.
     """
     is_gpu, tensors, told = device.kind == "gpu", Range.of(peak.total), ""
-    parts = [MemoryPart(name, Range.of(size), "from fake tensors") for name, size in peak.categories.items()]
+    parts = [MemoryPart(name, Range.of(size), "from fake tensors") for name, size in peak.categories]
     allocated = reserved = tensors
     context, note = PROCESS, "Python and torch"
     if is_gpu:

@@ -5,16 +5,20 @@ that of Korthikanti et al. (arXiv:2205.05198, section 4.1); the same rules count
 latent attention and experts. Widths are in elements a token.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from launcher.fit.training import ATTENTION_MATRICES, MLP_MATRICES, Lora, ModelDimensions, Training
+from launcher.fit.training import (
+    ATTENTION_MATRICES,
+    MLP_MATRICES,
+    Lora,
+    ModelDimensions,
+    Training,
+)
 
 EAGER_NORM = 8
 """Bytes an element that an RMSNorm written in Python keeps more: its input in fp32, and the normalised one
 (transformers.models.llama.LlamaRMSNorm)."""
-Matrix = tuple[str, int, int]
-"""Name, inputs, outputs."""
 
 
 def divide_up(total: int, parts: int) -> int:
@@ -22,8 +26,8 @@ def divide_up(total: int, parts: int) -> int:
     return -(-total // max(1, parts))
 
 
-def list_attention_matrices(model: ModelDimensions) -> list[Matrix]:
-    """Give the matrices of a layer's attention; latent attention has two for most names."""
+def list_attention_matrices(model: ModelDimensions) -> list[tuple[str, int, int]]:
+    """Give (name, inputs, outputs) of a layer's attention; latent attention has two for most names."""
     hidden, queries, latent = model.hidden_size, model.heads * model.head_width, model.latent_attention
     if latent is None:
         keys = model.kv_heads * model.head_width
@@ -40,8 +44,8 @@ def list_attention_matrices(model: ModelDimensions) -> list[Matrix]:
     ]
 
 
-def list_mlp_matrices(model: ModelDimensions, width: int) -> list[Matrix]:
-    """Give the matrices of an MLP, or of one expert, of an inner width."""
+def list_mlp_matrices(model: ModelDimensions, width: int) -> list[tuple[str, int, int]]:
+    """Give (name, inputs, outputs) of an MLP, or of one expert, of an inner width."""
     rising = ("gate_proj", "up_proj") if model.mlp == "swiglu" else ("up_proj",)
     return [*((name, model.hidden_size, width) for name in rising), ("down_proj", width, model.hidden_size)]
 
@@ -58,19 +62,23 @@ def _count_attention(model: ModelDimensions) -> tuple[int, int]:
         has_bias = model.bias or model.qkv_bias
         biases = sum(outputs for _, _, outputs in matrices[:-1]) if has_bias else 0
         return total + biases, 2 * model.head_width if model.qk_norm else 0
-    norms = latent.kv_rank + (latent.query_rank or 0)
-    width = norms + latent.rope_width
+    query_rank = latent.query_rank or 0
+    width = latent.kv_rank + latent.rope_width + query_rank
+    norms = latent.kv_rank + query_rank
     down = model.hidden_size * width
     return total - down, down + norms + (width if model.qkv_bias else 0)
 
 
 def _count_mlp(model: ModelDimensions, width: int) -> int:
+    """Count the parameters of one MLP, or of one expert, of an inner width."""
     matrices = list_mlp_matrices(model, width)
     return sum(inputs * outputs + (outputs if model.bias else 0) for _, inputs, outputs in matrices)
 
 
 def _count_norm(model: ModelDimensions) -> int:
-    return model.hidden_size * (2 if model.norm == "layernorm" and model.bias else 1)
+    """Count the parameters of one norm of the hidden size: an RMSNorm has no bias."""
+    has_bias = model.bias if model.norm_bias is None else model.norm_bias
+    return model.hidden_size * (2 if model.norm == "layernorm" and has_bias else 1)
 
 
 def _count_layer(model: ModelDimensions, *, mixture: bool) -> tuple[int, int, int]:
@@ -81,8 +89,8 @@ def _count_layer(model: ModelDimensions, *, mixture: bool) -> tuple[int, int, in
     if experts is None or not mixture:
         return attention + _count_mlp(model, model.intermediate_size), whole, 0
     expert = _count_mlp(model, experts.intermediate_size)
-    router = model.hidden_size * (experts.count + experts.shared_gate)
-    router += experts.count if experts.router_bias else 0
+    router = model.hidden_size * experts.count + (experts.count if experts.router_bias else 0)
+    router += model.hidden_size if experts.shared_gate else 0
     return attention + experts.shared * expert, whole + router, experts.count * expert
 
 
@@ -113,6 +121,12 @@ def count_active_parameters(model: ModelDimensions) -> int:
         return total
     idle = max(0, experts.count - experts.per_token) * _count_mlp(model, experts.intermediate_size)
     return total - max(0, model.layers - experts.dense_layers) * idle
+
+
+def count_largest_matrix(model: ModelDimensions) -> int:
+    """Count the parameters of a layer's largest matrix: optimizers that work by matrix need as much."""
+    inner = model.experts.intermediate_size if model.experts else model.intermediate_size
+    return max(_count_mlp(model, inner) // 2, model.hidden_size * model.heads * model.head_width)
 
 
 def count_token_flops(
@@ -188,14 +202,34 @@ class StageParameters:
         return self.tables + self.norm
 
     @property
+    def dense(self) -> int:
+        """All parameters but the routed experts'."""
+        return self.root + sum(run.count * run.dense for run in self.layers)
+
+    @property
+    def experts(self) -> int:
+        """The routed experts' parameters."""
+        return sum(run.count * run.experts for run in self.layers)
+
+    @property
     def total(self) -> int:
         """All of this GPU."""
-        return self.root + sum(run.count * (run.dense + run.experts) for run in self.layers)
+        return self.dense + self.experts
 
     @property
     def largest_layer(self) -> int:
         """Parameters of the largest layer."""
         return max((run.dense + run.experts for run in self.layers), default=0)
+
+
+def list_stages(layers: int, stages: int) -> Iterator[tuple[int, int]]:
+    """Give (first layer, number of layers) of each pipeline stage; what is left over is the first ones'."""
+    each, more = divmod(layers, stages)
+    first = 0
+    for stage in range(stages):
+        count = each + (stage < more)
+        yield first, count
+        first += count
 
 
 def count_stage(training: Training, first: int, count: int, stage: int) -> StageParameters:
@@ -232,7 +266,7 @@ def count_trained(training: Training, parameters: StageParameters) -> StageParam
     if lora is None:
         return parameters
 
-    def count(matrices: Iterable[Matrix]) -> int:
+    def count(matrices: Iterable[tuple[str, int, int]]) -> int:
         return lora.rank * sum(ins + outs for name, ins, outs in matrices if name in lora.matrices)
 
     runs, attention = [], count(list_attention_matrices(model))
@@ -248,121 +282,156 @@ def count_trained(training: Training, parameters: StageParameters) -> StageParam
     return StageParameters(tuple(runs), head, 0, has_head)
 
 
-def count_inner(model: ModelDimensions, *, mixture: bool) -> int:
-    """Count the elements a token inside the MLP, or inside the experts that it passes."""
-    if not mixture or model.experts is None:
-        return model.intermediate_size
-    return (model.experts.per_token + model.experts.shared) * model.experts.intermediate_size
-
-
-def count_matrix_ends(model: ModelDimensions, lora: Lora, *, mixture: bool) -> tuple[int, int, int]:
-    """Count the elements a token that a layer's matrices with adapters take and give, and the matrices.
-
-    Of experts those that a token is sent to count.
-    """
+def list_adapters(model: ModelDimensions, lora: Lora, *, mixture: bool) -> list[tuple[int, int, int]]:
+    """Give (inputs, passes of a token, outputs) of each of a layer's matrices with an adapter."""
     inner, passes = model.intermediate_size, 1
     if mixture and model.experts is not None:
         inner, passes = model.experts.intermediate_size, model.experts.per_token + model.experts.shared
-    every = list_attention_matrices(model) + passes * list_mlp_matrices(model, inner)
-    found = [(inputs, outputs) for name, inputs, outputs in every if name in lora.matrices]
-    return sum(ins for ins, _ in found), sum(outs for _, outs in found), len(found)
+    found = [(name, inputs, 1, out) for name, inputs, out in list_attention_matrices(model)]
+    found += [(name, inputs, passes, out) for name, inputs, out in list_mlp_matrices(model, inner)]
+    return [(inputs, times, out) for name, inputs, times, out in found if name in lora.matrices]
 
 
-def count_attention_widths(model: ModelDimensions) -> tuple[int, int, int]:
-    """Count the elements a token of attention: queries, all that is made of the input, and the result.
+@dataclass(frozen=True, slots=True)
+class AttentionWidths:
+    """Elements a token of a layer's attention."""
 
-    Latent attention has compressed queries, keys and values beside (arXiv:2405.04434, section 2.1).
-    """
-    latent = model.latent_attention
-    if latent is None:
-        query, key = model.heads * model.head_width, model.kv_heads * model.head_width
-        return query, query + 2 * key, query
-    query = model.heads * (latent.plain_width + latent.rope_width)
-    value = model.heads * latent.value_width
-    compressed = 2 * (latent.query_rank or 0) + 2 * latent.kv_rank + latent.rope_width
-    return query, 2 * query + value + compressed, value
+    query: int
+    key: int
+    value: int
+    latent: int
+    """Compressed queries, keys and values, of latent attention alone (arXiv:2405.04434, section 2.1)."""
+    out: int
+    """Of all heads' results."""
+
+    @classmethod
+    def of(cls, model: ModelDimensions) -> "AttentionWidths":
+        """Give the widths of a model's attention."""
+        latent = model.latent_attention
+        if latent is None:
+            query, key = model.heads * model.head_width, model.kv_heads * model.head_width
+            return cls(query, key, key, 0, query)
+        query = model.heads * (latent.plain_width + latent.rope_width)
+        value = model.heads * latent.value_width
+        compressed = 2 * (latent.query_rank or 0) + 2 * latent.kv_rank + latent.rope_width
+        return cls(query, query, value, compressed, value)
+
+    @property
+    def inputs(self) -> int:
+        """What is made of the layer's input."""
+        return self.query + self.key + self.value + self.latent
 
 
-def has_plain_attention(training: Training) -> bool:
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """How a layer is written, as far as that decides what it keeps."""
+
+    dropout: bool = False
+    eager_norms: bool = False
+    """Norms as Hugging Face's, in Python."""
+    fused_mlp: bool = False
+    """A fused SwiGLU (Megatron Core's bias_swiglu_fusion, torch.compile)."""
+
+
+def has_plain_attention(model: ModelDimensions, width: int) -> bool:
     """Tell whether torch has no fused kernel for a model's attention: in fp32 with grouped queries."""
-    return training.settings.width == 4 and training.model.heads != training.model.kv_heads
+    return width == 4 and model.heads != model.kv_heads
 
 
-def count_scores(training: Training, *, dropout: bool = False) -> float:
+def count_scores(model: ModelDimensions, seq_len: int, width: int, *, dropout: bool) -> float:
     """Count the bytes a token of attention's scores without flash attention: 5as, without dropout 2as.
 
     The softmax's result; with dropout its result and mask too (arXiv:2205.05198, section 4.1).
     """
-    width = training.settings.width
     each = 2 * width + 1 if dropout else width
-    return float(each * training.model.heads * training.settings.seq_len)
+    return float(each * model.heads * seq_len)
 
 
-def count_mlp_bytes(training: Training, inner: float, *, fused: bool = False, trained: bool = True) -> float:
+def count_mlp_bytes(
+    model: ModelDimensions, inner: float, width: float, *, fused: bool = False, has_input: bool = True
+) -> float:
     """Count the bytes a token inside an MLP: GELU keeps two of the inner width, SwiGLU four.
 
     A fused SwiGLU keeps no result of its SiLU: three. One is the input of the last matrix, which keeps it if
-    it is trained.
+    it is trained (`has_input`).
     """
-    kept = 2 if training.model.mlp != "swiglu" else 3 if fused else 4
-    return (kept if trained else kept - 1) * training.settings.width * inner
+    kept = 2 if model.mlp != "swiglu" else 3 if fused else 4
+    return (kept if has_input else kept - 1) * width * inner
+
+
+def _count_attention_bytes(model: ModelDimensions, width: int, *, flash: bool, sdpa: bool) -> float:
+    """Count the bytes a token of queries, keys, values and results, without the scores.
+
+    Flash attention keeps its result and a logarithm in fp32 for each head (arXiv:2205.14135). By torch's
+    `scaled_dot_product_attention` (`sdpa`) the result is copied to the order of tokens if queries are
+    rotated; in fp32 with grouped queries, keys and values are repeated (torch's sdp_utils.cpp).
+    """
+    widths = AttentionWidths.of(model)
+    kept = widths.inputs + widths.out
+    if sdpa and width == 2 and model.position == "rope":
+        kept += widths.query
+    elif sdpa and has_plain_attention(model, width):
+        kept += 2 * widths.query - widths.key - widths.value
+    norms = 2 * (widths.query + widths.key) if model.qk_norm else 0
+    return width * kept + norms * width / 2 + (4 * model.heads if flash else 0)
 
 
 def count_layer_bytes(
-    training: Training,
-    *,
-    mixture: bool = False,
-    dropout: bool = False,
-    eager_norms: bool = False,
-    fused_mlp: bool = False,
+    training: Training, *, mixture: bool, how: Implementation, recomputed: Collection[str] = ()
 ) -> float:
     """Count the bytes a token that a layer keeps on a GPU for its backward pass.
 
-    `eager_norms` are those of Hugging Face, in Python; `fused_mlp` is a fused SwiGLU (Megatron Core's
-    bias_swiglu_fusion, torch.compile). By autocast the residual stream is in fp32, and the input of each
-    matrix is a copy. With dropout, GELU, a key head for each query head and an inner width of 4 hidden sizes
-    it is 34 + 5as/h of arXiv:2205.05198, over the hidden size. With LoRA a matrix keeps its input only if it
-    has an adapter, whose low-rank result is kept too. tp splits queries, keys, values, results, scores and
-    the MLP's inner width; with sequence parallelism the inputs of norms and matrices too.
+    By autocast the residual stream is in fp32, and the input of each matrix is a copy. With dropout, GELU, a
+    key head for each query head and an inner width of 4 hidden sizes it is 34 + 5as/h of arXiv:2205.05198,
+    over the hidden size. With LoRA a matrix keeps its input only if it has an adapter, whose low-rank result
+    is kept too. `recomputed` are modules of Megatron Core's recompute_modules, and `attention`, the whole
+    block but its input. tp splits queries, keys, values, results, scores and the MLP's inner width; with
+    sequence parallelism the inputs of norms and matrices too.
     """
     model, settings, lora = training.model, training.settings, training.settings.lora
     hidden, experts, width = model.hidden_size, model.experts if mixture else None, settings.width
     trained = frozenset(ATTENTION_MATRICES + MLP_MATRICES) if lora is None else lora.matrices
     autocast = settings.autocast and settings.bundled
+    stream, rising = 4 if autocast else width, 2 if model.mlp == "swiglu" else 1
     # Inputs of the norms with their statistics, of the attention's matrices, and of the MLP's.
     statistics = 4 if model.norm == "rmsnorm" else 8
-    sequence: float = model.norms_per_layer * ((4 if autocast else width) * hidden + statistics)
-    sequence += 2 * hidden if dropout else 0
-    if trained & {"q_proj", "k_proj", "v_proj"}:
-        sequence += (3 if autocast else 1) * width * hidden
-    if trained & {"gate_proj", "up_proj"}:
-        sequence += (2 if autocast and model.mlp == "swiglu" else 1) * width * hidden
-    if eager_norms and model.norm == "rmsnorm":  # a frozen weight needs no normalised input
-        sequence += model.norms_per_layer * (EAGER_NORM if lora is None else EAGER_NORM / 2) * hidden
+    sequence: float = model.norms_per_layer * (stream * hidden + statistics)
+    sequence += 2 * hidden if how.dropout else 0
+    if "layernorm" not in recomputed:
+        if trained & {"q_proj", "k_proj", "v_proj"}:
+            sequence += (3 if autocast else 1) * width * hidden
+        if trained & {"gate_proj", "up_proj"}:
+            sequence += (rising if autocast else 1) * width * hidden
+        if how.eager_norms and model.norm == "rmsnorm":  # a frozen weight needs no normalised input
+            sequence += model.norms_per_layer * (EAGER_NORM if lora is None else EAGER_NORM / 2) * hidden
+    split, scores = 0.0, 0.0
+    if "attention" not in recomputed:
+        # Selective checkpointing computes the scores again (arXiv:2205.05198, section 5).
+        is_default = settings.checkpointing == "selective" and not settings.recompute_modules
+        flash = settings.flash_attention or is_default or "core_attn" in recomputed
+        split = _count_attention_bytes(model, width, flash=flash, sdpa=settings.bundled)
+        if not flash or (settings.bundled and has_plain_attention(model, width)):
+            scores = count_scores(model, settings.seq_len, width, dropout=how.dropout)
+        if "mla_up_proj" in recomputed and model.latent_attention is not None:
+            widths = AttentionWidths.of(model)
+            split -= width * (widths.query + widths.key + widths.value)
+
+    def count_mlp(inner: float) -> float:
+        return count_mlp_bytes(model, inner, width, fused=how.fused_mlp, has_input="down_proj" in trained)
+
     if lora:
-        sequence += width * lora.rank * count_matrix_ends(model, lora, mixture=mixture)[2]
-    # Queries, keys, values and results. Flash attention keeps its result and a logarithm in fp32 for each
-    # head (arXiv:2205.14135). torch's scaled_dot_product_attention copies the result to the order of tokens
-    # if queries are rotated; in fp32 with grouped queries, keys and values are repeated (sdp_utils.cpp).
-    query, made, result = count_attention_widths(model)
-    kept, plain = made + result, settings.bundled and has_plain_attention(training)
-    if plain:
-        kept += 3 * query - made
-    elif settings.bundled and width == 2 and model.position == "rope":
-        kept += query
-    if model.qk_norm:
-        kept += query + model.kv_heads * model.head_width
-    # Selective checkpointing computes the scores again (arXiv:2205.05198, section 5).
-    flash = settings.flash_attention or settings.checkpointing == "selective"
-    split: float = width * kept + (4 * model.heads if flash else 0)
-    if plain or not flash:
-        split += count_scores(training, dropout=dropout)
-    down = "down_proj" in trained
-    split += count_mlp_bytes(training, count_inner(model, mixture=mixture), fused=fused_mlp, trained=down)
-    if experts is not None:
+        passes = [times for _, times, _ in list_adapters(model, lora, mixture=mixture)]
+        sequence += width * lora.rank * sum(passes)
+    if experts is None:
+        split += 0 if "mlp" in recomputed else count_mlp(model.intermediate_size)
+    elif "moe" not in recomputed:
+        routed = experts.per_token * experts.intermediate_size
+        split += rising * width * routed if "moe_act" in recomputed else count_mlp(routed)
+        if "shared_experts" not in recomputed:
+            split += count_mlp(experts.shared * experts.intermediate_size)
         # Each token's copies, sent to and brought back from its experts, and the router's scores in fp32.
         sequence += 2 * width * hidden * experts.per_token + 8 * experts.count
-    return _share(training, split, sequence)
+    return _share(training, split + scores, sequence)
 
 
 def count_selected_bytes(training: Training, *, mixture: bool) -> float:
@@ -372,14 +441,15 @@ def count_selected_bytes(training: Training, *, mixture: bool) -> float:
     second one (torchtitan); of routed experts half of what is sent to them and back.
     """
     model, settings = training.model, training.settings
-    every, width, sent = 1 if settings.bundled else 2, settings.width, 0
-    inner, hidden = model.intermediate_size, model.hidden_size
-    if mixture and model.experts is not None:
-        inner, sent = model.experts.shared * model.experts.intermediate_size, hidden * model.experts.per_token
-    _, made, result = count_attention_widths(model)
-    made += (2 if model.mlp == "swiglu" else 1) * inner
-    split = width * (result + made / every) + 4 * model.heads
+    every, width = 1 if settings.bundled else 2, settings.width
     stream = 4 if settings.autocast else width
+    widths, hidden = AttentionWidths.of(model), model.hidden_size
+    inner = 2 if model.mlp == "swiglu" else 1
+    results, sent = widths.inputs + inner * model.intermediate_size, 0
+    if mixture and model.experts is not None:
+        results = widths.inputs + inner * model.experts.shared * model.experts.intermediate_size
+        sent = hidden * model.experts.per_token
+    split = width * (widths.out + results / every) + 4 * model.heads
     return _share(training, split, stream * hidden + width * (2 * hidden / every + sent))
 
 

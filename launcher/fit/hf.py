@@ -4,7 +4,7 @@ Names of fields and defaults are those of transformers' configuration classes (h
 src/transformers/models/*/configuration_*.py); a file leaves out what equals its class's default.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.codec import DecodeError, parse_json
@@ -31,6 +31,7 @@ class Family:
     qk_norm: bool = False
     tied: bool = False
     norms_per_layer: int = 2
+    norm_bias: bool | None = None
     head_width: int | None = None
     """Default of `head_dim`; None is hidden_size over heads."""
     inner: str = "intermediate_size"
@@ -64,8 +65,11 @@ FAMILIES = {
     "deepseek_v3": replace(DEEPSEEK, router_bias=True),
     "kimi_k2": replace(DEEPSEEK, router_bias=True),
     "gpt2": GPT,
+    "gpt_bigcode": GPT,
     "gpt_neox": Family("layernorm", "gelu", bias=True),
     "starcoder2": Family("layernorm", "gelu", bias=True, tied=True),
+    "stablelm": Family("layernorm", norm_bias=True),
+    "falcon": Family("layernorm", "gelu", tied=True, norm_bias=True, inner="ffn_hidden_size"),
 }
 """By `model_type`."""
 
@@ -83,6 +87,10 @@ class _Fields:
         found = ((name, self.values[name]) for name in names if self.values.get(name) is not None)
         return next(found, (names[0], None))
 
+    def has(self, name: str) -> bool:
+        """Tell whether a field is there."""
+        return self.values.get(name) is not None
+
     def fail(self, name: str, problem: str, fix: str) -> UsageError:
         """Make the error of a field."""
         return UsageError(f"{self.file}: {name} {problem}: {fix}")
@@ -96,7 +104,9 @@ class _Fields:
         if value is None:
             raise self.fail(" or ".join(names), "is missing", f"add it, {fix}")
         # A width of 4096.0 is a mistake of whoever wrote the file, but true is not 1 either.
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.fail(name, f"is {_show(value)}, no whole number", f"give one of at least {least}")
+        if not least <= value <= LARGEST:
             raise self.fail(name, f"is {_show(value)}", f"give {fix} and at most {LARGEST}")
         return value
 
@@ -107,6 +117,15 @@ class _Fields:
             return default
         if not isinstance(value, bool):
             raise self.fail(name, f"is {_show(value)}", "give true or false")
+        return value
+
+    def items(self, name: str) -> Sequence[object]:
+        """Read a list; absent is empty."""
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            raise self.fail(name, f"is {_show(value)}, no list", "give a list of layers, or leave it out")
         return value
 
 
@@ -146,56 +165,73 @@ def _read_dimensions(fields: _Fields, kind: str, family: Family, name: str) -> M
     """Read all dimensions by their names in any family; raises UsageError if they do not make a model."""
     hidden = fields.count("hidden_size", "n_embd", "d_model")
     heads = fields.count("num_attention_heads", "n_head")
-    attention_bias = fields.flag("attention_bias", default=family.qkv_bias)
+    attention_bias = fields.flag("attention_bias", "use_qkv_bias", default=family.qkv_bias)
     out_bias = fields.flag("attention_bias")
     has_bias = (out_bias and fields.flag("mlp_bias")) or fields.flag("bias", "use_bias", default=family.bias)
-    kv_heads = fields.count("num_key_value_heads", default=heads)
-    if heads % kv_heads:
-        problem = f"is {kv_heads}, which does not divide the {heads} heads"
-        raise fields.fail("num_key_value_heads", problem, "give a divisor")
-    head_width, latent = fields.count("head_dim", default=family.head_width or max(1, hidden // heads)), None
+    vocab_size, layers = fields.count("vocab_size"), fields.count("num_hidden_layers", "n_layer")
+    is_shared = kind == "gpt_bigcode" or (kind == "falcon" and not fields.flag("new_decoder_architecture"))
+    if is_shared:  # one head of keys for all queries
+        kv_heads = 1 if fields.flag("multi_query", default=True) else heads
+    else:
+        kv_heads = fields.count("num_key_value_heads", "num_kv_heads", default=heads)
+    width = family.head_width or max(1, hidden // heads)
+    if (
+        not family.head_width
+        and hidden % heads
+        and not fields.has("head_dim")
+        and not fields.has("kv_lora_rank")
+    ):
+        problem = f"is {hidden}, not divisible by {heads} heads"
+        raise fields.fail("hidden_size", problem, "change one, or give head_dim")
+    head_width = fields.count("head_dim", default=width)
+    default = None if family.inner == "intermediate_size" else 4 * hidden
+    intermediate_size = fields.count(family.inner, default=default)
+    # A table of learned positions has as many rows as the context, so it has to be known.
+    context = None if family.position == "learned" else 2048
+    max_seq_len = fields.count("max_position_embeddings", "n_positions", "n_ctx", default=context)
+    tied = fields.flag("tie_word_embeddings", default=family.tied)
+    experts, latent = _read_experts(fields, kind, family), None
     if family.latent:
-        is_compressed = fields.values.get("q_lora_rank") is not None
         latent = LatentAttention(
-            query_rank=fields.count("q_lora_rank") if is_compressed else None,
+            query_rank=fields.count("q_lora_rank") if fields.has("q_lora_rank") else None,
             kv_rank=fields.count("kv_lora_rank"),
             rope_width=fields.count("qk_rope_head_dim"),
             plain_width=fields.count("qk_nope_head_dim"),
             value_width=fields.count("v_head_dim"),
         )
         kv_heads, head_width = heads, latent.plain_width + latent.rope_width
-    elif not family.head_width and hidden % heads and fields.values.get("head_dim") is None:
-        problem = f"is {hidden}, not divisible by {heads} heads"
-        raise fields.fail("hidden_size", problem, "change one, or give head_dim")
-    layers, experts = fields.count("num_hidden_layers", "n_layer"), _read_experts(fields, kind, family)
+    norms = _read_norms(fields, kind, family)
+    if heads % kv_heads:
+        problem = f"is {kv_heads}, which does not divide the {heads} heads"
+        raise fields.fail("num_key_value_heads", problem, "give a divisor")
     if experts is not None and experts.dense_layers > layers:
         problem = f"is {experts.dense_layers}, of {layers} layers"
         raise fields.fail("first_k_dense_replace", problem, "give at most as many")
-    default = None if family.inner == "intermediate_size" else 4 * hidden
-    # A table of learned positions has as many rows as the context, so it has to be known.
-    context = None if family.position == "learned" else 2048
     return ModelDimensions(
-        name,
-        vocab_size=fields.count("vocab_size"),
-        layers=layers,
-        hidden_size=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_width=head_width,
-        intermediate_size=fields.count(family.inner, default=default),
-        max_seq_len=fields.count("max_position_embeddings", "n_positions", "n_ctx", default=context),
+        *(name, vocab_size, layers, hidden, heads, kv_heads, head_width, intermediate_size, max_seq_len),
         norm=family.norm,
         mlp=family.mlp,
         position=family.position,
         bias=has_bias,
         qkv_bias=attention_bias and not has_bias,
         qk_norm=family.qk_norm,
-        tied_embeddings=fields.flag("tie_word_embeddings", default=family.tied),
+        tied_embeddings=tied,
         experts=experts,
         latent_attention=latent,
         out_bias=out_bias and not has_bias,
-        norms_per_layer=family.norms_per_layer,
+        norm_bias=family.norm_bias,
+        norms_per_layer=norms,
     )
+
+
+def _read_norms(fields: _Fields, kind: str, family: Family) -> int:
+    """Read the norms of a layer: attention and MLP side by side can share one."""
+    if kind == "stablelm" and fields.flag("use_parallel_residual"):
+        return 1
+    if kind != "falcon" or not fields.flag("parallel_attn", default=True):
+        return family.norms_per_layer
+    is_new = fields.flag("new_decoder_architecture")
+    return fields.count("num_ln_in_parallel_attn", default=2) if is_new else 1
 
 
 def _read_experts(fields: _Fields, kind: str, family: Family) -> Experts | None:
@@ -213,12 +249,16 @@ def _read_experts(fields: _Fields, kind: str, family: Family) -> Experts | None:
     for name in ("decoder_sparse_step", "moe_layer_freq"):
         if (step := fields.count(name, default=1)) != 1:
             raise fields.fail(name, f"is {step}", "only mixtures in every layer but the first are known")
-    dense = fields.count("first_k_dense_replace", least=0, default=0)
-    shared = fields.count("n_shared_experts", least=0, default=0)
+    dense = fields.count("first_k_dense_replace", least=0, default=0) + len(fields.items("mlp_only_layers"))
     if kind == "qwen2_moe":  # one expert for all tokens, as wide as several routed ones
         total = fields.count("shared_expert_intermediate_size", least=0, default=0)
-        shared = total // width
         if total % width:
-            fix = f"give a multiple of moe_intermediate_size ({width})"
-            raise fields.fail("shared_expert_intermediate_size", f"is {total}", fix)
+            name, fix = (
+                "shared_expert_intermediate_size",
+                f"give a multiple of moe_intermediate_size ({width})",
+            )
+            raise fields.fail(name, f"is {total}", fix)
+        shared = total // width
+    else:
+        shared = fields.count("n_shared_experts", least=0, default=0)
     return Experts(count, per_token, width, shared, dense, kind == "qwen2_moe", family.router_bias)

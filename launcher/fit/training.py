@@ -6,11 +6,15 @@ and `solve_batch` raise UsageError with the value, the rule, and the nearest set
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import gcd
+from typing import NoReturn
 
 from launcher.errors import UsageError
 
 LARGEST_SETTING = 10**12
 """No count of GPUs, sequences or tokens of a step is larger; products of them are still exact."""
+MOST_TRIED = 10_000
+"""Values that are tried in search of a near divisor."""
 SHARDED_BY = {"ddp": (0,), "fsdp": (2, 3), "zero": (0, 1, 2, 3), "megatron": (0, 1, 2, 3)}
 """Stages of `parallel.zero` that a framework has."""
 
@@ -77,6 +81,8 @@ class ModelDimensions:
     latent_attention: LatentAttention | None = None
     out_bias: bool = False
     """A bias in the attention's output layer, without biases everywhere."""
+    norm_bias: bool | None = None
+    """Biases in a layernorm; None is as `bias`."""
     norms_per_layer: int = 2
     """Norms of the hidden size in a layer: 4 with norms after attention and MLP too (Gemma 2)."""
 
@@ -162,10 +168,19 @@ class TrainingSettings:
     """By torch.compile; None is not known."""
     optimizer_fused: bool | None = None
     """The optimizer's step makes no list of temporaries; None is not known."""
+    gradients: str = "auto"
+    """`fp32` or `bf16`; `auto` is the framework's."""
     lora: Lora | None = None
     """With it the model's weights are frozen: in fp32 if `precision` is, else in 16 bits."""
     quantization: str = "none"
-    """Of the frozen weights: `nf4` (4 bits and a scale for each 64; arXiv:2305.14314)."""
+    """Of the frozen weights: `nf4` (4 bits and a scale for each 64; arXiv:2305.14314) or `int8`."""
+    optimizer_in_backward: bool = False
+    """Each parameter is updated, and its gradient freed, as soon as it has one."""
+    activation_offload: bool = False
+    """Activations are in CPU memory between forward and backward."""
+    recompute_modules: tuple[str, ...] = ()
+    """What selective checkpointing computes again, by the names of Megatron Core and `attention`; empty: by
+    operator, or as Megatron's own default."""
 
     @property
     def width(self) -> int:
@@ -342,122 +357,184 @@ def solve_batch(
     """Solve global_batch = micro_batch * dp * accumulation; returns (micro_batch, accumulation).
 
     Without a global batch, None is 1. With one, accumulation is solved first, else the micro-batch. Raises
-    UsageError with the nearest global batches if there is no whole solution.
+    UsageError with the nearest settings if there is no whole solution.
     """
+    keys = {"fit.micro_batch": micro_batch, "parallel.dp": dp, "fit.accumulation": accumulation}
     product = (micro_batch or 1) * dp * (accumulation or 1)
     if product > LARGEST_SETTING:
+        shown = product if product < LARGEST_SETTING**2 else f"(a number of {product.bit_length()} bits)"
         raise UsageError(
-            f"fit.micro_batch * parallel.dp * fit.accumulation is too large: give at most {LARGEST_SETTING}"
+            f"fit.micro_batch * parallel.dp * fit.accumulation={shown}: give at most {LARGEST_SETTING}"
         )
-    if global_batch is None or product == global_batch:
-        return micro_batch or 1, accumulation or 1
     is_whole = micro_batch is not None and accumulation is not None
+    if global_batch is None or (is_whole and product == global_batch):
+        return micro_batch or 1, accumulation or 1
     if not is_whole and global_batch % product == 0:
         solved = global_batch // product
         return (micro_batch or 1, solved) if accumulation is None else (solved, accumulation)
-    keys = {"fit.micro_batch": micro_batch, "parallel.dp": dp, "fit.accumulation": accumulation}
     given = " * ".join(f"{key}={value}" for key, value in keys.items() if value is not None)
+    rule = f"is not {given} ({product})" if is_whole else f"is not divisible by {given} ({product})"
+    fixes = []
+    for key in ("fit.micro_batch", "fit.accumulation"):
+        value = keys[key]
+        if value is not None and global_batch % (product // value) == 0:
+            whole = global_batch // (product // value)
+            near = [whole] if is_whole else _list_near_divisors(whole, value)
+            fixes += [f"{key}={one}" for one in near]
     below = global_batch // product * product
-    near = [product] if is_whole else [one for one in (below, below + product) if one]
-    raise UsageError(
-        f"fit.global_batch={global_batch} {'is not' if is_whole else 'is not divisible by'} {given}"
-        f" ({product}): set {' or '.join(f'fit.global_batch={one}' for one in near)}"
-    )
+    batches = [product] if is_whole else [below, below + product]
+    fixes += [f"fit.global_batch={one}" for one in batches if 1 <= one <= LARGEST_SETTING]
+    raise UsageError(f"fit.global_batch={global_batch} {rule}: set {' or '.join(fixes)}")
+
+
+def _list_near_divisors(number: int, near: int) -> list[int]:
+    """List the greatest divisor below a value and the least above it, the nearer first."""
+    below = next((one for one in range(min(near, number), 0, -1)[:MOST_TRIED] if number % one == 0), 1)
+    above = next((one for one in range(near + 1, number + 1)[:MOST_TRIED] if number % one == 0), below)
+    return sorted({below, above}, key=lambda one: (abs(one - near), one))
+
+
+def _refuse_divisor(key: str, value: int, problem: str, number: int) -> NoReturn:
+    """Raise UsageError for a setting that has to divide a number."""
+    near = " or ".join(f"{key}={one}" for one in _list_near_divisors(number, value))
+    raise UsageError(f"{key}={value} {problem}: set {near}")
 
 
 def check_layout(training: Training) -> None:
-    """Raise UsageError for a layout that the model or the job cannot have, with one that works."""
-    if fault := next(_find_faults(training), ""):
-        raise UsageError(fault)
+    """Raise UsageError for a layout that the model or the job cannot have, with the nearest that work."""
     settings = training.settings
+    _check_world_size(training)
+    _check_model_split(training)
+    _check_sequence(training)
+    _check_sharding(training)
+    if settings.optimizer_in_backward and settings.accumulation > 1:
+        raise UsageError(
+            f"fit.optimizer_in_backward=true with fit.accumulation={settings.accumulation}: gradients"
+            " that are freed at once cannot be accumulated, set fit.accumulation=1"
+        )
     solve_batch(settings.micro_batch, training.layout.dp, settings.accumulation, training.global_batch)
 
 
-def _find_faults(training: Training) -> Iterator[str]:
-    """Find what cannot be: the job's size, the model's split, the sequence's, and the sharding."""
-    model, layout, settings = training.model, training.layout, training.settings
-    ranks, each = training.gpus_per_node * training.nodes, training.gpus_per_node
-    if layout.world_size != ranks:
-        names = ("tp", "pp", "cp", "dp")
-        given = " * ".join(f"{name} {size}" for name in names if (size := getattr(layout, name)) > 1)
-        fixes = [f"nodes={layout.world_size // each}"] if layout.world_size % each == 0 else []
-        split = layout.world_size // layout.dp
-        if ranks % split == 0:
-            fixes.append(f"parallel.dp={ranks // split}")
-        else:  # the first that does not fit into the job
-            odd = next((name for name in names[:3] if ranks % getattr(layout, name)), "tp")
-            fixes.append(f"parallel.{odd}={_find_divisor(ranks, getattr(layout, odd))} and parallel.dp=auto")
-        of_nodes = f"{training.nodes} node{'s' * (training.nodes > 1)} of {each}"
-        yield (
-            f"parallel: {given or 'one GPU'} is {layout.world_size} GPUs, and the job has {ranks}"
-            f" ({of_nodes}): set {' or '.join(fixes)}"
-        )
-    # The split of the model.
-    experts = model.experts
+def _check_world_size(training: Training) -> None:
+    """Refuse a layout that has not as many GPUs as the job."""
+    layout, ranks = training.layout, training.gpus_per_node * training.nodes
+    if layout.world_size == ranks:
+        return
+    factors = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")}
+    given = " * ".join(f"{name} {value}" for name, value in factors.items() if value > 1) or "one GPU"
+    of_nodes = f"{training.nodes} node{'s' * (training.nodes > 1)} of {training.gpus_per_node}"
+    fixes = " or ".join(_list_world_fixes(training, ranks))
+    raise UsageError(
+        f"parallel: {given} is {layout.world_size} GPUs, and the job has {ranks} ({of_nodes}): set {fixes}"
+    )
+
+
+def _list_world_fixes(training: Training, ranks: int) -> Iterator[str]:
+    """Give settings with which a layout has as many GPUs as the job."""
+    layout, each = training.layout, training.gpus_per_node
+    split = layout.world_size // layout.dp
+    if layout.world_size % each == 0:
+        yield f"nodes={layout.world_size // each}"
+    if ranks % split == 0:
+        yield f"parallel.dp={ranks // split}"
+        return
+    for name in ("tp", "pp", "cp"):
+        value = getattr(layout, name)
+        if value > 1 and ranks % (split // value) == 0:
+            near = _list_near_divisors(ranks // (split // value), value)[0]
+            yield f"parallel.{name}={near} and parallel.dp={ranks // (split // value * near)}"
+            return
+    yield f"parallel.tp={gcd(layout.tp, each)}, parallel.pp=1, parallel.cp=1 and parallel.dp=auto"
+
+
+def _check_model_split(training: Training) -> None:
+    """Refuse tp that does not divide heads and widths, more stages than layers, ep that divides no
+    experts.
+    """
+    model, layout, experts = training.model, training.layout, training.model.experts
     sizes = {"heads": model.heads}
     if model.latent_attention is None:
         sizes["kv_heads"] = model.kv_heads
     if experts is None or experts.dense_layers:
         sizes["intermediate_size"] = model.intermediate_size
     for name, size in sizes.items():
-        yield from _find_undivided("tp", layout.tp, f"model.{name}", size)
-    chunks = layout.pp * layout.virtual_stages
-    if layout.virtual_stages > 1 and layout.pp == 1:
-        yield (
-            f"parallel.virtual_stages={layout.virtual_stages} with parallel.pp=1: chunks are of pipeline"
-            " stages, set parallel.pp, or leave it out"
+        if size % layout.tp:
+            problem = f"does not divide model.{name}={size}"
+            _refuse_divisor("parallel.tp", layout.tp, problem, gcd(*sizes.values()))
+    stages, layers = layout.virtual_stages, model.layers
+    if stages > 1 and layout.pp == 1:
+        raise UsageError(
+            f"parallel.virtual_stages={stages} with parallel.pp=1: chunks are of pipeline stages, set"
+            " parallel.pp, or leave it out"
         )
-    if chunks > model.layers:
-        yield (
-            f"parallel.pp={layout.pp} * parallel.virtual_stages={layout.virtual_stages} is {chunks}, more"
-            f" than model.layers={model.layers}: set parallel.pp={min(layout.pp, model.layers)} or less, and"
-            " parallel.virtual_stages=1"
+    if layout.pp > layers:
+        raise UsageError(
+            f"parallel.pp={layout.pp} is more than model.layers={layers}: set parallel.pp={layers} or less"
         )
-    if layout.ep > 1 and experts is None:
-        yield (
-            f"parallel.ep={layout.ep}, but {model.name} has no experts: set parallel.ep=1, or choose a"
-            " mixture such as model=mixtral8x7b"
+    if layout.pp * stages > layers:
+        raise UsageError(
+            f"parallel.pp={layout.pp} * parallel.virtual_stages={stages} is more than"
+            f" model.layers={layers}: set parallel.virtual_stages={layers // layout.pp} or less"
         )
-    elif experts is not None:
-        # Megatron Core folds ep over tp: the experts' GPUs are those of a pipeline stage.
-        holders = layout.replicas * (layout.tp if settings.framework == "megatron" else 1)
-        yield from _find_undivided("ep", layout.ep, "model.experts.count", experts.count)
-        yield from _find_undivided("ep", layout.ep, "dp * cp", holders)
-    # The split of the sequence: under a causal mask each of cp GPUs takes two pieces, one from either end.
-    length = settings.seq_len
-    if model.position == "learned" and length > model.max_seq_len:
-        yield f"fit.seq_len={length} is more than model.max_seq_len={model.max_seq_len}, its table's rows"
-    pieces = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sequence_parallel else 1)
-    if length % pieces:
-        yield (
-            f"fit.seq_len={length} is not divisible by the {pieces} pieces of parallel.cp={layout.cp} and"
-            f" parallel.tp={layout.tp}: set fit.seq_len={-(-length // pieces) * pieces}"
+    if layout.ep == 1:
+        return
+    if experts is None:
+        raise UsageError(
+            f"parallel.ep={layout.ep}, but {model.name} has no experts: set parallel.ep=1, or choose"
+            " a mixture such as model=mixtral8x7b"
         )
-    # The sharding.
-    framework, size = settings.framework, layout.shard_size
-    if layout.zero not in SHARDED_BY[framework]:
-        near = min(SHARDED_BY[framework], key=lambda stage: abs(stage - layout.zero))
-        yield (
+    common = gcd(experts.count, layout.replicas)
+    if experts.count % layout.ep:
+        problem = f"does not divide model.experts.count={experts.count}"
+        _refuse_divisor("parallel.ep", layout.ep, problem, common)
+    # Megatron Core folds ep over tp: the experts' GPUs are those of a pipeline stage.
+    folds = training.settings.framework == "megatron" and layout.replicas * layout.tp % layout.ep == 0
+    if layout.replicas % layout.ep and not folds:
+        _refuse_divisor("parallel.ep", layout.ep, f"does not divide dp * cp ({layout.replicas})", common)
+
+
+def _check_sequence(training: Training) -> None:
+    """Refuse sequences that cannot be split, or are longer than the table of positions.
+
+    Under a causal mask each GPU takes two pieces, one from either end, for equal work (Megatron-LM and
+    torchtitan alike), so 2 * cp divides the sequence. Sequence parallelism splits that further over tp.
+    """
+    layout, length, most = training.layout, training.settings.seq_len, training.model.max_seq_len
+    if training.model.position == "learned" and length > most:
+        raise UsageError(f"fit.seq_len={length} is more than model.max_seq_len={most}, the rows of its table")
+    pieces = 2 * layout.cp if layout.cp > 1 else 1
+    step = pieces * layout.tp if layout.sequence_parallel else pieces
+    if length % step:
+        below = length // step * step
+        shown = " or ".join(f"fit.seq_len={one}" for one in (below, below + step) if one)
+        factors = ["2 * parallel.cp"] * (layout.cp > 1) + ["parallel.tp"] * (step != pieces)
+        raise UsageError(
+            f"fit.seq_len={length} is not divisible by {' * '.join(factors)} ({step}): set {shown}"
+        )
+
+
+def _check_sharding(training: Training) -> None:
+    """Refuse stages that a framework does not have, and groups that do not divide the replicas."""
+    layout, framework = training.layout, training.settings.framework
+    stages = SHARDED_BY.get(framework)
+    if stages is None:
+        raise UsageError(f"parallel.framework={framework}: choose from {', '.join(SHARDED_BY)}")
+    if layout.zero not in stages:
+        near = min(stages, key=lambda stage: abs(stage - layout.zero))
+        raise UsageError(
             f"parallel.zero={layout.zero} is nothing that parallel.framework={framework} does: set"
             f" parallel.zero={near}, or another framework"
         )
     if framework == "zero" and layout.pp > 1 and layout.zero > 1:
-        yield (
+        raise UsageError(
             f"parallel.zero={layout.zero} with parallel.pp={layout.pp}: DeepSpeed's pipeline keeps gradients"
             " whole, set parallel.zero=1, or parallel.framework=fsdp"
         )
+    size = layout.shard_size
     if size is not None and layout.zero == 0:
-        yield f"parallel.shard_size={size} with parallel.zero=0, which shards nothing: leave it out"
-    yield from _find_undivided("shard_size", size or 1, "dp * cp", layout.replicas)
-
-
-def _find_undivided(key: str, value: int, name: str, number: int) -> Iterator[str]:
-    """Find a setting that does not divide what it has to."""
-    if number % value:
-        near = _find_divisor(number, value)
-        yield f"parallel.{key}={value} does not divide {name}={number}: set parallel.{key}={near}"
-
-
-def _find_divisor(number: int, most: int) -> int:
-    """Return the largest divisor of a number up to a value, and up to 4096."""
-    return max(one for one in range(1, min(most, number, 4096) + 1) if number % one == 0)
+        raise UsageError(
+            f"parallel.shard_size={size} with parallel.zero=0, which shards nothing: leave it out"
+        )
+    if size is not None and layout.replicas % size:
+        problem = f"does not divide dp * cp ({layout.replicas})"
+        _refuse_divisor("parallel.shard_size", size, problem, layout.replicas)

@@ -35,6 +35,8 @@ def print_fit(console: Console, report: FitReport, *, memory_alone: bool = False
         most = format_bytes(change.total.high)
         print_line(console, f"  {' '.join(change.settings)}  (at most {most})", "bold")
         print_line(console, f"    {change.why}", "dim")
+    if report.grid:
+        _print_grid(console, report)
     if memory_alone:
         return
     if report.budget:
@@ -80,6 +82,8 @@ def _describe_request(request: Training, speed: SpeedEstimate | None) -> str:
         f"frozen weights in {settings.quantization}" if settings.quantization != "none" else "",
         f"checkpointing {settings.checkpointing}" if settings.checkpointing != "none" else "",
         f"offload {settings.offload}" if settings.offload != "none" else "",
+        "activations offloaded" if settings.activation_offload else "",
+        "optimizer in backward" if settings.optimizer_in_backward else "",
         f"micro-batch {settings.micro_batch} x {settings.seq_len} tokens",
         f"global batch {request.step_sequences}",
     ]
@@ -115,6 +119,43 @@ def _print_memory(console: Console, report: FitReport) -> None:
         notes = [Text(escape_text(note, 200), "dim")] if has_notes else []
         table.add_row(name, *cells, *notes, style="bold" if name == "total" else "")
     console.print(table)
+
+
+def _print_grid(console: Console, report: FitReport) -> None:
+    """Print what each micro-batch takes at most, by checkpointing and sharding, and how fast that is."""
+    unit, unit_name = _choose_unit(report.estimate.total)
+    columns = list(dict.fromkeys((cell.checkpointing, cell.framework) for cell in report.grid))
+    found = {(cell.micro_batch, cell.checkpointing, cell.framework): cell for cell in report.grid}
+    titles = [" ".join(column) for column in columns]
+    every = ("micro-batch", *titles)
+    table = make_table(every, right=every, wrapped=titles, widths=dict.fromkeys(titles, 10), gap=1)
+    for size in dict.fromkeys(cell.micro_batch for cell in report.grid):
+        row = []
+        for column in columns:
+            cell = found[size, *column]
+            fits = cell.total.high <= report.request.capacity
+            number = _write_number(cell.total.high / unit)
+            text = f"{number if fits else f'({number})'}{'*' if cell.is_chosen else ''}"
+            row.append(Text(text, "bold green" if cell.is_chosen else "" if fits else "dim"))
+        table.add_row(str(size), *row)
+    firsts = [
+        next(cell for cell in report.grid if (cell.checkpointing, cell.framework) == one) for one in columns
+    ]
+    if firsts[0].tokens_per_second:
+        ends = [cell.tokens_per_second or (0, 0) for cell in firsts]
+        table.add_row("tokens/s", *(f"{_shorten(low)}-{_shorten(high)}" for low, high in ends))
+    console.print()
+    about = "at most, by micro-batch, checkpointing and sharding; (too much); * is what is judged"
+    print_line(console, f"{unit_name} {about}")
+    console.print(table)
+
+
+def _shorten(number: float) -> str:
+    """Return a number in three digits or so: 950, 12k, 1.5M."""
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.{0 if number >= 10 * size else 1}f}{unit}"
+    return f"{number:.0f}"
 
 
 def _print_budget(console: Console, lines: Sequence[BudgetLine]) -> None:
@@ -190,7 +231,7 @@ def print_step_fit(console: Console, fit: StepFit, notes: tuple[str, ...]) -> No
         titles = ("largest modules at the peak", "number", name, "of it")
         table = make_table(titles, right=("number", name), wrapped=("of it",))
         for share in shares:
-            own = ", ".join(f"{category} {size / unit:.3g}" for category, size in share.categories.items())
+            own = ", ".join(f"{category} {size / unit:.3g}" for category, size in share.categories)
             table.add_row(clean_text(share.name), str(share.count), f"{share.bytes / unit:.2f}", own)
         console.print()
         console.print(table)

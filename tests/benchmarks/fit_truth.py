@@ -127,11 +127,31 @@ def wrap_fake_ddp(model: Transformer) -> nn.Module:
     return module
 
 
+class TwoOptimizers:
+    """Muon for the blocks' matrices, the program's AdamW for the rest, as Muon's authors advise."""
+
+    def __init__(self, model: Any) -> None:
+        matrices = [weights for weights in model.blocks.parameters() if weights.dim() == 2]
+        known = {id(weights) for weights in matrices}
+        rest = [weights for weights in model.parameters() if id(weights) not in known]
+        muon: Any = torch.optim.Muon
+        self.both = muon(matrices, 1e-3), torch.optim.AdamW(rest, 1e-4, fused=True)
+        self.param_groups = [group for one in self.both for group in one.param_groups]
+
+    def step(self) -> None:
+        for one in self.both:
+            one.step()
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        for one in self.both:
+            one.zero_grad(set_to_none=set_to_none)
+
+
 def choose_optimizer(name: str, model: nn.Module) -> Any:
     """Make the program's AdamW, or another of torch's."""
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
-    return make_optimizer(model, 1e-4, 0.1)
+    return TwoOptimizers(model) if name == "muon" else make_optimizer(model, 1e-4, 0.1)
 
 
 def make_trainer(case: dict[str, Any], model: ModelConfig) -> Trainer:

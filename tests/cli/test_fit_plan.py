@@ -173,6 +173,27 @@ def test_a_model_alone_is_answered_about_memory_alone(launch: Launch) -> None:
     assert done.code == 3 and "does not fit" in done.out and "nodes=55" in done.out
 
 
+def test_the_grid_marks_what_is_chosen(here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = launch("plan", *TYPED, "fit.grid=true")
+    lines = done.out.partition("* is what is judged")[2].splitlines()
+    assert done.code == 0 and lines and max(map(len, lines[:9])) <= 80, done
+    assert "tokens/s" in done.out
+    report = read_fit(launch, *TYPED, "fit.grid=true")
+    grid = report["grid"]
+    (chosen,) = (cell for cell in grid if cell["is_chosen"])
+    assert chosen["total"] == report["memory"]["total"]
+    assert done.out.count(f"{chosen['total']['high'] / (1 << 30):.1f}*") == 1
+    too_much = [cell["total"]["high"] for cell in grid if cell["total"]["high"] > report["capacity"]]
+    assert too_much and all(f"({size / (1 << 30):.1f})" in done.out for size in too_much)
+    keys = ("micro_batch", "checkpointing", "framework")
+    assert [chosen[key] for key in keys] == [report["settings"][key] for key in keys]
+    assert len({tuple(cell[key] for key in keys) for cell in grid}) == len(grid) == 5 * 3 * 2
+    sizes = {tuple(cell[key] for key in keys): cell["total"]["high"] for cell in grid}
+    full, none = sizes[8, "full", "fsdp"], sizes[8, "none", "fsdp"]
+    assert full < sizes[8, "selective", "fsdp"] < none and full < sizes[8, "full", "ddp"]
+
+
 def test_a_measured_run_corrects_the_estimate(launch: Launch, here: Path) -> None:
     words = ["+model=llama7b", H100, "program.activation_checkpointing=full", "program.parallel=fsdp"]
     words += ["program.grad_accumulation=1", "program.batch_size=1"]
@@ -280,7 +301,7 @@ NUMBERS = [
 ]
 CHOICES = {
     "fit.precision": ["auto", "fp32", "bf16", "mixed", "fp8", "x"],
-    "fit.optimizer": ["adamw", "adamw8bit", "lion", "sgd"],
+    "fit.optimizer": ["adamw", "adamw8bit", "adafactor", "lion", "sgd", "muon"],
     "fit.checkpointing": ["auto", "none", "selective", "full"],
     "fit.offload": ["none", "optimizer", "parameters"],
     "fit.flash_attention": ["true", "false"],

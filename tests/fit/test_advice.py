@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 
 from launcher.fit.advice import BudgetLine, advise, budget_node
-from launcher.fit.training import Device, NodeResources, ParallelLayout, Training, TrainingSettings
+from launcher.fit.training import (
+    Device,
+    NodeResources,
+    ParallelLayout,
+    Training,
+    TrainingSettings,
+)
 from tests.fit.made_requests import H100, MODELS, NODE, REQUEST, make_request
 
 LLAMA70B, MIXTRAL = (replace(MODELS[name], vocab_size=32768) for name in ("Llama 2 70B", "Mixtral 8x7B"))
@@ -37,15 +43,18 @@ def test_a_good_setting_has_no_advice() -> None:
 
 
 CASES = [
-    (change(model={"vocab_size": 50257}), "warning", "vocab_size=50257", "50688", "operations"),
-    (change(model={"vocab_size": 32000}), "note", "parallel.tp=8 is 4000", "32256", "operations"),
-    (change(model={"head_width": 320}), "warning", "320 wide", "128", "39%"),
-    (change(model={"head_width": 80}), "note", "80 wide", "64 or 128", ""),
+    (change(model={"vocab_size": 50257}), "note", "vocab_size=50257", "50688", "25%"),
+    (change(model={"vocab_size": 50257, "layers": 20}), "warning", "vocab_size=50257", "50688", "25%"),
+    (change(model={"vocab_size": 32000}), "note", "64 * parallel.tp=8", "32256", "operations"),
+    (change(model={"head_width": 320}), "warning", "320 wide", "128", ""),
+    (change(model={"head_width": 100}), "warning", "no multiple of 8", "128", "39%"),
+    (change(model={"head_width": 80}), "note", "no multiple of 64", "64 or 128", "tensor cores"),
     (change(model={"intermediate_size": 28673}), "warning", "28673 over parallel.tp=8", "28672", "398"),
     (change(model={"hidden_size": 8200}), "note", "hidden_size=8200", "8192", ""),
     (change(settings={"precision": "fp8"}, device=replace(H100, name="A100")), "warning", "fp8", "mixed", ""),
     (change(device=replace(H100, name="Tesla V100-SXM2-32GB")), "warning", "no fast bf16", "fp16", ""),
     (change(settings={"precision": "fp32"}), "note", "tensor cores", "TF32", "494"),
+    (change(model={"hidden_size": 8200}, settings={"precision": "fp8"}), "warning", "of 16", "8208", ""),
     (change(layout={"tp": 16, "dp": 1}), "warning", "tp=16 is more", "tp=8 or less", "arXiv:2104.04473"),
     (
         change(gpus_per_node=6, device=replace(H100, nvlink_domain=6), layout={"tp": 4}),
@@ -54,9 +63,9 @@ CASES = [
         "divisor",
         "",
     ),
-    (change(nodes=1, device=replace(H100, nvlink_domain=2)), "warning", "slower links", "tp=2", ""),
+    (change(nodes=1, device=replace(H100, nvlink_domain=2)), "warning", "PCIe", "tp=2", ""),
     (change(layout={"cp": 2}), "note", "cp=2", "cp=1", ""),
-    (change(replace(GOOD, model=MIXTRAL), layout={"tp": 4, "ep": 4}), "warning", "ep=4", "ep=2", ""),
+    (change(replace(GOOD, model=MIXTRAL), layout={"tp": 4, "ep": 4}), "warning", "ep=4", "ep=2", "DeepSeek"),
     (
         change(settings={"accumulation": 4}, layout={"virtual_stages": 1}),
         "warning",
@@ -67,6 +76,7 @@ CASES = [
     (change(settings={"accumulation": 30}), "warning", "no multiple of parallel.pp=4", "=32", ""),
     (change(layout={"virtual_stages": 3}), "note", "uneven: the largest has 7", "divides", ""),
     (change(settings={"seq_len": 1024}), "note", "1024 tokens", "launch tune batch", ""),
+    (change(settings={"seq_len": 4100}), "note", "no multiple of 64", "power of two", ""),
     (change(settings={"seq_len": 8192}), "warning", "max_seq_len=4096", "4096", ""),
     (change(layout={"zero": 3}), "note", "gathered in each", "micro-batch", ""),
     (change(settings={"flash_attention": False}), "warning", "flash", "scaled_dot", "arXiv:2205.14135"),

@@ -37,19 +37,25 @@ def propose(request: Training, gib: float) -> list[tuple[str, ...]]:
     return [change.settings for change in changes]
 
 
-def test_single_changes_come_first_and_the_weakest_of_each() -> None:
+def test_single_changes_come_first_and_the_cheapest_of_each() -> None:
     sharded = make_request(ParallelLayout(dp=8, zero=3))
     assert propose(sharded, 100) == [
         ("fit.micro_batch=4", "fit.accumulation=2"),
-        ("fit.checkpointing=full",),
         ("parallel.tp=2", "fit.accumulation=2"),
+        ("fit.checkpointing=full",),
     ]
 
 
-def test_a_combination_if_no_single_change_is_enough() -> None:
-    full = ("parallel.zero=3", "fit.checkpointing=full", "fit.micro_batch=4", "fit.accumulation=2")
-    assert propose(REQUEST, 20) == [full]
-    assert propose(REQUEST, 40)[1:] == [("parallel.zero=3", "fit.micro_batch=1", "fit.accumulation=8")]
+def test_combinations_if_no_single_change_is_enough() -> None:
+    found = propose(REQUEST, 40)
+    assert len(found) == 3
+    assert all(len(settings) > 1 for settings in found)
+    assert found[0] == ("parallel.zero=3", "fit.micro_batch=1", "fit.accumulation=8")
+
+
+def test_no_change_has_more_than_is_needed() -> None:
+    found = [{setting.partition("=")[0] for setting in settings} for settings in propose(REQUEST, 100)]
+    assert not any(one < other for one in found for other in found)
 
 
 def test_nothing_is_proposed_if_nothing_helps() -> None:
@@ -61,8 +67,7 @@ def test_the_bundled_programs_changes_are_its_own_options() -> None:
     for settings in propose(bundled, 40) + propose(bundled, 70):
         keys = [setting.partition("=")[0] for setting in settings]
         assert {key.partition(".")[0] for key in keys} <= {"program", "nodes"}
-    expected = ("program.parallel=fsdp", "program.batch_size=2", "program.grad_accumulation=4")
-    assert propose(bundled, 50) == [expected]
+    assert ("program.parallel=fsdp", "program.activation_checkpointing=full") in propose(bundled, 50)
 
 
 def test_a_set_global_batch_is_kept() -> None:
@@ -77,7 +82,7 @@ def test_a_set_global_batch_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("now", "most", "chosen"),
-    [(8, 4, 4), (8, 3, 2), (8, 1, 1), (6, 5, 3), (7, 6, 1), (10**9, 5, 1), (1, 1, None)],
+    [(8, 4, 4), (8, 3, 2), (8, 1, 1), (6, 5, 3), (6, 2, 2), (7, 6, 1), (10**9, 5, 1), (1, 1, None)],
 )
 def test_smaller_micro_batches_divide_the_batch(now: int, most: int, chosen: int | None) -> None:
     request = make_request(ParallelLayout(dp=8), TrainingSettings(micro_batch=now))
@@ -113,7 +118,7 @@ def test_modules_that_differ_by_a_number_are_added_up() -> None:
         ("head2", 1, GIB),
         ("", 1, 0),
     ]
-    assert list(PEAK.categories) == ["weights", "activations"]
+    assert [name for name, _ in PEAK.categories] == ["weights", "activations"]
 
 
 @pytest.mark.parametrize(

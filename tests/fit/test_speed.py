@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from launcher.fit.advice import estimate_speed
 from launcher.fit.counts import count_token_flops
 from launcher.fit.gpus import GPU_TYPES, find_gpu
-from launcher.fit.training import Device, ModelDimensions, ParallelLayout, Training, TrainingSettings
+from launcher.fit.training import (
+    Device,
+    ModelDimensions,
+    ParallelLayout,
+    Training,
+    TrainingSettings,
+)
 from tests.fit.made_requests import LLAMA7B, MODELS
 from tests.fuzzing import WORDS, texts
 
@@ -42,7 +48,11 @@ PUBLISHED_HOURS = [
 ]
 
 
-@pytest.mark.parametrize("row", PUBLISHED_HOURS, ids=[row[6] for row in PUBLISHED_HOURS])
+@pytest.mark.parametrize(
+    "row",
+    PUBLISHED_HOURS,
+    ids=[row[6] for row in PUBLISHED_HOURS],
+)
 def test_published_gpu_hours_are_in_the_range(
     row: tuple[ModelDimensions, int, str, int, float, float, str],
 ) -> None:
@@ -130,7 +140,12 @@ def test_fp32_has_a_peak_and_no_range() -> None:
 
 
 NAMES = {
-    "h100": ("NVIDIA H100 80GB HBM3", "H100", "h100-80gb", "H100_SXM5_80GB"),
+    "h100": (
+        "NVIDIA H100 80GB HBM3",
+        "H100",
+        "h100-80gb",
+        "H100_SXM5_80GB",
+    ),
     "h100 pcie": ("NVIDIA H100 PCIe",),
     "h100 nvl": ("NVIDIA H100 NVL",),
     "h200": ("NVIDIA H200",),
@@ -141,8 +156,16 @@ NAMES = {
     "gh200 144g": ("NVIDIA GH200 144G HBM3e",),
     "h20": ("NVIDIA H20",),
     "h800": ("NVIDIA H800",),
-    "a100 40gb": ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", "A100-40GB"),
-    "a100": ("NVIDIA A100-SXM4-80GB", "a100 80gb", "A100"),
+    "a100 40gb": (
+        "NVIDIA A100-SXM4-40GB",
+        "A100-SXM4-40GB",
+        "A100-40GB",
+    ),
+    "a100": (
+        "NVIDIA A100-SXM4-80GB",
+        "a100 80gb",
+        "A100",
+    ),
     "a100 pcie 40gb": ("NVIDIA A100-PCIE-40GB",),
     "a100 pcie": ("NVIDIA A100 80GB PCIe",),
     "a10g": ("NVIDIA A10G",),
@@ -155,7 +178,10 @@ NAMES = {
     "v100 pcie": ("Tesla V100-PCIE-16GB",),
     "rtx a6000": ("NVIDIA RTX A6000",),
     "rtx 6000 ada": ("NVIDIA RTX 6000 Ada Generation",),
-    "rtx 4090": ("NVIDIA GeForce RTX 4090", "rtx4090"),
+    "rtx 4090": (
+        "NVIDIA GeForce RTX 4090",
+        "rtx4090",
+    ),
     "mi300x": ("AMD Instinct MI300X",),
 }
 """As nvidia-smi and torch.cuda.get_device_name give them, and as people write them."""
@@ -178,8 +204,12 @@ def test_a_gpu_is_found_by_its_names_and_what_is_not_in_the_table_is_not_guessed
 def test_peaks_by_what_is_computed_in() -> None:
     old, new = find_gpu("V100"), find_gpu("H100")
     assert old is not None and old.peak_tflops == (("fp32", 15.7), ("fp16", 125))
-    peaks = (("fp32", 67), ("tf32", 494), ("bf16", 989), ("fp8", 1979))
-    assert new is not None and new.peak_tflops == peaks
+    assert new is not None and new.peak_tflops == (
+        ("fp32", 67),
+        ("tf32", 494),
+        ("bf16", 989),
+        ("fp8", 1979),
+    )
 
 
 def test_a_size_in_the_name_counts() -> None:
