@@ -153,7 +153,9 @@ def _explain_key(word: str, words: Sequence[str]) -> str:
 
     key, value = read_key(word), word.partition("=")[2]
     if key == "devices" and GPU_NAMES.fullmatch(value):
-        return f"{word} names GPUs, and devices takes all or own: write env.CUDA_VISIBLE_DEVICES={value}"
+        return (
+            f"{word} names GPUs, and devices takes all, own or spread: write env.CUDA_VISIBLE_DEVICES={value}"
+        )
     explained = "" if key in _list_own_keys() else explain_foreign(key)
     if not explained or find_flag_sources(words).has_group(key):
         return ""

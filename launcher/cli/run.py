@@ -23,7 +23,7 @@ from launcher.cli.verbs import Call
 from launcher.config.compose import Composed, read_values, resolve
 from launcher.config.config_file import find_changes, read_config_value, render_config
 from launcher.config.environment_files import fill_env, read_env_files
-from launcher.config.program import BUNDLED, clear_sections, find_program, find_unused
+from launcher.config.program import BUNDLED, clear_sections, describe_interpreter, find_program, find_unused
 from launcher.config.rules import Context, check, check_placed
 from launcher.config.run_path import RunPath, choose_run_path
 from launcher.config.settings import Settings
@@ -145,6 +145,8 @@ def specify_job(
     check_placed(context, cluster)
     agent = choose_agent(config, cluster, merged)
     argv = find_program(program, config, merged)
+    if program and (remark := describe_interpreter(program)):
+        logger.info(remark)
     warn_unused(config, cluster, agent.kind, given)
     warn_visible(config, cluster, given)
     if cluster.kind != "slurm":

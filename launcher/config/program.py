@@ -6,13 +6,14 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, PathFinder
+from itertools import dropwhile
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 from launcher.errors import UsageError
+from launcher.files import open_file
 from launcher.rank.hook import split_options
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ RESERVED = ("command", "sections")
 """Keys of the group `program` that say what to run; all others are the program's own options."""
 UNPASSED = ("global_batch",)
 """Keys of the section `model` that the launcher alone reads."""
+SHEBANG = 256
+"""Bytes of a `#!` line at most (BINPRM_BUF_SIZE of the kernel)."""
 
 
 def find_program(
@@ -88,7 +91,28 @@ def resolve_program(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[st
         check_script(Path(first))
     except OSError as error:  # a folder on the way is closed, or the name is too long
         raise UsageError(f"no such program: {first} ({error.strerror}): check the path") from None
+    if read_interpreter(first) and os.access(first, os.X_OK):
+        return (first if "/" in first else f"./{first}", *argv[1:])
     return (python, *argv)
+
+
+def read_interpreter(script: str) -> str:
+    """Return what a script's `#!` line runs if that is no Python, such as `uv run --script`; else empty.
+
+    A Python that such a line names is not used, as under torchrun: it seldom is the one that has torch.
+    """
+    try:
+        file = open_file(script, follow=True)  # a folder or a pipe is no script
+        with os.fdopen(file, "rb", 0) as opened:
+            line = opened.read(SHEBANG).partition(b"\n")[0].decode(errors="replace")
+    except OSError:
+        return ""
+    if not line.startswith("#!"):
+        return ""
+    words = line[2:].split()
+    if words and Path(words[0]).name == "env":
+        words = list(dropwhile(lambda word: word.startswith("-") or "=" in word, words[1:]))
+    return "" if not words or Path(words[0]).name.startswith("python") else " ".join(words)
 
 
 def find_unused(config: "Settings", program: tuple[str, ...] | None, given: Collection[str]) -> list[str]:
@@ -128,24 +152,70 @@ def find_script(argv: Sequence[str]) -> str:
     return first if last == "c" or index >= len(command) else command[index]
 
 
+def describe_interpreter(argv: Sequence[str]) -> str:
+    """Say what interpreter runs a program, if its `#!` line names one; else empty."""
+    script = argv[0] if argv else ""
+    interpreter = read_interpreter(script) if script.endswith(".py") else ""
+    if not interpreter:
+        return ""
+    if os.access(script, os.X_OK):
+        return f"{script} runs by its own #! line, {interpreter}"
+    how = f"under Python, not by its #! line ({interpreter})"
+    return f"warning: {script} runs {how}: `chmod +x {script}` lets it"
+
+
 def check_module(names: Sequence[str], environ: Mapping[str, str]) -> None:
     """Raise UsageError for a module that `python -m` would not find, with the nearest; nothing is imported.
 
-    What is in a package is left to Python.
+    What a package that changes its `__path__` holds is not known before it is imported.
     """
     if not names:
         raise UsageError("-m needs a module: `launch -- -m package.module`")
-    name = names[0].partition(".")[0]
-    entries = [str(Path.cwd()), *environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    entries = [os.getcwd(), *environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]  # noqa: PTH109
     folders = [entry for entry in entries if entry]
-    try:
-        if name and (PathFinder.find_spec(name, folders) or find_spec(name)):
+    parts = names[0].split(".")
+    for number, part in enumerate(parts):
+        name = ".".join(parts[: number + 1])
+        spec = _find_module(name, folders)
+        if spec is None:
+            near = suggest_module(parts[:number], part, folders[: None if number else 1])
+            near = near or ": install it, or start from its folder"
+            raise UsageError(f"no module {name!r} here or in this Python{near}")
+        if spec.submodule_search_locations is None:
+            if number + 1 < len(parts):
+                raise UsageError(f"no module {names[0]!r}: {name} is a module and no package ({spec.origin})")
             return
-    except ValueError:  # a module of this process that has no spec
-        pass
-    near = get_close_matches(name, [found.name for found in iter_modules(folders)], n=1, cutoff=0.6)
-    fix = f"did you mean {near[0]}?" if near else "install it, or start from its folder"
-    raise UsageError(f"no module {name!r} here or in this Python: {fix}")
+        if spec.origin is None:  # a namespace, whose own list can be read only once its parent is imported
+            folders = [f"{folder}/{part}" for folder in folders if Path(folder, part).is_dir()]
+            continue
+        folders = list(spec.submodule_search_locations)
+        try:
+            if b"__path__" in Path(spec.origin).read_bytes():
+                return
+        except OSError:  # it is in an archive, or may not be read
+            return
+    if _find_module(f"{names[0]}.__main__", folders) is None:
+        near = suggest_module(parts, "", folders) or ": name a module in it"
+        raise UsageError(f"{names[0]} is a package without a __main__.py{near}")
+
+
+def _find_module(name: str, folders: Sequence[str]) -> ModuleSpec | None:
+    """Return a module's spec, from its package's folders or from a finder such as an editable install's."""
+    finders = [finder for finder in sys.meta_path if finder is not PathFinder]
+    try:
+        found = PathFinder.find_spec(name.rpartition(".")[2], folders)
+        return found or next((spec for finder in finders if (spec := finder.find_spec(name, None))), None)
+    except (ImportError, ValueError):
+        return None
+
+
+def suggest_module(package: Sequence[str], name: str, folders: Sequence[str]) -> str:
+    """Return `: did you mean …?` for a module that is not in a package; empty if there is nothing like it."""
+    names = [found.name for found in iter_modules(folders)]
+    few = names if package and len(names) < 10 else []
+    near = get_close_matches(name, names, n=1, cutoff=0.6) or few
+    dotted = " or ".join(".".join([*package, each]) for each in near)
+    return f": did you mean {dotted}?" if near else ""
 
 
 def check_script(script: Path) -> None:

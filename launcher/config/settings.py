@@ -514,8 +514,9 @@ class Settings:
     """The number of this node, for `cluster=manual`."""
     rdzv_endpoint: str | None = None
     """HOST:PORT of the rendezvous, on the node with `node_rank=0`, for `cluster=manual`."""
-    devices: str = one_of("all", "own")
-    """`all`: every rank sees the job's GPUs, and rank N uses GPU N. `own`: its own GPU alone."""
+    devices: str = one_of("all", "own", "spread")
+    """`all`: every rank sees the job's GPUs, and rank N uses GPU N. `own`: its own GPU alone. `spread`: with
+    fewer ranks than GPUs, GPUs spread over packages and NICs."""
     agent: str = one_of("auto", "direct", "torchrun")
     """What starts the ranks: `direct` (launch itself) or `torchrun`; `auto`: `torchrun` if elastic jobs,
     `cluster=manual` or its options ask for it, else `direct`."""

@@ -1,4 +1,4 @@
-"""Which GPUs a job sees, by the user's variables, and which RDMA device each rank uses.
+"""Which GPUs a job sees, by the user's variables and `devices=spread`, and which RDMA device each rank uses.
 
 Sources for NVIDIA: CUDA Programming Guide, "CUDA_VISIBLE_DEVICES", and `torch.cuda._parse_visible_devices`.
 If the two differ, the guide counts: for `0,9,0` on a machine with two GPUs CUDA shows the devices before the
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from launcher.plan.model import Gpu, Machine, Nic, PlanWarning, warn
+from launcher.plan.model import Gpu, Machine, Nic, PlanWarning, Request, warn
 from launcher.plan.topology import UNREACHABLE, Topology
 from launcher.protocol import LAUNCH_NIC
 
@@ -153,6 +153,43 @@ def _resolve_rocm(gpus: tuple[Gpu, ...], environ: Mapping[str, str]) -> Visible:
     return Visible(tuple(shown[at] for at in chosen), gpu_variables, tuple(warnings))
 
 
+def spread_devices(
+    machine: Machine, topology: Topology, visible: Visible, request: Request, each: int
+) -> Visible:
+    """Choose a visible device for each rank, and show all ranks these, so that `cuda:LOCAL_RANK` is right.
+
+    They come one by one: each time the one with cores enough (`each`) for every rank near it, then the one
+    with fewest chosen in its package, on its node, at its NIC, and with fewest PCI bridges in common.
+    """
+    count = min(request.nproc_per_node or len(visible.devices), len(visible.devices))
+    nics = prefer_nics(machine, topology, request.environ)
+    local_nodes_by_rank = [topology.find_local_nodes(gpu) for gpu in visible.devices]
+    packages = [
+        {topology.cores[node][0].package for node in local_nodes} for local_nodes in local_nodes_by_rank
+    ]
+
+    def score_device(at: int) -> tuple[int, ...]:
+        gpu, others = visible.devices[at], [visible.devices[other] for other in chosen]
+        peers = sum(local_nodes_by_rank[at] == local_nodes_by_rank[other] for other in chosen)
+        return (
+            sum(gpu.index == other.index for other in others),
+            -min(each, sum(len(topology.cores[node]) for node in local_nodes_by_rank[at]) // (peers + 1)),
+            sum(packages[at] == packages[other] for other in chosen),
+            peers,
+            sum(nics.get(name_gpu(gpu)) == nics.get(name_gpu(other)) for other in others),
+            max((count_shared_bridges(gpu.path, other.path) for other in others), default=0),
+            at,
+        )
+
+    chosen: list[int] = []
+    while len(chosen) < count:
+        chosen.append(min((at for at in range(len(visible.devices)) if at not in chosen), key=score_device))
+    chosen.sort()
+    names = [visible.gpu_variables[at] for at in chosen]
+    shown = [(name, ",".join(value for _, value in names)) for name, _ in names]
+    return replace(visible, devices=tuple(visible.devices[at] for at in chosen), gpu_variables=tuple(shown))
+
+
 @dataclass(frozen=True, slots=True)
 class RankNic:
     """A rank's NIC."""
@@ -198,6 +235,14 @@ def assign_nics(
     }
     dealt = _distribute(wanted, Counter(seekers), _distribute(by_gpu, Counter(by_gpu.keys()), {}))
     return tuple(RankNic(nics[dealt[seeker]], wanted[seeker][0]) for seeker in seekers)
+
+
+def prefer_nics(machine: Machine, topology: Topology, environ: Mapping[str, str]) -> dict[NicUser, int]:
+    """A number for the NIC that each GPU would have if all were in use; empty without NICs."""
+    nics = _choose_usable(machine.nics, environ.get("NCCL_IB_HCA", ""))
+    gpus = machine.gpus if nics else ()
+    by_gpu = {name_gpu(gpu): _choose_nearest(topology, gpu, None, nics) for gpu in gpus}
+    return _distribute(by_gpu, Counter(by_gpu.keys()), {})
 
 
 def name_gpu(gpu: Gpu) -> NicUser:

@@ -222,7 +222,8 @@ class Request:
     nproc_per_node: int | None = None
     """Ranks on the node; None for the visible GPUs, else one for each NUMA node with usable CPUs."""
     devices: str = "all"
-    """`all`: every rank sees the job's GPUs; `own`: each rank sees its own alone."""
+    """`all`: every rank sees the job's GPUs; `own`: each rank sees its own alone; `spread`: as `all`, but of
+    more GPUs than ranks the job has those that are spread over packages and NICs."""
     binding: BindingConfig = field(default_factory=BindingConfig)
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     gc: GcConfig = field(default_factory=GcConfig)

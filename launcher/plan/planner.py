@@ -1,14 +1,14 @@
 """From a machine and a request to the placement of every rank on the node, and why it is so."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.cpulist import format_cpulist
 from launcher.errors import MachineError, UsageError
 from launcher.plan.allocator import read_host
 from launcher.plan.cpu_sets import place_ranks
-from launcher.plan.devices import assign_nics, resolve_visible
+from launcher.plan.devices import assign_nics, resolve_visible, spread_devices
 from launcher.plan.model import BINDINGS, Gpu, Machine, Plan, PlanWarning, Request, warn
 from launcher.plan.resources import (
     MIN_CORES_PER_RANK,
@@ -28,6 +28,7 @@ from launcher.plan.topology import (
     build_topology,
     find_usable,
     gather_pus,
+    split_classes,
 )
 from launcher.plan.variables import COUNTS, find_binders, find_gc_fault, read_variable_count
 from launcher.protocol import LAUNCH_GC, LAUNCH_NIC
@@ -64,6 +65,8 @@ def plan(machine: Machine, request: Request) -> Plan:
     visible = resolve_visible(machine.gpus, request.environ)
     topology = build_topology(machine, 0 if binding == "none" else request.binding.reserve_cores)
     enough = count_rank_cores(count_requested_workers(request))
+    if request.devices == "spread":
+        visible = spread_devices(machine, topology, visible, request, enough)
     devices = visible.devices
     ranks = range(request.nproc_per_node or len(devices) or len(topology.cores))
     # Programs choose device `local_rank` modulo their number.
@@ -108,66 +111,136 @@ def plan(machine: Machine, request: Request) -> Plan:
 
 
 def _explain_ranks(placed: _NodePlacement) -> Iterator[str]:
-    """A sentence for each rank: GPU and NUMA node, cores, its workers' further cores, memory, NIC."""
-    topology, on_node = placed.topology, placed.group_by_node()
-    masks = Counter(placement.sets.cpus for placement in placed.ranks)
-    for placement in placed.ranks:
-        sets, node = placement.sets, placement.sets.node
-        shared = f", shared by {masks[sets.cpus]} ranks" if masks[sets.cpus] > 1 else ""
-        parts = [_explain_node(topology, placement)]
-        if placed.binding != "exclusive" or node is None:
-            parts.append(f"it has {sets.why}{shared}")
+    """A sentence for each rank: GPU and node, cores, caches, workers' cores, memory, NIC."""
+    peers = Counter(placement.sets.cpus for placement in placed.ranks)
+    exclusive = dict(_explain_exclusive(placed)) if placed.binding == "exclusive" else {}
+    for rank, placement in enumerate(placed.ranks):
+        parts = [_explain_node(placed, placement)]
+        if exclusive:
+            parts += exclusive[rank]
         else:
-            own = {topology.core_of[pu] for pu in sets.cpus}
-            usable = _count_noun(len(topology.cores[node]), "usable core")
-            among = f", as one of {len(on_node[node])} ranks there" if len(on_node[node]) > 1 else ""
-            parts.append(f"it has {len(own)} of the node's {usable}{among}{shared}")
-            lent = Counter(core.node for core in {topology.core_of[pu] for pu in sets.worker_cpus} - own)
-            cores = [
-                f"{_count_noun(count, 'core')} of node {other} (distance {topology.distance(other, node)})"
-                for other, count in sorted(lent.items())
-            ]
-            parts += [f"its workers also have {', '.join(cores)}"] if cores else []
-        parts.append(_explain_memory(placement))
+            count = peers[placement.sets.cpus]
+            shared = f", shared by {count} ranks" if count > 1 else ""
+            parts.append(f"it has {placement.sets.why}{shared}")
+        parts.append(_explain_memory(placed.machine, placement))
         if placement.link:
             parts.append(f"NIC {placement.link.nic.name}, {placement.link.why}")
         yield "; ".join(parts)
 
 
-def _explain_node(topology: Topology, placement: Placement) -> str:
-    """The rank's GPU, and why the rank is on its NUMA node."""
-    gpu, node, local_nodes = placement.gpu, placement.sets.node, placement.local_nodes
+def _explain_node(placed: _NodePlacement, placement: Placement) -> str:
+    """The rank's GPU, the NUMA node that the GPU is on, and the NUMA node of the rank."""
+    topology, gpu, node, local_nodes = (
+        placed.topology,
+        placement.gpu,
+        placement.sets.node,
+        placement.local_nodes,
+    )
+    spread = f", so ranks are spread over the NUMA nodes by their cores, this one on node {node}"
+    if len(topology.cores) == 1:
+        spread = f", and all CPUs for this job are on node {node}"
     if gpu is None:
-        return "no GPU" if node is None else f"no GPU, on NUMA node {node}"
+        return "no GPU" if node is None else f"no GPU{spread}"
     name = f"GPU {gpu.index} ({gpu.pci})"
     if node is None or gpu.node == node:
         return name if gpu.node is None else f"{name} is on NUMA node {gpu.node}"
-    nodes = format_cpulist(local_nodes)
+    is_many = len(local_nodes) > 1
+    nodes = f"{'nodes' if is_many else 'node'} {format_cpulist(local_nodes)}"
+    chosen = f", this rank on node {node}" if is_many else ""
     if node not in local_nodes:
+        usable = _count_noun(sum(len(topology.cores[local]) for local in local_nodes), "usable core")
         far = min(topology.distance(local, node) for local in local_nodes)
-        taken = f"{name} is nearest to node {nodes}, whose cores other ranks have"
+        taken = f"{name} is nearest to {nodes}, whose {usable} other ranks have"
         return f"{taken}: this one is on node {node} (distance {far})"
     if gpu.node is not None and (gpu.node in topology.cores or gpu.node in topology.distances):
+        has_cpus = any(cpu.node == gpu.node for cpu in placed.machine.cpus)
+        lack = "whose CPUs are not for this job" if has_cpus else "which has no CPUs"
+        nearest = f"nearest {'are' if is_many else 'is'} {nodes}"
         far = topology.distance(gpu.node, node)
-        lack = "which has no CPUs for this job"
-        return f"{name} is on NUMA node {gpu.node}, {lack}: nearest is node {node} (distance {far})"
+        return f"{name} is on NUMA node {gpu.node}, {lack}: {nearest} (distance {far}){chosen}"
     silent = f"the firmware names no NUMA node for {name}"
     if len(local_nodes) < len(topology.cores):
-        return f"{silent}, but its local CPUs are on node {nodes}"
-    return f"{silent}, so ranks are spread over the NUMA nodes by their cores: this one is on node {node}"
+        return f"{silent}, but its local CPUs are on {nodes}{chosen}"
+    return silent + spread
 
 
-def _explain_memory(placement: Placement) -> str:
+def _explain_exclusive(placed: _NodePlacement) -> Iterator[tuple[int, list[str]]]:
+    """For each rank what it has of its node's cores and caches, and where its workers have cores besides."""
+    core_of = placed.topology.core_of
+    on_node = placed.group_by_node()
+    caches = [{core_of[pu].l3 for pu in placement.sets.cpus} for placement in placed.ranks]
+    users = defaultdict[int, set[int]](set)
+    lent = []
+    for rank, placement in enumerate(placed.ranks):
+        for cache in caches[rank]:
+            users[cache].add(rank)
+        extra = {core_of[pu] for pu in placement.sets.worker_cpus - placement.sets.cpus}
+        lent.append(Counter(core.node for core in extra))
+    for rank, node in ((rank, node) for node, ranks in on_node.items() for rank in ranks):
+        placement = placed.ranks[rank]
+        shared = _explain_caches(rank, caches[rank], users)
+        parts = [_explain_cores(placed.topology, placement, node, len(on_node[node])) + shared]
+        if others := {
+            other for other, cores in enumerate(lent) if cores[node] and other not in on_node[node]
+        }:
+            cores = _count_noun(sum(lent[other][node] for other in others), "core")
+            parts.append(f"workers of {_name_ranks(others)} have {cores} of the node")
+        if lent[rank][node]:
+            parts.append(
+                f"its workers also have {_count_noun(lent[rank][node], 'less capable core')} of the node"
+            )
+        for has_ranks, why in ((False, "where no rank runs"), (True, "which ranks there can spare")):
+            sources = [
+                f"{_count_noun(cores, 'core')} of node {other} "
+                f"(distance {placed.topology.distance(other, node)})"
+                for other, cores in sorted(lent[rank].items())
+                if other != node and (other in on_node) == has_ranks
+            ]
+            if sources:
+                parts.append(f"its workers also have {', '.join(sources)}, {why}")
+        yield rank, parts
+
+
+def _explain_cores(topology: Topology, placement: Placement, node: int, peers: int) -> str:
+    """What a rank has of its node's cores, as one of `peers` ranks there."""
+    cpus = placement.sets.cpus
+    total, own_cores = len(topology.cores[node]), len({topology.core_of[pu] for pu in cpus})
+    usable = _count_noun(total, "usable core")
+    if total < peers:
+        return f"the node has {usable} for {peers} ranks, of which it has CPUs {format_cpulist(cpus)}"
+    if peers > 1:
+        return f"it has {own_cores} of the node's {usable}, as one of {peers} ranks there"
+    if own_cores < total:
+        best = f"the {own_cores} most capable" if split_classes(topology.cores[node])[1:] else own_cores
+        return f"it has {best} of the node's {usable}"
+    return f"it has {'all ' if total > 1 else ''}the node's {usable}"
+
+
+def _explain_caches(rank: int, own_caches: set[int], users: Mapping[int, set[int]]) -> str:
+    """Whether a rank shares its last-level caches with other ranks."""
+    split = [cache for cache in own_caches if len(users[cache]) > 1]
+    if not split:
+        return f", with {_count_noun(len(own_caches), 'last-level cache')} of its own"
+    part = "its last-level cache"
+    if len(own_caches) > 1:
+        part = f"{len(split)} of its {len(own_caches)} last-level caches"
+    return f", {part} shared with {_name_ranks(set().union(*(users[cache] for cache in split)) - {rank})}"
+
+
+def _explain_memory(machine: Machine, placement: Placement) -> str:
     """Where a rank's memory comes from, and why if that is not its node."""
-    node, found = placement.sets.node, placement.memory.nodes
+    node, found, local_nodes = placement.sets.node, placement.memory.nodes, placement.local_nodes
     if node is None:
         return "no memory policy"
-    source = f"from node {format_cpulist(found)}" if found else "wherever the kernel finds it"
     if found == {node}:
-        return f"memory {source}"
-    if node not in placement.local_nodes and found & placement.local_nodes:
-        return f"memory {source}, next to its GPU"
-    return f"memory {source}, since node {node} has none for this job"
+        return f"memory from node {node}"
+    if node not in local_nodes and found & local_nodes:
+        return f"memory from node {format_cpulist(found)}, next to its GPU"
+    has_memory = any(entry.id == node and entry.normal and entry.memory_kib for entry in machine.nodes)
+    barred = has_memory and node not in machine.allowed_mems
+    reason = f"since that of node {node} is not for this job" if barred else f"since node {node} has none"
+    source = f"from node {format_cpulist(found)}" if found else "wherever the kernel finds it"
+    return f"memory {source}, {reason}"
 
 
 def _find_shortfalls(request: Request, placed: _NodePlacement) -> tuple[PlanWarning, ...]:
@@ -301,6 +374,10 @@ def _find_advice(
     host = read_host(request.allocator)
     if host in ("tcmalloc", "jemalloc") and request.host_library == "":
         yield warn(host)
+
+
+def _name_ranks(ranks: set[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_cpulist(ranks)}"
 
 
 def _count_noun(number: int, what: str) -> str:

@@ -5,7 +5,9 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import yaml
@@ -21,6 +23,7 @@ from launcher.config.request import make_request
 from launcher.config.settings import Settings, list_choices, settle_words
 from launcher.config.sources import find_sources
 from launcher.config.start import choose_cluster
+from launcher.errors import UsageError
 from tests.seam import Launch, drop_powers, run_outside
 
 STARTED = "would start a job"
@@ -193,6 +196,28 @@ def test_each_setting_reaches_the_planner() -> None:
 
 
 # From the words of the user to what a rank execs
+
+
+def test_modules_in_an_archive_and_of_an_editable_install(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `python -m` finds beside folders: a zip, and a finder that knows a module by its whole name."""
+    with ZipFile(here / "code.zip", "w") as archive:
+        archive.writestr("zipped/__init__.py", "")
+        archive.writestr("zipped/train.py", "")
+    environ = {"PATH": "/nowhere", "PYTHONPATH": "code.zip"}
+    assert resolve_program(["-m", "zipped.train"], environ)[1:] == ("-m", "zipped.train")
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            return ModuleSpec(name, None, origin="train.py") if name == "shared.train" else None
+
+    (here / "shared").mkdir()
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert resolve_program(["-m", "shared.train"], os.environ)[1:] == ("-m", "shared.train")
+    with pytest.raises(UsageError, match=r"no module 'shared\.trian'"):
+        resolve_program(["-m", "shared.trian"], os.environ)
 
 
 @given(st.lists(st.text(), max_size=5))

@@ -149,6 +149,12 @@ def test_what_a_device_list_has_in_it_does_not_reach_the_terminal(
     assert "CUDA_VISIBLE_DEVICES=?[31m0 is of this machine" in launch("plan", "machine=dgx_h100").err
 
 
+def test_few_ranks_are_spread_where_that_is_asked_for(launch: Launch) -> None:
+    made = plan(launch, "machine=dgx_h100", "nproc_per_node=2", "devices=spread")
+    assert [rank["gpu"]["index"] for rank in made["ranks"]] == [0, 4]
+    assert [rank["env"]["CUDA_VISIBLE_DEVICES"] for rank in made["ranks"]] == ["0,4", "0,4"]
+
+
 def test_a_thread_count_of_ones_own_travels(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert {rank["omp_num_threads"] for rank in plan(launch, "machine=dgx_h100")["ranks"]} == {3}

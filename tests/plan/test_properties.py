@@ -127,7 +127,7 @@ REQUESTS = st.builds(
     binding=st.sampled_from(sorted(BINDINGS)),
     strict=st.booleans(),
     reserve_cores=st.integers(0, 8),
-    devices=st.sampled_from(["all", "own"]),
+    devices=st.sampled_from(["all", "own", "spread"]),
     num_workers=st.integers(0, 9),
     worker_gib=st.sampled_from([0.0, 0.5, 1e300]),
     worker_shm_mib=st.sampled_from([0.0, 4.0, 5e-324]),
@@ -323,11 +323,12 @@ def name_as_real_ones(machine: Machine) -> Machine:
 
 @given(MACHINES.map(name_as_real_ones).filter(find_usable), st.integers(1, 6))
 def test_what_ranks_are_shown_is_what_the_plan_says_they_have(machine: Machine, ranks: int) -> None:
-    for rank in plan(machine, ask(ranks, devices="own")).ranks:
+    for rank in plan(machine, ask(ranks, devices="spread")).ranks:
         if rank.gpu:
             shown = resolve_visible(machine.gpus, dict(rank.env))
             assert not shown.warnings
-            assert shown.devices == (rank.gpu,)
+            assert shown.devices[rank.local_rank % len(shown.devices)] == rank.gpu
+            assert len(shown.devices) == min(ranks, len(machine.gpus)) or rank.gpu.vendor == "amd"
 
 
 @given(MACHINES, st.integers(1, 24))

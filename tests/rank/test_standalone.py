@@ -124,6 +124,16 @@ def test_a_rank_that_keeps_its_cpus_has_memory_and_threads_to_match(name: str, b
         assert kept.memory.policy == expected
 
 
+def test_a_rank_that_keeps_its_cpus_sees_the_gpus_that_are_spread() -> None:
+    machine = MACHINES["dgx-h100"]
+    uuids = [machine.gpus[0].uuid, machine.gpus[4].uuid]
+    for rank in (0, 1):
+        made = plan_rank(machine, ask(2, devices="spread"), rank, {}, alone=True)
+        (kept,) = made.ranks
+        assert kept.gpu == machine.gpus[4 * rank]
+        assert dict(kept.env)["CUDA_VISIBLE_DEVICES"] == ",".join(uuids)
+
+
 def test_a_rank_takes_json_values() -> None:
     """What a rank takes of its plan is what `launch plan` would print of it."""
     made = plan_for_rank(0, 1, {}, cpus=frozenset({min(MACHINES["gh200"].allowed_cpus)}), alone=False)
