@@ -173,12 +173,17 @@ def list_ranks(agent: int, first_attempt: int) -> list[RankProcess]:
 
 
 def list_children(parent: int) -> list[int]:
-    """Return the PIDs of a process's children; none if it has ended."""
+    """Return the PIDs of a process's children; if the kernel keeps no such list, psutil makes one."""
     found: list[int] = []
-    with contextlib.suppress(OSError):
+    try:
         for thread in os.listdir(f"/proc/{parent}/task"):  # noqa: PTH208 - no pathlib in what is asked so often
             with open(f"/proc/{parent}/task/{thread}/children", encoding="ascii") as file:  # noqa: PTH123
                 found += map(int, file.read().split())
+    except OSError:
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            return [child.pid for child in psutil.Process(parent).children()]
     return found
 
 

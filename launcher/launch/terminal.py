@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.launch.processes import read_signals
 from launcher.protocol import LAUNCH_TERMINAL
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class Terminal:
             self.group = os.tcgetpgrp(self.master)
         except OSError:
             self.group = 0
-        if not self.group:
+        if not self.group or not is_foreground():  # nobody has the other, or a shell has taken this one back
             self.restore()
             return
         with contextlib.suppress(OSError, termios.error):
@@ -161,8 +162,8 @@ class Terminal:
                 fcntl.ioctl(self.master, termios.TIOCSWINSZ, size)
 
     def restore(self) -> None:
-        """Set the user's terminal as it was."""
-        if self.is_raw:
+        """Set the user's terminal as it was; not one that a shell has given to somebody else."""
+        if self.is_raw and is_foreground():
             with contextlib.suppress(OSError, termios.error):
                 termios.tcsetattr(0, termios.TCSANOW, self.cooked)
         self.is_raw = False
@@ -238,6 +239,28 @@ class Terminal:
                 if self.insisted:
                     os.kill(os.getpid(), signal.SIGINT)
 
+        suspend = settings[tty.CC][termios.VSUSP]
+        if settings[tty.LFLAG] & termios.ISIG and suspend != b"\0" and suspend in data:
+            self.suspend()
+
+    def suspend(self) -> None:
+        """Stop the program and this process's group, as Ctrl-Z does, until a shell has them go on.
+
+        The kernel stops no group that nobody could wake, so both go on at once if there is no shell. The
+        program's own is always such a group, since it leads a session, and gets SIGSTOP; one that a shell in
+        it has made is that shell's to stop.
+        """
+        group = self.group
+        with contextlib.suppress(OSError):
+            if not group or os.getsid(group) != group or signal.SIGTSTP in read_signals(group, "SigIgn"):
+                return
+            os.killpg(group, signal.SIGSTOP)
+            self.restore()
+            os.kill(0, signal.SIGTSTP)
+            time.sleep(TICK)  # in which this process stops
+            self.update()
+            os.killpg(group, signal.SIGCONT)
+
     def write_input(self) -> None:
         """Hand input on, as far as the program's terminal takes it."""
         with contextlib.suppress(OSError):
@@ -251,7 +274,7 @@ def open_terminal(
     """Return a pseudo-terminal to stand for the user's; None if there is none, or it is not ours."""
     try:
         terminal = os.fstat(0)
-        is_ours = os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()  # not of another job of its shell's
+        is_ours = os.isatty(0) and is_foreground()
         streams = tuple(number for number in range(3) if is_open(number, terminal))
         if not is_ours or 1 not in streams:
             return None
@@ -265,6 +288,14 @@ def open_terminal(
     found.size = fcntl.ioctl(0, termios.TIOCGWINSZ, NO_SIZE)
     fcntl.ioctl(master, termios.TIOCSWINSZ, found.size)
     return found
+
+
+def is_foreground() -> bool:
+    """Tell whether the user's terminal is this process's: a shell may have given it to another job."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def is_open(descriptor: int, file: os.stat_result) -> bool:

@@ -212,7 +212,15 @@ def set_allocator(request: Request, gpu: Gpu | None, kernel: str) -> tuple[dict[
     merged |= own
     if own:
         notes.append(f"{name}: {format_settings(own)} kept, set by the user")
-    return dict.fromkeys(SET_VARIABLES, format_settings(merged)) if merged else {}, notes
+    for other in ALLOCATOR_VARIABLES[ALLOCATOR_VARIABLES.index(name) + 1 :] if name else ():
+        if environ.get(other, "").strip() and environ[other] != environ[name]:
+            notes.append(
+                f"{other}={environ[other]} is not heard: torch takes {name} alone where both are set"
+            )
+    # Under the new name alone, a CUDA build that knows neither the name nor the settings ignores them.
+    is_newer = name == SET_VARIABLES[1] and any(KEYS[key][1] > OLDEST for key in own)
+    names = SET_VARIABLES[1:] if is_newer else SET_VARIABLES
+    return dict.fromkeys(names, format_settings(merged)) if merged else {}, notes
 
 
 def _find_reason(key: str, settings: Mapping[str, str], gpu: Gpu, kernel: str) -> str:

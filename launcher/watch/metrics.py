@@ -1,12 +1,14 @@
 """What is measured of a rank and of its GPU, as metrics.toml has it, and its ways out: Prometheus and a file.
 
-Prometheus is served on a port. prometheus_client is an extra of this package's, so it is imported only if it
-is asked for. What fails is a warning: metrics are never a reason to end a job. Names and units are by the
-library's conventions (https://prometheus.io/docs/practices/naming/: base units, `_total`, `_ratio`).
+Prometheus is served on a port, or by a file for node_exporter's textfile collector. prometheus_client is an
+extra of this package's, so it is imported only if one of them is asked for. What fails is a warning: metrics
+are never a reason to end a job. Names and units are by the library's conventions
+(https://prometheus.io/docs/practices/naming/: base units, `_total`, `_ratio`).
 """
 
 import json
 import os
+import re
 import time
 import tomllib
 from collections import Counter
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from launcher.codec import DecodeError, convert, load
 from launcher.files import open_append, open_below, read_file
 from launcher.runs.run_directory import closing_descriptor
-from launcher.watch.model import PHASES, NodeReport, Rank
+from launcher.watch.model import PHASES, NodeReport, Rank, WatchSettings
 from launcher.watch.run_files import FOLDER, watch_path
 from launcher.watch.worker import Worker
 
@@ -152,27 +154,49 @@ class _Collector:
                     yield metric
 
 
-def start_prometheus(
-    run: str, host: str, port: int | None, address: str, warn: Callable[[str], None]
-) -> Callable[[NodeReport], None]:
-    """Serve on a port, if there is one, in threads; return what takes each report."""
-    collector = _Collector(run, host)
-    if port is not None:
-        try:
-            from prometheus_client import CollectorRegistry, start_http_server
+class Prometheus:
+    """Gives out the last report of a node: on a port, and in a file for node_exporter."""
 
-            registry = CollectorRegistry()
-            registry.register(collector)
-            start_http_server(port, address, registry)
+    def __init__(self, run: str, host: str, settings: WatchSettings, warn: Callable[[str], None]) -> None:
+        """Begin with what the settings ask for, in threads; what cannot be is a warning."""
+        self._collector = _Collector(run, host)
+        self._writer: Worker[None] | None = None
+        port, address, folder = settings.prometheus_port, settings.prometheus_address, settings.textfile
+        if port is None and not folder:
+            return
+        try:
+            from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
         except ImportError:
             warn("metrics for Prometheus need its client: pip install 'launch-ranks[metrics]'")
-        except (OSError, OverflowError) as error:
-            warn(f"metrics are not served on {address}:{port} ({error}): choose watch.prometheus_port")
+            return
+        registry = CollectorRegistry()
+        registry.register(self._collector)
+        if port is not None:
+            try:
+                start_http_server(port, address, registry)
+            except (OSError, OverflowError) as error:
+                warn(f"metrics are not served on {address}:{port} ({error}): choose watch.prometheus_port")
+        if folder:
+            path = Path(folder, re.sub(r"[^A-Za-z0-9_.-]+", "_", f"launch-{run}-{host}.prom"))
 
-    def take(report: NodeReport) -> None:
-        collector.report = report
+            def tell(error: OSError) -> None:
+                warn(f"metrics could not be written into {folder} ({error}): see watch.textfile")
 
-    return take
+            # In the end it is removed: Prometheus takes metrics that are gone as ended.
+            self._writer = Worker(
+                "textfile", lambda _: write_to_textfile(str(path), registry), 1, tell, path.unlink
+            )
+
+    def take(self, report: NodeReport) -> None:
+        """Give out this report from now on."""
+        self._collector.report = report
+        if self._writer:
+            self._writer.put(None)
+
+    def close(self, timeout: float) -> None:
+        """Remove the file, within so many seconds."""
+        if self._writer:
+            self._writer.close(timeout)
 
 
 # `RUN_DIR/watch/metrics-HOST.jsonl`: what a node's ranks did over time, and what happened to them. A line is

@@ -24,7 +24,7 @@ from launcher.watch.hang import (
     list_stalled,
 )
 from launcher.watch.job_view import JobView, SharedFiles, is_judge, make_job_view
-from launcher.watch.metrics import MetricsEvent, MetricsLog, start_prometheus
+from launcher.watch.metrics import MetricsEvent, MetricsLog, Prometheus
 from launcher.watch.model import (
     GpuSample,
     Hang,
@@ -96,13 +96,7 @@ class NodeWatcher:
             host=settings.host,
             job_id=os.environ.get("SLURM_JOB_ID"),
         )
-        self.give_out = start_prometheus(
-            settings.run,
-            settings.host,
-            settings.watch.prometheus_port,
-            settings.watch.prometheus_address,
-            warn,
-        )
+        self.prometheus = Prometheus(settings.run, settings.host, settings.watch, warn)
         self.collectives = CollectiveReader(self.book.folder, settings.ranks * settings.nodes)
         self.stragglers = StragglerFinder()
         self.sampler = Sampler(find_cgroups)
@@ -197,7 +191,7 @@ class NodeWatcher:
             text = f"{count_things(self.settings.ranks, 'rank')}{nodes}"
             self._record(MetricsEvent("start", own.time, text), "starting")
         self.log.add_report(own)
-        self.give_out(own)
+        self.prometheus.take(own)
         if state is not None:
             if state.step != self.pinged:
                 self.notifier.ping()
@@ -396,4 +390,5 @@ class NodeWatcher:
         self.files.submit(own, state)
         self.files.worker.wait_idle(seconds)
         self.log.close(seconds)
+        self.prometheus.close(seconds)
         self.notifier.close(seconds)

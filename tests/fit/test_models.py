@@ -77,7 +77,7 @@ ERRORS: list[tuple[str | dict[str, object], str]] = [
     ({**LLAMA, "model_type": ["llama"]}, "model_type is list"),
     ({"model_type": "llama"}, "hidden_size or n_embd.*is missing: add it"),
     ({**LLAMA, "vocab_size": None}, "vocab_size is missing"),
-    ({**LLAMA, "hidden_size": "4096"}, "hidden_size is '4096': give a whole number"),
+    ({**LLAMA, "hidden_size": "4096"}, "hidden_size is '4096', no whole number"),
     ({**LLAMA, "hidden_size": 4096.0}, "hidden_size is 4096.0"),
     ({**LLAMA, "hidden_size": True}, "hidden_size is True"),
     ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0.*at least 1"),
@@ -88,8 +88,9 @@ ERRORS: list[tuple[str | dict[str, object], str]] = [
     ({**LLAMA, "model_type": "mixtral"}, "num_local_experts"),
     ({**MIXTURE, "num_experts_per_tok": 9}, "num_experts_per_tok is 9 of 8"),
     ({**MIXTURE, "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+    ({**MIXTURE, "mlp_only_layers": 5}, "mlp_only_layers is 5.*no list"),
     ({**MIXTURE, "first_k_dense_replace": 5}, "first_k_dense_replace is 5, of 2"),
-    ({**LLAMA, "model_type": "deepseek_v3"}, "kv_lora_rank is missing"),
+    ({**LLAMA, "model_type": "deepseek_v3"}, "n_routed_experts"),
     ({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "vocab_size": 9}, "n_layer"),
 ]
 
@@ -102,7 +103,9 @@ def test_a_file_that_cannot_be_used_is_named_with_field_and_fix() -> None:
         assert str(caught.value).isprintable() and len(str(caught.value)) < 600
 
 
-NAMES = sorted({name for config in PUBLISHED.values() for name in config} | {"text_config"})
+NAMES = sorted(
+    {name for config in PUBLISHED.values() for name in config} | {"text_config", "mlp_only_layers"}
+)
 values = scalars | st.integers(0, 64) | st.lists(scalars, max_size=2) | st.dictionaries(texts, scalars)
 
 
