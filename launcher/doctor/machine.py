@@ -32,6 +32,11 @@ HARDWARE = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
 """Drivers whose `powersave` is dynamic: the processor chooses, by the energy preference."""
 SPARING = ("power", "balance_power")
 """Energy preferences that hold clocks down."""
+RUNNING = {
+    True: "irqbalance runs",
+    False: "irqbalance does not run",
+    None: "irqbalance cannot be seen from here",
+}
 DOUBTFUL = {
     "CUDA_LAUNCH_BLOCKING": ("environment.serial", "warning"),
     "AMD_SERIALIZE_KERNEL": ("environment.serial", "warning"),
@@ -409,6 +414,40 @@ def judge_clocks(case: Case) -> Iterator[Finding]:
         yield found(rule, level, governor=clock.governor, driver=choice, cpus=clock.cpus)
 
 
+def judge_interrupts(case: Case) -> Iterator[Finding]:
+    """Devices of whose interrupts most go to CPUs of other NUMA nodes alone."""
+    machine, irqbalance = case.machine, RUNNING[case.health.irqbalance]
+    places = {gpu.node for gpu in machine.gpus} | {nic.node for nic in machine.nics}
+    nodes = {cpu.node for cpu in machine.cpus}
+    shown = [device for device in case.health.devices if device.node is not None and device.interrupts]
+    if places <= {None} or len(nodes) < 2:
+        reason = "one NUMA node" if len(nodes) < 2 else "no GPU or NIC with a known NUMA node"
+        yield found("interrupts.nowhere_far", "ok", reason=reason, irqbalance=irqbalance)
+        return
+    if not shown:
+        yield case.unchecked("interrupts", f"sysfs or /proc/irq does not show them; {irqbalance}")
+        return
+    problems = []
+    for device in shown:
+        near = frozenset(cpu.id for cpu in machine.cpus if cpu.node == device.node)
+        far = [cpus for cpus in device.interrupts if near.isdisjoint(cpus)]
+        if near and 2 * len(far) > len(device.interrupts):
+            problems.append(
+                found(
+                    "interrupts.far",
+                    "warning" if device.nic else "note",
+                    far=len(far),
+                    count=len(device.interrupts),
+                    name=device.name,
+                    node=device.node,
+                    taken=frozenset().union(*far),
+                    near=near,
+                    irqbalance=irqbalance,
+                )
+            )
+    yield from problems or [found("interrupts.near", "ok", devices=len(shown), irqbalance=irqbalance)]
+
+
 def judge_environment(case: Case) -> Iterator[Finding]:
     """The environment that ranks would inherit."""
     environ = case.environ
@@ -485,6 +524,6 @@ CHECKS = (
     *(judge_size, judge_balancing, judge_hugepages, judge_swap),
     *(judge_devices, judge_places, judge_links, judge_persistence),
     *(judge_shm, judge_files, judge_locked, judge_processes, judge_node),
-    *(judge_clocks, judge_environment, judge_last_run),
+    *(judge_clocks, judge_interrupts, judge_environment, judge_last_run),
 )
 """Each gives findings on one matter: at least one, or none if the machine has nothing of the kind."""

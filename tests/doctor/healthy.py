@@ -61,13 +61,25 @@ def list_links(width: str) -> Files:
     return {f"{PCI}/{one['bdf']}/{kind}_link_width": lanes for one in DEVICES for kind, lanes in widths}
 
 
+def list_interrupts(far: list[str]) -> Files:
+    """Two interrupts for each device: on a CPU next to it, or on one of the other node."""
+    files: Files = {}
+    for number, device in enumerate(DEVICES):
+        cpu = ("0", "20")[device["numa"] if device["bdf"] not in far else 1 - device["numa"]]
+        for irq in (100 + 2 * number, 101 + 2 * number):
+            files[f"{PCI}/{device['bdf']}/msi_irqs/{irq}"] = "msix"
+            files[f"proc/irq/{irq}/smp_affinity_list"] = "0-63" if device["bdf"] not in far else cpu
+            files[f"proc/irq/{irq}/effective_affinity_list"] = cpu
+    return files
+
+
 def list_memory(swap: int) -> Files:
     free = (8 << 20) - swap
     return {"proc/meminfo": f"MemTotal: {1 << 30} kB\nSwapTotal: {8 << 20} kB\nSwapFree: {free} kB"}
 
 
 SEVERAL = {"clock": lambda words: list_clocks(*words), "limits": lambda values: list_limits(**values)}
-SEVERAL |= {"links": list_links, "swap": list_memory}
+SEVERAL |= {"links": list_links, "far": list_interrupts, "swap": list_memory}
 HUGE = "sys/kernel/mm/hugepages/hugepages-"
 HEALTHY: Files = {
     "proc/sys/kernel/numa_balancing": "0",
@@ -76,6 +88,8 @@ HEALTHY: Files = {
     "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
     "sys/kernel/mm/transparent_hugepage/defrag": "always defer defer+madvise [madvise] never",
     **{f"{HUGE}{size}kB/{name}_hugepages": "0" for size in (2048, 1 << 20) for name in ("nr", "free")},
+    "proc/2/comm": "kthreadd",
+    "proc/900/comm": "irqbalance",
     "proc/mounts": "tmpfs /dev/shm tmpfs rw,nosuid,nodev,size=536870912k 0 0",
     "proc/self/cgroup": "0::/job",
     "sys/fs/cgroup/cgroup.controllers": "cpuset cpu memory pids",
@@ -84,6 +98,7 @@ HEALTHY: Files = {
     "sys/fs/cgroup/job/cpu.max": "max 100000",
     "sys/fs/cgroup/job/memory.max": "max",
     **list_links("16"),
+    **list_interrupts([]),
     **list_clocks("acpi-cpufreq", "performance"),
     **list_limits(),
     **list_memory(0),

@@ -23,7 +23,7 @@ def start(environ: MutableMapping[str, str]) -> None:
     from .import_hook import call_safely
     from .step_counter import COUNTER
 
-    os.register_at_fork(after_in_child=COUNTER.actions.clear)
+    os.register_at_fork(after_in_child=COUNTER.stop)
     starters: list[Starter] = [garbage_collection.start_collector, loaders.start_loader_policies]
     if environ.get("LAUNCH_METER"):
         from .measurements import start_meter

@@ -12,7 +12,7 @@ import os
 from time import monotonic
 
 from .import_hook import find_cuda, replace
-from .step_counter import mark_step, on_step
+from .step_counter import mark_step, on_step, on_takeover
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,8 +44,10 @@ class Policy:
         """The program has not taken over the collector."""
         self.held = self.frozen = False
         """The warm-up is over, and what there was then is frozen."""
-        self.step = self.total = self.rounds = 0
-        """The last step, collections, and those in step."""
+        self.step = self.began = 0
+        """The last step, and the one before this phase."""
+        self.total = self.rounds = 0
+        """Collections, and those in step in this phase."""
         self.memory: dict[str, int] = {}
         """What was in use after all objects were looked at last, as `_read_memory` returns it."""
 
@@ -59,6 +61,7 @@ class Policy:
             for replacement, real in REPLACEMENTS:  # which leave out what is frozen
                 replace(gc, real.__name__, replacement, traced=False)
         on_step(self.act_after_step)
+        on_takeover(self.begin_phase, 2 * (self.every or EVERY))
         os.register_at_fork(after_in_child=self.reset_in_child)
         # At its end the interpreter collects once more, and finalizers run.
         atexit.register(self.release)
@@ -66,10 +69,11 @@ class Policy:
     def act_after_step(self, step: int) -> None:
         """Do what is due after a step."""
         self.step = step
+        since = step - self.began
         if self.held:
-            is_due = self.every > 0 and self.name != "frozen" and step % self.every == 0
+            is_due = self.every > 0 and self.name != "frozen" and since % self.every == 0
         else:
-            is_due = step >= self.warmup
+            is_due = since >= self.warmup
         if not self.active or not is_due or _is_capturing():
             return
         has_frozen = not self.held and gc.get_freeze_count() > self.frozen_at_start
@@ -125,6 +129,14 @@ class Policy:
         else:
             self._collect()
 
+    def begin_phase(self, step: int) -> None:
+        """Warm up again: the leading optimizer is gone, and what is frozen may have been its model's."""
+        self.began = step
+        if self.active and self.frozen:
+            self.release()
+            self.held, self.rounds, self.left = False, 0, self.found
+            self._collect(", a new phase begins")
+
     def release(self) -> None:
         """Undo what is still as this policy left it."""
         if gc.isenabled() == self.left[0] != self.found[0]:
@@ -151,11 +163,11 @@ class Policy:
             if getattr(gc, real.__name__, None) is replacement:
                 setattr(gc, real.__name__, real)
 
-    def _collect(self) -> None:
+    def _collect(self, more: str = "") -> None:
         began = monotonic()
-        self._report(began, real_collect())
+        self._report(began, real_collect(), more)
 
-    def _report(self, began: float, freed: int, more: str = "") -> None:
+    def _report(self, began: float, freed: int, more: str) -> None:
         """Count a collection, and print its line."""
         self.total += 1
         self._write_line(f"{freed} objects collected in {1e3 * (monotonic() - began):.1f} ms{more}")

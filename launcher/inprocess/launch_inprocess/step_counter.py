@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     Action = Callable[[int], object]
 
 PATIENCE = 100
-"""Steps of another optimizer without one of the leader, after which that other one leads."""
+"""Steps of another optimizer without one of the leader, after which that other one leads.
+
+If none lives that long, as many rounds of others' steps end the leader's phase, and none begins.
+"""
 
 
 class StepCounter:
@@ -26,12 +29,16 @@ class StepCounter:
 
     def __init__(self) -> None:
         self.step = 0
+        self.patience = PATIENCE
         self.actions: list[Action] = []
+        self.takeovers: list[Action] = []
         self.marked = False
         """The program marks its steps itself."""
         self.leader: Callable[[], object] | None = None
-        self.others: dict[int, tuple[Callable[[], object], int]] = {}
-        """Optimizers by their ids, with their steps since the leader's last one."""
+        self.others: dict[int, tuple[Callable[[], object], int, int]] = {}
+        """Optimizers by their ids: their steps since the leader's last one, and their last round."""
+        self.rounds = 0
+        """Rounds since then: one ends when an optimizer steps a second time in it."""
 
     def count_step(self, optimizer: object, _args: object = None, _kwargs: object = None) -> None:
         """Count an optimizer's step if it leads; torch's hook."""
@@ -40,33 +47,36 @@ class StepCounter:
         if self.leader is None:
             self.leader = ref(optimizer)
         elif self.leader() is not optimizer:
-            known, count = self.others.get(id(optimizer), (None, 0))
-            count = count + 1 if known is not None and known() is optimizer else 1
-            self.others[id(optimizer)] = ref(optimizer), count
-            if count < PATIENCE:
+            if not self._count_other(optimizer):
                 return
             self.leader = ref(optimizer)
-        self.others.clear()
+            _call_actions(self.takeovers, self.step)
+        if self.others:
+            self.others.clear()
+            self.rounds = 0
         self.advance()
 
-    def advance(self) -> None:
-        """End a step.
+    def _count_other(self, optimizer: object) -> bool:
+        """Count a step of an optimizer that does not lead; return whether it leads from now on."""
+        known, count, last = self.others.get(id(optimizer), (None, 0, -1))
+        if known is None or known() is not optimizer:
+            known, count, last = ref(optimizer), 0, -1
+        if last == self.rounds:
+            self.rounds += 1
+            if self.rounds == self.patience:
+                _call_actions(self.takeovers, self.step)
+        self.others[id(optimizer)] = known, count + 1, self.rounds
+        return count + 1 >= self.patience
 
-        A failure of this package does not end the program. Other exceptions come from a signal's handler that
-        interrupted it, or were thrown into this thread.
-        """
+    def advance(self) -> None:
+        """End a step."""
         self.step += 1
-        for action in self.actions:
-            try:
-                action(self.step)
-            except Exception as error:
-                trace = error.__traceback__
-                while trace is not None and trace.tb_next is not None:
-                    trace = trace.tb_next
-                name = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
-                is_own = str(name).rpartition(".")[0] == __name__.rpartition(".")[0]
-                if type(error).__module__ != "builtins" or not is_own:
-                    raise
+        _call_actions(self.actions, self.step)
+
+    def stop(self) -> None:
+        """Stop counting, in a forked child."""
+        self.actions.clear()
+        self.takeovers.clear()
 
 
 COUNTER = StepCounter()
@@ -81,6 +91,16 @@ def on_step(action: Action) -> None:
     if not COUNTER.actions:
         when_imported("torch.optim.optimizer", _register_step_hook)
     COUNTER.actions.append(action)
+
+
+def on_takeover(action: Action, patience: int) -> None:
+    """Have `action(step)` called when the leader's phase is over.
+
+    It is over when another optimizer leads, before that one's step counts; or when many short-lived ones have
+    stepped as long, as in a search among hyperparameters.
+    """
+    COUNTER.patience = patience
+    COUNTER.takeovers.append(action)
 
 
 def mark_step() -> None:
@@ -99,3 +119,21 @@ def _register_step_hook(module: ModuleType) -> None:
         module.register_optimizer_step_post_hook(hidden)
 
     when_imported("torch._dynamo", exclude)
+
+
+def _call_actions(actions: list[Action], step: int) -> None:
+    """Call the actions of a step; a failure of this package does not end the program.
+
+    Other exceptions come from a signal's handler that interrupted it, or were thrown into this thread.
+    """
+    for action in actions:
+        try:
+            action(step)
+        except Exception as error:
+            trace = error.__traceback__
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            name = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+            is_own = str(name).rpartition(".")[0] == __name__.rpartition(".")[0]
+            if type(error).__module__ != "builtins" or not is_own:
+                raise
