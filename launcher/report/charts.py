@@ -37,6 +37,7 @@ _LANES = {
     "hang": (_LINES[1], "X"),
     "straggler": (_LINES[4], "D"),
     "restart": (_LINES[3], "^"),
+    "checkpoint": (_LINES[2], "o"),
     "requeue": (_LINES[7], "s"),
 }
 """Colour and marker of an event, by kind."""
@@ -193,7 +194,7 @@ def _draw_times(
                 if event.until is not None:
                     until = (min(event.until, account.end) - begin) / unit
                     each.axvspan(start, until, color=colour, alpha=0.18, lw=0)
-                elif event.kind != "straggler":
+                elif event.kind in ("restart", "requeue"):
                     each.axvline(start, color=colour, linewidth=1.2, linestyle=":")
         if kinds:
             axes[-1].set_ylim(len(kinds) - 0.5, -0.5)

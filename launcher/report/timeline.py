@@ -59,7 +59,7 @@ class Event:
     """Something that happened."""
 
     kind: str
-    """`hang`, `straggler`, `restart` or `requeue`."""
+    """`hang`, `straggler`, `restart`, `checkpoint` or `requeue`."""
     time: float
     text: str
     until: float | None = None
@@ -164,7 +164,7 @@ def _list_events(
             text = f"requeued{why}" if requeued else f"started again after it had {before.state}{why}"
             yield Event("requeue" if requeued else "restart", start, text)
     for one in told:  # hangs and stragglers are told where the files that say more are gone
-        known = {"hang": bool(hangs), "straggler": bool(job), "restart": False}
+        known = {"hang": bool(hangs), "straggler": bool(job), "restart": False, "checkpoint": False}
         if not known.get(one.event, True):
             yield Event(one.event, one.time, one.sentence)
     for hang in hangs:

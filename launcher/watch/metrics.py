@@ -232,7 +232,7 @@ class MetricsEvent:
     """Something that happened to the job."""
 
     event: str
-    """`start`, `hang`, `recovered`, `straggler`, `restart`, `end`."""
+    """`start`, `hang`, `recovered`, `straggler`, `restart`, `checkpoint`, `end`."""
     time: float
     sentence: str = ""
     step: int | None = None

@@ -121,6 +121,8 @@ class NodeWatcher:
         self.acted = 0
         """Number of the last hang that is dealt with."""
         self.is_judge = False
+        self.newest, self.saving = settings.attempt, False
+        """The last start of the ranks, and whether one of them writes a checkpoint."""
         self.told: dict[str, str] = {}
         """Warnings that were given."""
 
@@ -140,6 +142,8 @@ class NodeWatcher:
             book.take_sample(self.sample, self.read_gpus(), counts=not self.gathering)
             self.gathering = any(thread.is_alive() for thread in self.gatherers)
         own, state = self._make_report(now), None
+        if own.node_rank == 0:
+            self._note_progress(own)
         self.is_judge = is_judge(own, self.files.found, now)
         if self.is_judge:
             state = self._judge_job(own, now)
@@ -156,6 +160,19 @@ class NodeWatcher:
             self.warn("stuck", f"{text} ({self.files.run_path})")
         elif trouble := self.files.trouble:
             self.warn("trouble", f"reports of watching cannot be written ({trouble})")
+
+    def _note_progress(self, own: NodeReport) -> None:
+        """Write down that the ranks were started again, and that they write a checkpoint."""
+        newest = max((rank.attempt for rank in own.ranks), default=0)
+        saving = any(rank.phase == "saving" for rank in own.ranks)
+        step = max((rank.step for rank in own.ranks), default=None)
+        if newest > self.newest:
+            self.log.add_event(
+                MetricsEvent("restart", own.time, f"the ranks were started again, attempt {newest}")
+            )
+        if saving and not self.saving:
+            self.log.add_event(MetricsEvent("checkpoint", own.time, step=step))
+        self.newest, self.saving = max(newest, self.newest), saving
 
     def _make_report(self, now: float) -> NodeReport:
         """Return this node's report of now."""
@@ -274,8 +291,6 @@ class NodeWatcher:
             "hang", hang.time, verdict.sentence, hang.step, verdict.ranks, verdict.hosts, hang.number
         )
         self._record(found, "hanging")
-        if hang.action == "restart":
-            self.log.add_event(replace(found, event="restart", attempt=self.settings.attempt))
 
         def keep() -> None:
             write_hang(self.files.run_path, hang, evidence)

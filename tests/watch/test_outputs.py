@@ -209,6 +209,24 @@ def test_what_cannot_be_given_out_is_a_warning_each_and_the_job_goes_on(tmp_path
     assert "403" in done.err and SECRET not in done.err + done.out
 
 
+RESTARTED = """
+import os, sys, time
+time.sleep(3)
+sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+"""
+
+
+def test_a_restart_after_a_failure_is_written_down(tmp_path: Path) -> None:
+    program = write_program(tmp_path, RESTARTED)
+    words = ("nproc_per_node=1", "restarts=1", "watch.interval=1", "watch.metrics_interval=1", "--", program)
+    done = run_outside([*words], tmp_path)
+    assert done.code == 0, done
+    (file,) = tmp_path.glob("runs/*/*/watch/metrics-*.jsonl")
+    events = [json.loads(line) for line in file.read_text().splitlines() if line.startswith('{"event"')]
+    assert [event["event"] for event in events] == ["start", "restart"]
+    assert events[1]["sentence"] == "the ranks were started again, attempt 1"
+
+
 # Notifications
 
 JOB = {"run": "gpt/7", "run_dir": "/runs/gpt/7", "host": "n1", "job_id": "4711"}
