@@ -28,7 +28,7 @@ from launcher.slurm.job_request import JobRequest, make_job_request, write_job_r
 from launcher.slurm.node_job import plan_here
 from launcher.slurm.node_step import describe_node_step
 from launcher.slurm.srun import render_step
-from launcher.slurm.submission import judge_plan, stage_run
+from launcher.slurm.submission import stage_run
 from launcher.text import join_words, print_text
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
     if spec.config.cluster.requeue.allocation:
         return run_own_job(spec, argv)
     if spec.fit_model and name_host(os.environ) in hosts:  # else its first node judges
+        from launcher.slurm.submission_fit import judge_plan
+
         nodes = min(spec.cluster.min_nodes, len(hosts))
         spec = judge_plan(spec, plan_here(spec.config, spec.environ), nodes)
     run, _ = prepare_run(spec, argv, hosts)

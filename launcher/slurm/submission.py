@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,10 @@ from submitit import Job, SlurmExecutor, SlurmJob
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
 from submitit.helpers import CommandFunction
 
-from launcher.config.request import load_snapshot, make_request
-from launcher.config.settings import MachineConfig
 from launcher.errors import MachineError, SchedulerError, UsageError
 from launcher.files import LARGEST, read_file
 from launcher.launch.job import JobSpec
 from launcher.launch.local_run import prepare_run, refuse_run
-from launcher.plan.model import Plan
 from launcher.protocol import LAUNCH_SECRETS
 from launcher.runs.manifest import read_manifest, write_manifest
 from launcher.runs.provenance import describe_sources
@@ -42,7 +39,6 @@ from launcher.slurm.batch_script import (
 from launcher.slurm.first_node import run_batch_script
 from launcher.slurm.job_options import JobOptions, choose_job_options, explain_refusal
 from launcher.slurm.job_request import REQUEST_FILE, hold_manifest, make_job_request, write_job_request
-from launcher.slurm.notation import parse_gpus
 from launcher.slurm.slurm_environ import clean_for_sbatch
 from launcher.text import print_text, quote_word
 
@@ -142,7 +138,10 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
         sources = None if dry_run else pool.submit(describe_sources, Path.cwd())
         python = pool.submit(find_python)
         chosen = choose_job_options(specs, os.environ, dry_run=dry_run)
-        specs = [judge_submission(spec, chosen) for spec in specs]
+        if any(spec.fit_model for spec in specs):
+            from launcher.slurm.submission_fit import judge_submission
+
+            specs = [judge_submission(spec, chosen) for spec in specs]
         made_by = f"Made by: {shlex.join(mask_words(['launch', *argv]))}"
         script = Script(chosen.options, made_by, tuple(specs[0].config.cluster.setup), python.result())
         if sources is None:
@@ -182,6 +181,8 @@ def preview_submission(
     specs: Sequence[JobSpec], argv: Sequence[str], chosen: JobOptions, script: Script
 ) -> int:
     """Show the plan on stderr and the script on stdout; returns the exit code."""
+    from launcher.slurm.submission_fit import plan_snapshot
+
     members = [describe_member(spec, argv) for spec in specs]
     text = render_dry_run(script, members, str(Path.cwd()))
     check_syntax(text, script.setup)
@@ -200,47 +201,6 @@ def preview_submission(
     sys.stderr.flush()
     print_text(text)
     return 0
-
-
-def plan_snapshot(spec: JobSpec, chosen: JobOptions) -> Plan | None:
-    """Return the plan of a node as `cluster.machine` or `machine` describes it; None if neither does."""
-    config = spec.config
-    snapshot = config.cluster.machine or config.machine.snapshot
-    if snapshot is None:
-        return None
-    from launcher.plan.planner import plan
-
-    ranks = config.nproc_per_node
-    asked = next((option.value for option in chosen.options if option.name == "gpus-per-node"), None)
-    if ranks in ("auto", "gpu") and asked and (gpus := parse_gpus("cluster.gpus_per_node", asked).count):
-        ranks = gpus
-    there = replace(config, machine=MachineConfig("/", snapshot), nproc_per_node=ranks)
-    machine = load_snapshot(snapshot)
-    return plan(machine, make_request(there, spec.environ, machine))
-
-
-def judge_submission(spec: JobSpec, chosen: JobOptions) -> JobSpec:
-    """Judge the memory of a job if `cluster.machine` says what the nodes have; else its first node does."""
-    plan = plan_snapshot(spec, chosen) if spec.fit_model else None
-    return judge_plan(spec, plan, spec.cluster.min_nodes) if plan else spec
-
-
-def judge_plan(spec: JobSpec, plan: Plan, nodes: int) -> JobSpec:
-    """Judge a job whose nodes have this plan, and return it without the model that needs no more judgement.
-
-    Raises MachineError if it cannot fit.
-    """
-    from launcher.config.training import settle_job, settle_planned
-
-    settled = settle_planned(
-        spec.config,
-        plan,
-        spec.fit_model,
-        nodes=nodes,
-        is_bundled=spec.is_bundled,
-        environ=spec.environ,
-    )
-    return replace(settle_job(spec, settled), fit_model=None)
 
 
 def stage_all(

@@ -22,7 +22,7 @@ from launcher.runs.manifest import describe_start, read_manifest, write_manifest
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import submission
 from launcher.slurm.attempt import start_attempt
-from launcher.slurm.job_options import JobOptions
+from launcher.slurm.job_options import JobOptions, Option
 from launcher.slurm.job_request import (
     JobRequest,
     make_job_request,
@@ -31,7 +31,8 @@ from launcher.slurm.job_request import (
 )
 from launcher.slurm.node_job import check_node_fit, plan_here
 from launcher.slurm.node_order import keep_order
-from launcher.slurm.submission import judge_submission
+from launcher.slurm.resources import NodeKind
+from launcher.slurm.submission_fit import describe_site, find_largest_gpu, judge_submission
 from tests.seam import run_outside
 from tests.specify import specify
 
@@ -100,8 +101,11 @@ SET = ("program.batch_size=8", "program.activation_checkpointing=none")
 AUTO = ("program.batch_size=auto", "program.activation_checkpointing=auto")
 
 
-NOTHING = JobOptions((), (), (), ())
-"""What sbatch is asked for."""
+def choose(*gpus: tuple[str | None, int], asked: int = 8) -> JobOptions:
+    """The options of a job on nodes with these GPUs, a kind of node for each."""
+    kinds = [NodeKind("main", True, 8, 128, 64, 1_000_000, (gpu,)) for gpu in gpus]
+    options = (Option("gpus-per-node", str(asked), "cluster.gpus_per_node"),)
+    return JobOptions(options, ("main",), tuple(kinds), ())
 
 
 def specify_job(*words: str, program: tuple[str, ...] | None = None) -> JobSpec:
@@ -110,14 +114,28 @@ def specify_job(*words: str, program: tuple[str, ...] | None = None) -> JobSpec:
     return replace(spec, config=replace(spec.config, dry_run=False))
 
 
-def test_a_job_that_cannot_fit_is_refused_if_the_nodes_are_known() -> None:
-    machine = "cluster.machine=dgx_a100"
-    refused = r"llama13b does not fit: each GPU \(NVIDIA A100-SXM4-40GB\) .* program\..*fit\.check=warn"
-    with pytest.raises(MachineError, match=refused):
-        judge_submission(specify_job(machine), NOTHING)
-    assert judge_submission(specify_job(machine, program=("true",)), NOTHING).fit_model is None
-    spec = specify_job()
-    assert judge_submission(spec, NOTHING) == spec and spec.fit_model is not None
+def test_a_job_that_cannot_fit_is_refused_if_the_nodes_gpus_are_known() -> None:
+    spec, small = specify_job(), ("a100_40gb", 8)
+    with pytest.raises(
+        MachineError, match=r"llama13b does not fit: each GPU \(a100 40gb\) .* program\..*fit\.check=warn"
+    ):
+        judge_submission(spec, choose(small))
+    with pytest.raises(MachineError, match=r"llama13b does not fit: each GPU \(NVIDIA A100-SXM4-40GB\)"):
+        judge_submission(specify_job("cluster.machine=dgx_a100"), choose((None, 8)))
+    # The largest type that the job may get counts, and another program is never refused.
+    two = specify_job("program.batch_size=2")
+    assert judge_submission(two, choose(("v100", 8), ("b200", 8))).fit_model is None
+    assert judge_submission(specify_job(program=("true",)), choose(small)).fit_model is None
+    for unknown in (choose((None, 8)), choose(("new9000", 8)), JobOptions((), (), (), ())):
+        assert judge_submission(spec, unknown) == spec and spec.fit_model is not None
+    site = describe_site(spec.config, choose(("h100", 8), asked=4))
+    assert site is not None, "part of a node has its share"
+    assert (site.ranks, site.node.cores, site.node.memory_kib) == (4, 32, 500_000 << 10)
+    sizes = {"a100": 80, "v100": 32, "h100": 94, "nvidia_a100_80gb_pcie": 80}
+    for name, gib in sizes.items():
+        found = find_largest_gpu(name)
+        assert found and round(found.memory_mib / 1024) == gib
+    assert find_largest_gpu("tesla") is None
 
 
 def make_job(spec: JobSpec) -> Job:
@@ -125,20 +143,20 @@ def make_job(spec: JobSpec) -> Job:
 
 
 def test_the_first_node_judges_what_the_submission_could_not() -> None:
-    spec = judge_submission(specify_job("fit.gpu=A100-40GB"), NOTHING)
+    spec = judge_submission(specify_job("fit.gpu=A100-40GB"), choose((None, 8)))
     request, job = make_job_request(spec, []), make_job(spec)
     assert request.fit_model == spec.fit_model and request.is_bundled
     with pytest.raises(MachineError, match="llama13b does not fit"):
         check_node_fit(request, job, is_first=True)
     assert check_node_fit(replace(request, fit_model=None), job, is_first=True) == job
-    later = judge_submission(specify_job(*AUTO), NOTHING)
+    later = judge_submission(specify_job(*AUTO), choose((None, 8)))
     request, job = make_job_request(later, []), make_job(later)
     here = [check_node_fit(request, job, is_first=is_first) for is_first in (True, False)]
     assert here[0] == here[1] and "--grad-accumulation=" in " ".join(here[0].program)
 
 
 def test_what_is_chosen_at_the_submission_goes_with_the_job() -> None:
-    judged = judge_submission(specify_job(*AUTO, "cluster.machine=dgx_a100"), NOTHING)
+    judged = judge_submission(specify_job(*AUTO), choose(("a100_40gb", 8)))
     program = judged.config.program
     assert judged.fit_model is None
     assert (program["activation_checkpointing"], program["parallel"]) == ("full", "fsdp")
