@@ -1,79 +1,53 @@
-"""What starts a node's ranks in a SLURM job, begun before the node is planned: torchrun, or this process."""
+"""A node's part of a SLURM job: it is planned, its ranks are started and watched to their end, and recorded.
 
+What starts the ranks, torchrun or this process, begins to import torch before the node is planned.
+"""
+
+import contextlib
+import logging
 import os
+import signal
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.config.program import find_program
-from launcher.config.settings import Settings
+from launcher.config.settings import SLURM_KINDS, Settings
 from launcher.config.start import AgentChoice, Cluster, check_port_free, parse_endpoint
 from launcher.errors import MachineError
 from launcher.launch.job import Job, build_agent_environ, choose_restarts, render_agent
-from launcher.launch.monitor import RankMonitor
-from launcher.launch.signal_channel import SignalChannel
+from launcher.launch.monitor import STARTING, RankMonitor, describe_job
+from launcher.launch.signal_channel import SignalChannel, open_signal_channel
+from launcher.launch.signals import name_signal
 from launcher.launch.torchrun_agent import TorchrunAgent, check_open_files
 from launcher.launch.warm.read_ahead import reading_ahead
-from launcher.launch.watching import keep_watch_folder
+from launcher.launch.watching import keep_watch_folder, watch_node
 from launcher.plan.model import Plan
 from launcher.runs.memory_records import keep_prediction
-from launcher.runs.node_records import refuse_node, write_node
-from launcher.runs.run_directory import RunDir, write_json
+from launcher.runs.node_records import NodeRecord, RankFailure, write_node
+from launcher.runs.run_directory import RunDir, release_space, reserve_space, write_json
 from launcher.slurm.compiler_caches import open_caches
 from launcher.slurm.job_request import JobRequest, read_job_request
-from launcher.slurm.node_channel import start_alive_sender
+from launcher.slurm.node_channel import NodeReport, start_alive_sender, write_report
 from launcher.slurm.slurm_environ import PORT_TAKEN, TaskIdentity, drop_task_variables, read_task_identity
 
 if TYPE_CHECKING:
+    from launcher.launch.ending import NodeEnd
     from launcher.launch.supervisor import Agent
+    from launcher.report.viewer import OutputViewer
 
-AgentMaker = Callable[[Job, RankMonitor, SignalChannel], "Agent"]
-"""Gives the agent of a planned node."""
-
-
-def prepare_agent_maker(
-    request: JobRequest,
-    program: Sequence[str],
-    run: RunDir,
-    task: TaskIdentity,
-    variables: Mapping[str, str],
-) -> AgentMaker:
-    """Begin to import torch, while the node is planned, and return what gives the agent then.
-
-    `variables` are the environment of the ranks, or of torchrun. An agent of ours starts this node's ranks
-    itself, as the job's first node orders.
-    """
-    run_id, log = f"{run.id}-{task.step}-{task.attempt}", run.agent_log(task.host)
-    if request.agent != "direct":
-
-        def make_torchrun(job: Job, monitor: RankMonitor, _channel: SignalChannel) -> "Agent":
-            # stdin brings the first node's commands, which are not for the agent.
-            command = render_agent(job, run_id)
-            return TorchrunAgent(command, variables, log, subprocess.DEVNULL, monitor.find_ranks)
-
-        return make_torchrun
-    from launcher.launch.warm.process import start_warm
-
-    warm = start_warm(program, request.config.start, variables)
-
-    def make_own_agent(job: Job, _monitor: RankMonitor, channel: SignalChannel) -> "Agent":
-        from launcher.launch.direct_agent import DirectAgent
-        from launcher.launch.endpoint import is_port_free
-        from launcher.slurm.node_channel import NodeControl
-
-        restarts = choose_restarts(job.config, job.environ) or 0
-        may_restart = restarts > 0 or job.config.cluster.spares > 0
-        control = NodeControl(job.host, channel, may_restart, is_port_free)
-        return DirectAgent(job, run, variables, run_id, control, warm, may_restart)
-
-    return make_own_agent
-
+logger = logging.getLogger(__name__)
 
 RESTARTS = 3
 """Of an elastic job, if nobody says: the loss of a node takes one at every node that remains."""
+RECORD_SIZE = 16 << 10
+"""Bytes that are held for the node's record, with which its first failure would be lost on a full disk."""
+HOLD = 5.0
+"""Seconds after which the plan is shown in any case, while nodes wait for each other."""
 
 
 def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
@@ -90,7 +64,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
             " nodes share"
         ) from None
     check_open_files()
-    run = RunDir(run_path, task.attempt)
+    run, run_id = RunDir(run_path, task.attempt), f"{run_path.name}-{task.step}-{task.attempt}"
     config, cluster = describe_node_part(request, task)
     merged = {**drop_task_variables(environ), **config.env}
     program = find_program(request.words, config, merged)
@@ -99,17 +73,21 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
         keep_watch_folder(merged, enabled=config.watch.enabled) as folder,
     ):
         variables = build_agent_environ(config, cluster, merged, run, task.host, watch_folder=folder)
-        make_agent = prepare_agent_maker(request, program, run, task, variables)
+        warm = None
+        if request.agent == "direct":
+            from launcher.launch.warm.process import start_warm
+
+            warm = start_warm(program, config.start, variables)
+        from launcher.launch.supervisor import Supervisor  # as all that follows, while torch is imported
         from launcher.plan.model import plan_to_json
-        from launcher.slurm.node_agent import run_agent  # as all that follows, while torch is imported
+        from launcher.probe.limits import count_oom_kills
 
         if cluster.is_host and config.torchrun.rdzv_backend in (None, "c10d"):
             try:
                 check_port_free(parse_endpoint(cluster.endpoint)[1])
-            except MachineError as error:  # the batch script's process chooses another port
-                record = refuse_node(task.host, task.node_rank, PORT_TAKEN, str(error), started)
-                write_node(run.path, task.attempt, record)
-                return PORT_TAKEN
+            except MachineError as error:
+                error.exit_code = PORT_TAKEN  # the batch script's process chooses another port
+                raise
         with open_caches(merged) as caches:
             plan, choice = plan_here(config, merged, caches), AgentChoice(request.agent, "as submitted")
             job = Job(config, program, cluster, plan, merged, task.host, choice)
@@ -124,15 +102,37 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
                 raise MachineError(
                     f"{path} cannot be written ({error.strerror}): is there room, and is it shared?"
                 ) from None
-            return run_agent(
-                job,
-                run,
-                task,
-                make_agent,
-                started=started,
-                folder=folder,
-                helpers=helpers,
-            )
+            monitor = RankMonitor(job, run, make_node_viewer(job, run, task), count_oom_kills)
+            control = open_signal_channel(0)
+            reserve_space(run, RECORD_SIZE)
+            recorder = NodeRecorder(monitor, task, control, started)
+            monitor.on_stop = recorder.record_stop
+            watching = watch_node(job, run, folder, task.node_rank) if folder else None
+            signal.signal(signal.SIGTERM, lambda *_: None)  # now the supervisor's, and nothing after it
+            agent: Agent
+            if request.agent == "direct":
+                from launcher.launch.direct_agent import DirectAgent
+                from launcher.launch.endpoint import is_port_free
+                from launcher.slurm.node_channel import NodeControl
+
+                may_restart = bool(choose_restarts(job.config, job.environ) or job.config.cluster.spares)
+                orders = NodeControl(job.host, control, may_restart, is_port_free)
+                agent = DirectAgent(job, run, variables, run_id, orders, warm, may_restart)
+            else:
+                # stdin brings the first node's commands, which are not for the agent.
+                command, log = render_agent(job, run_id), run.agent_log(task.host)
+                agent = TorchrunAgent(command, variables, log, subprocess.DEVNULL, monitor.find_ranks)
+            supervisor = Supervisor(monitor, agent, control, watching, helpers)
+            end = supervisor.run()
+            if watching:
+                watching.close()
+            state = recorder.write_end(end)
+            # To srun, the first task that fails is the end of all: others may still have time to stop.
+            status = 0 if state == "stopped" and supervisor.commanded else end.status
+            monitor.viewer.finish(patient=end.signal is None)
+            if not monitor.viewer.close():
+                os._exit(status)  # a thread is stuck in a write, and the interpreter's end would wait for it
+            return status
 
 
 def plan_here(config: Settings, environ: Mapping[str, str], caches: str = "") -> Plan:
@@ -170,12 +170,27 @@ def check_node_fit(request: JobRequest, job: Job, *, is_first: bool) -> Job:
 
 
 def describe_node_part(request: JobRequest, task: TaskIdentity) -> tuple[Settings, Cluster]:
-    """Return the configuration of this node, and its part in the job; raises UsageError."""
+    """Return the configuration of this node, and its part in the job; raises UsageError.
+
+    torchrun is told what to call this node in the rendezvous. By this name the others find rank 0; its own
+    idea may be an alias, or the loopback's. The names of the other nodes are used for nothing but their
+    order, which is that of text (github.com/pytorch/pytorch/issues/191190; `_mark_rendezvous_complete` of
+    torch 2.13): a number of fixed length after `~`, which comes after all that a name can begin with, gives
+    it. If nodes may come and go, any can become the first.
+    """
     config, torchrun = request.config, request.config.torchrun
+    is_elastic = request.min_nodes < request.max_nodes
     if torchrun.local_addr is None:
-        is_fixed = request.min_nodes == request.max_nodes and torchrun.rdzv_backend in (None, "c10d")
-        torchrun = replace(torchrun, local_addr=choose_address(task, keeps_order=is_fixed))
-    if torchrun.max_restarts is None and request.min_nodes < request.max_nodes:
+        address: str | None = task.host
+        if task.node_rank and not is_elastic and torchrun.rdzv_backend in (None, "c10d"):
+            address = f"~{task.node_rank:06d}.{task.host}"
+        else:
+            try:
+                socket.getaddrinfo(task.host, None)
+            except OSError:
+                address = None
+        torchrun = replace(torchrun, local_addr=address)
+    if torchrun.max_restarts is None and is_elastic:
         torchrun = replace(torchrun, max_restarts=RESTARTS)
     cluster = Cluster(
         "allocation" if config.cluster.kind == "allocation" else "slurm",
@@ -188,17 +203,91 @@ def describe_node_part(request: JobRequest, task: TaskIdentity) -> tuple[Setting
     return replace(config, torchrun=torchrun), cluster
 
 
-def choose_address(task: TaskIdentity, *, keeps_order: bool) -> str | None:
-    """Return what torchrun is to call this node in the rendezvous; None for its own idea.
+def make_node_viewer(job: Job, run: RunDir, task: TaskIdentity) -> "OutputViewer":
+    """Return what shows this node's ranks; the job's first node shows what was chosen and its placement."""
+    from launcher.report.viewer import OutputViewer, ViewOptions
+    from launcher.runs.rank_logs import Follower
 
-    By this name the others find rank 0; torchrun's own may be an alias, or the loopback's. The names of the
-    other nodes are used for nothing but their order, which is that of text (github.com/pytorch/pytorch/
-    issues/191190; `_mark_rendezvous_complete` of torch 2.13): a number of fixed length after `~`, which comes
-    after all that a name can begin with, gives it. If nodes may come and go, any can become the first.
-    """
-    if keeps_order and task.node_rank:
-        return f"~{task.node_rank:06d}.{task.host}"
-    try:
-        return task.host if socket.getaddrinfo(task.host, None) else None
-    except OSError:
-        return None
+    is_first, alone = task.node_rank == 0, job.world_size == 1
+    mode = job.config.logs.console
+    options = ViewOptions(
+        mode,
+        None if alone else lambda _: job.host,
+        log_prefix=f"{task.host}: ",
+        shared=job.cluster.kind in SLURM_KINDS and job.cluster.max_nodes > 1 and mode == "all",
+        followed=job.cluster.kind == "slurm",
+        heading=describe_job(job, run) if is_first else (),
+        plan=job.plan if is_first else None,
+        explain=job.config.explain,
+        notice=STARTING if is_first and mode != "none" and job.cluster.max_nodes == 1 else "",
+        hold=HOLD,
+    )
+    return OutputViewer(run, Follower(), options)
+
+
+@dataclass(slots=True)
+class NodeRecorder:
+    """Writes the record of how one node's part of an attempt ended."""
+
+    monitor: RankMonitor
+    task: TaskIdentity
+    control: SignalChannel
+    started: float
+    """Seconds since the epoch."""
+
+    def record_stop(self, number: int, by_first_node: bool) -> None:
+        """Write a record at once: SLURM may kill this process before its ranks have ended."""
+        if not by_first_node:
+            write_report(NodeReport("signalled", self.task.host, number=number))
+        with contextlib.suppress(OSError):
+            self.write(self.describe("stopped", 128 + number, number, "it was killed while its ranks ended"))
+
+    def write_end(self, end: "NodeEnd") -> str | None:
+        """Record how this node's part ended, and say what was not as planned; returns the kept state."""
+        from launcher.launch.ending import check_success, describe_failure
+
+        number = end.signal
+        if number and end.failure and end.failure.exitcode == -signal.SIGTERM:
+            end = replace(end, failure=None)  # SLURM sent it to the rank too
+        state = "stopped" if number and not (end.failure or end.hang) and end.status else end.state
+        said = "" if end.failure or end.hang or state != "failed" else end.describe_agent()
+        for line in check_success(self.monitor, end) if state == "succeeded" else ():
+            logger.warning(line)
+        clean = tuple((death.process.rank, death.time) for death in end.clean)
+        trouble = release_space(self.monitor.run)
+        try:
+            record = self.describe(state, end.status, number, said, describe_failure(self.monitor, end))
+            self.write(replace(record, clean=clean, hang=end.hang, trouble=trouble))
+        except OSError as error:
+            logger.warning(f"its record could not be written ({error})")
+            return None
+        return state
+
+    def describe(
+        self, state: str, status: int, number: int | None, said: str, failure: RankFailure | None = None
+    ) -> NodeRecord:
+        """Return this node's record as of now."""
+        monitor, task = self.monitor, self.task
+        newest = max((process.attempt for process in monitor.ranks.values()), default=task.attempt)
+        return NodeRecord(
+            task.host,
+            task.node_rank,
+            state,
+            status,
+            name_signal(number) if number else None,
+            said,
+            failure,
+            newest - task.attempt,
+            self.started,
+            time.time(),
+            len(monitor.job.plan.ranks),
+        )
+
+    def write(self, record: NodeRecord) -> None:
+        """Write a record; raises OSError.
+
+        Nothing is written once this task is cut off from the job: if the daemon behind it is gone, the node
+        is lost to the job, which a record would hide.
+        """
+        if not self.control.is_cut:
+            write_node(self.monitor.run.path, self.task.attempt, record)

@@ -11,34 +11,9 @@ from typing import NoReturn
 
 logger = logging.getLogger("launcher.slurm.task")
 
-STOPPED = 128 + signal.SIGTERM
-
 
 class StoppedError(Exception):
     """SIGTERM came before there was anything to stop."""
-
-
-def main() -> int:
-    """Run this node's part, and leave a record of how it ended, whatever happens; returns the exit code."""
-    signal.signal(signal.SIGTERM, stop_early)
-    started = time.time()
-    try:
-        # Only now: a signal during the imports is to leave a record too.
-        from launcher.launch.signals import note_early_signals
-
-        note_early_signals()
-        from launcher.slurm.node_job import run_node
-
-        return run_node(Path(sys.argv[1]), os.environ, started)
-    except StoppedError:
-        return record_early_end("it was stopped before its ranks had started", STOPPED, started)
-    except Exception as error:
-        from launcher.errors import EXIT_MACHINE, LaunchError
-
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if isinstance(error, LaunchError):
-            return record_early_end(str(error), error.exit_code, started)
-        return record_early_end(f"{type(error).__name__}: {error}", EXIT_MACHINE, started)
 
 
 def stop_early(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -47,8 +22,31 @@ def stop_early(_number: int, _frame: FrameType | None) -> NoReturn:
     raise StoppedError
 
 
-def record_early_end(reason: str, status: int, started: float) -> int:
-    """Record why there are no ranks on this node, for the first node to log. If that fails, log it here."""
+def main() -> int:
+    """Run this node's part, and leave a record of how it ended, whatever happens; returns the exit code.
+
+    If there are no ranks, the record says why, for the first node to log; if it cannot be written, this does.
+    """
+    signal.signal(signal.SIGTERM, stop_early)
+    run_path, started, state = Path(sys.argv[1]), time.time(), "failed"
+    try:
+        # Only now: a signal during the imports is to leave a record too.
+        from launcher.launch.signals import note_early_signals
+
+        note_early_signals()
+        from launcher.slurm.node_job import run_node
+
+        return run_node(run_path, os.environ, started)
+    except StoppedError:
+        state, status = "stopped", 128 + signal.SIGTERM
+        reason = "it was stopped before its ranks had started"
+    except Exception as error:
+        from launcher.errors import EXIT_MACHINE, LaunchError
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        status, reason = EXIT_MACHINE, f"{type(error).__name__}: {error}"
+        if isinstance(error, LaunchError):
+            status, reason = error.exit_code, str(error)
     from dataclasses import replace
 
     from launcher.runs.node_records import refuse_node, write_node
@@ -56,10 +54,8 @@ def record_early_end(reason: str, status: int, started: float) -> int:
 
     task = read_task_identity(os.environ)
     record = refuse_node(task.host, task.node_rank, status, reason, started)
-    if status == STOPPED:
-        record = replace(record, state="stopped")
     try:
-        write_node(Path(sys.argv[1]), task.attempt, record)
+        write_node(run_path, task.attempt, replace(record, state=state))
     except OSError as error:
         logger.error(f"{task.host}: {' '.join(reason.split())} ({error})")
     return status
