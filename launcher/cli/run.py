@@ -77,7 +77,7 @@ def _start_job(
 
         return submit_jobs([spec], argv)
     if kind == "allocation":
-        from launcher.slurm.allocation import run_allocation
+        from launcher.slurm.submission import run_allocation
 
         return run_allocation(spec, argv)
     if spec.config.dry_run:

@@ -1,14 +1,12 @@
-"""SLURM's notations: GPUs, signals, node lists (`rack[1-2]n[08-10],login`), and what its options refuse."""
+"""SLURM's notations of signals and of node lists (`rack[1-2]n[08-10],login`)."""
 
 import itertools
 import re
 import signal
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from launcher.errors import UsageError
 
-GPUS = re.compile(r"(?:(?P<type>[A-Za-z][\w.+-]*):)?(?P<count>[0-9]+)")
 SIGNAL = re.compile(r"(?:B:)?(?:SIG)?(?P<signal>USR[12])(?:@(?P<seconds>\d+))?", re.IGNORECASE)
 """Signals that can mean `write a checkpoint`; the others stop a job, or mean another thing."""
 GRACE = 60
@@ -22,30 +20,6 @@ NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)
 PIECE = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Gpus:
-    """GPUs of each node, as `--gpus-per-node` has them."""
-
-    kind: str | None
-    """SLURM's type, if one is asked for."""
-    count: int
-
-
-def check_count(key: str, value: object) -> None:
-    """Refuse what is no number of at least 1; raises UsageError."""
-    text = str(value)
-    if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"{key}={text}: give a number of at least 1, auto, or null to leave it to SLURM")
-
-
-def parse_gpus(key: str, value: object) -> Gpus:
-    """Read a number of GPUs, or `TYPE:NUMBER`; raises UsageError."""
-    match = None if isinstance(value, bool) else GPUS.fullmatch(str(value))
-    if not match or match["type"] == "gpu":
-        raise UsageError(f"{key}={value}: give a number, TYPE:NUMBER as in {key}=a100:4, or auto")
-    return Gpus(match["type"], int(match["count"]))
-
-
 def parse_signal(text: str) -> tuple[signal.Signals, int]:
     """Read `cluster.signal`: the signal, and the seconds before the limit; raises UsageError."""
     match = SIGNAL.fullmatch(text)
@@ -56,14 +30,6 @@ def parse_signal(text: str) -> tuple[signal.Signals, int]:
             f" {MOST_GRACE}, as in cluster.signal=USR2@120"
         )
     return signal.Signals[f"SIG{match['signal'].upper()}"], seconds
-
-
-def check_text(key: str, value: object) -> str:
-    """Return a value that fits into a line of a script; raises UsageError."""
-    text = str(value)
-    if not text.strip() or not text.isprintable():
-        raise UsageError(f"{key}={text!r}: give a text of one line, or null to leave it to SLURM")
-    return text
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:

@@ -1,48 +1,21 @@
 """The variables that sbatch, steps and tasks get to see, and the port where the tasks meet."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launcher.launch.endpoint import list_ports
 from launcher.protocol import (
     LAUNCH_ATTEMPT,
     LAUNCH_NODE_ORDER,
-    LAUNCH_PLAN,
-    LAUNCH_RECORD_DIR,
     LAUNCH_RENDEZVOUS,
-    LAUNCH_RUN_DIR,
-    LAUNCH_RUN_ID,
     LAUNCH_SECRETS,
     name_host,
 )
 from launcher.slurm.notation import expand_hosts
 
-ENCLOSING = re.compile("(SLURMD?|SRUN|SALLOC|SINFO|SQUEUE|PMI[X2]?)_")
-"""Beginnings of what an enclosing job has left; srun's and its kin's are for other commands."""
 WHERE_SLURM_IS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET")
-"""Exceptions: they say where SLURM is, and who asks it."""
-RUN_VARIABLES = (LAUNCH_PLAN, LAUNCH_RECORD_DIR, LAUNCH_RUN_DIR, LAUNCH_RUN_ID)
-"""Of a run that this is started in, beside TASK_VARIABLES."""
-OF_ENCLOSING_RANK = re.compile(
-    "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
-    "|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK"
-)
-"""Of the enclosing job or rank, for the GPUs of its node too."""
-DECIDED = re.compile(
-    "SBATCH_(ARRAY_INX|WAIT|EXPORT|EXPORT_FILE|GET_USER_ENV|CONTAINER|CONTAINER_ID|NO_KILL|OPEN_MODE|OUTPUT"
-    "|ERROR|INPUT|JOB_NAME|SIGNAL|REQUEUE|NO_REQUEUE|BATCH|GPUS_PER_TASK|GPUS_PER_SOCKET|GPUS|MEM_BIND"
-    "|MEM_BIND_LIST|MEM_BIND_PREFER|MEM_BIND_TYPE|MEM_BIND_VERBOSE|IGNORE_PBS|OVERCOMMIT|NTASKS_PER_NODE)"
-)
-"""sbatch's variables for what launch decides in any job."""
-OPTION_VARIABLES = {
-    "time": ("TIMELIMIT",),
-    "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
-    "cpus-per-task": ("CPUS_PER_TASK", "CPUS_PER_GPU"),
-    "switches": ("REQ_SWITCH", "WAIT4SWITCH"),
-    "segment": ("SEGMENT_SIZE",),
-}
-"""Options whose variables have other names, or contradict them."""
+"""They say where SLURM is, and who asks it, and stay in every environment."""
 STEP_OPTION = re.compile("SLURM_(?!JOB_|ARRAY_|SUBMIT_)|(SBATCH|SALLOC|SRUN|PMI[X2]?)_")
 """Beginnings of the variables that srun takes for options, or an MPI library for its own process manager.
 
@@ -54,39 +27,6 @@ KEPT_BY_STEPS = re.compile("SLURM_(CLUSTER_NAME|WORKING_CLUSTER|NNODES|JOBID|RES
 """Exceptions beside WHERE_SLURM_IS: they say which job this is."""
 TASK_VARIABLES = (LAUNCH_SECRETS, LAUNCH_RENDEZVOUS, LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER)
 """Variables from the batch script's process to the tasks; no rank gets them."""
-
-
-def find_variables(environ: Mapping[str, str], option: str) -> list[str]:
-    """Return the variables that give sbatch an option, `time`, if the command line does not."""
-    found = name_variables(option) + (["SLURM_CLUSTERS"] if option == "clusters" else [])
-    return [name for name in found if name in environ]
-
-
-def name_variables(option: str) -> list[str]:
-    """Return the SBATCH_* variables of an option."""
-    return [f"SBATCH_{name}" for name in OPTION_VARIABLES.get(option, (option.upper().replace("-", "_"),))]
-
-
-def clean_for_sbatch(environ: Mapping[str, str], options: Collection[str]) -> dict[str, str]:
-    """Return the environment without what contradicts the options, which are given by their names.
-
-    SBATCH_* for options that are not given stay: they are a user's or a site's defaults. Of an enclosing
-    job nothing stays.
-    """
-    dropped = {*RUN_VARIABLES, *TASK_VARIABLES}.union(*map(name_variables, options))
-    if "gpus-per-node" in options and "gpu" in environ.get("SBATCH_GRES", ""):
-        dropped.add("SBATCH_GRES")
-    if "clusters" in options:
-        dropped.add("SLURM_CLUSTERS")
-    is_inside = "TORCHELASTIC_RUN_ID" in environ or "SLURM_JOB_ID" in environ
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in dropped
-        and not DECIDED.fullmatch(name)
-        and not (is_inside and OF_ENCLOSING_RANK.fullmatch(name))
-        and (name in WHERE_SLURM_IS or not ENCLOSING.match(name))
-    }
 
 
 def clean_for_step(environ: Mapping[str, str]) -> dict[str, str]:

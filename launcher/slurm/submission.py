@@ -1,9 +1,10 @@
-"""sbatch, called through submitit."""
+"""How a job gets onto SLURM: by sbatch, or as a step over the nodes of the job that `launch` is in."""
 
 import contextlib
 import io
 import json
 import logging
+import math
 import os
 import shlex
 import shutil
@@ -11,39 +12,55 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from submitit import Job, SlurmExecutor, SlurmJob
-from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
-from submitit.helpers import CommandFunction
+from typing import TYPE_CHECKING
 
 from launcher.errors import MachineError, SchedulerError, UsageError
 from launcher.files import LARGEST, read_file
 from launcher.launch.job import JobSpec
 from launcher.launch.local_run import prepare_run, refuse_run
-from launcher.protocol import LAUNCH_SECRETS
-from launcher.runs.manifest import read_manifest, write_manifest
+from launcher.protocol import LAUNCH_SECRETS, name_host
+from launcher.runs.manifest import read_job, read_manifest, write_manifest
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, write_private
 from launcher.runs.secrets import mask_words
-from launcher.slurm.batch_script import (
-    SCRIPT,
+from launcher.slurm.attempt import Attempt
+from launcher.slurm.commands import name_job
+from launcher.slurm.first_node import (
+    choose_nodes,
+    order_job_nodes,
+    report_node_order,
+    run_attempt,
+    run_batch_script,
+)
+from launcher.slurm.job_request import REQUEST_FILE, hold_manifest, make_job_request, write_job_request
+from launcher.slurm.node_job import plan_here
+from launcher.slurm.node_step import describe_node_step
+from launcher.slurm.sbatch import (
+    JobOptions,
     Script,
-    check_syntax,
-    describe_member,
+    choose_job_options,
+    clean_for_sbatch,
+    explain_refusal,
+    parse_gpus,
+    read_nproc,
     render_dry_run,
     render_script,
 )
-from launcher.slurm.first_node import run_batch_script
-from launcher.slurm.job_options import JobOptions, choose_job_options, explain_refusal
-from launcher.slurm.job_request import REQUEST_FILE, hold_manifest, make_job_request, write_job_request
-from launcher.slurm.slurm_environ import clean_for_sbatch
-from launcher.text import print_text, quote_word
+from launcher.slurm.srun import render_step
+from launcher.text import join_words, print_text, quote_word
+
+if TYPE_CHECKING:
+    from launcher.config.settings import Settings
+    from launcher.fit.gpus import GpuType
+    from launcher.fit.training import Training
+    from launcher.plan.model import Plan
 
 logger = logging.getLogger(__name__)
 
+SCRIPT = "submission.sh"
+"""The batch script's file in the run directory."""
 WRITTEN_FILES = ("config.yaml", "manifest.json", REQUEST_FILE, SCRIPT)
 """What a submission writes."""
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
@@ -53,78 +70,6 @@ ISOLATED = ("-I", "-P")
 
 -I leaves PYTHONPATH out too, whose empty entries are the working directory, and which modules set.
 """
-
-
-class BatchScriptExecutor(SlurmExecutor):
-    """submitit's executor for SLURM, which submits a batch script that is there already.
-
-    `submit` and the `SlurmJob` that it returns are submitit's own, so the run directory works as the job's
-    folder: `submitit.SlurmJob(RUN_DIR, JOB_ID)`. Its parameters and its own way to submit do not fit:
-    it pickles a function, and writes a script that starts `python -m submitit.core._submit` in a step; it
-    replaces %j in the folder's name, passes this process's environment on as it is, gives all members of an
-    array one folder, and requeues by its own rules. So the method that every executor implements is another
-    one here: it runs sbatch for our script, in the environment that the job is to have.
-    """
-
-    def __init__(self, script: Path, environ: Mapping[str, str]) -> None:
-        super().__init__(script.parent)
-        self.script, self.environ = script, dict(environ)
-
-    def _internal_process_submissions(
-        self, delayed_submissions: Sequence[DelayedSubmission]
-    ) -> list[Job[Any]]:
-        """Run sbatch; the script says what runs, so the functions are not pickled."""
-        sbatch = CommandFunction(["sbatch", str(self.script)], verbose=False, env=self.environ)
-        # submitit prints sbatch's complaints, which are to be part of one error.
-        with contextlib.redirect_stderr(io.StringIO()):
-            output = sbatch()
-        job_id = self._get_job_id_from_submission_command(output)
-        return [SlurmJob(self.folder, job_id, tasks=[0]) for _ in delayed_submissions]
-
-
-def submit_script(script: Path, environ: Mapping[str, str]) -> str:
-    """Submit a script in this environment, which the job gets too, and return the job's id.
-
-    Raises SchedulerError with what sbatch complained of, in one line.
-    """
-    try:
-        return BatchScriptExecutor(script, environ).submit(run_batch_script, script.parent).job_id
-    except FailedJobError as error:
-        cause, lines = error.__cause__, dict.fromkeys(str(error).splitlines())
-        words = ("sbatch: ", "error: ", "fatal: ")
-        for word in words:
-            lines = dict.fromkeys(line.strip().removeprefix(word) for line in lines if line.strip())
-        code = cause.returncode if isinstance(cause, subprocess.CalledProcessError) else "an error"
-        told = "; ".join(lines) or f"ended with {code}, and said nothing"
-        raise SchedulerError(f"sbatch: {told}") from None
-    except FailedSubmissionError as error:
-        raise SchedulerError(f"sbatch: {' '.join(str(error).split())}") from None
-    except OSError as error:  # as a rule an environment that is larger than the kernel allows
-        total = sum(len(name) + len(value) for name, value in environ.items()) >> 10
-        name = max(environ, key=lambda name: len(environ[name]), default="")
-        raise SchedulerError(
-            f"sbatch cannot be started ({error.strerror}: the environment has {total} KiB, of which {name}"
-            f" has most, {len(environ.get(name, '')) >> 10} KiB): unset what the job does not need"
-        ) from None
-    except RuntimeError:  # submitit looks for srun, too
-        raise SchedulerError("there is no srun on PATH beside sbatch: load SLURM's module") from None
-
-
-@dataclass(frozen=True, slots=True)
-class StagedRun:
-    """A run directory that is ready for its job."""
-
-    run: RunDir
-    spec: JobSpec
-    secrets: Mapping[str, object]
-    """What `job.json` must not hold."""
-
-    def write_job_id(self, job_id: str) -> None:
-        """Add the job's number to the manifest, unless the job has done so; raises OSError or KeyError."""
-        with hold_manifest(self.run.path):
-            found = read_manifest(self.run.path)
-            if found["outcome"]["state"] == "submitted":
-                write_manifest(self.run, {**found, "slurm": {"job_id": job_id}})
 
 
 def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
@@ -138,139 +83,178 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
         sources = None if dry_run else pool.submit(describe_sources, Path.cwd())
         python = pool.submit(find_python)
         chosen = choose_job_options(specs, os.environ, dry_run=dry_run)
-        if any(spec.fit_model for spec in specs):
-            from launcher.slurm.submission_fit import judge_submission
-
-            specs = [judge_submission(spec, chosen) for spec in specs]
+        specs = [judge_submission(spec, chosen) for spec in specs]
         made_by = f"Made by: {shlex.join(mask_words(['launch', *argv]))}"
         script = Script(chosen.options, made_by, tuple(specs[0].config.cluster.setup), python.result())
         if sources is None:
             for warning in chosen.warnings:
                 logger.warning(warning)
-            return preview_submission(specs, argv, chosen, script)
+            return _preview_submission(specs, argv, chosen, script)
+        paths = [spec.run_path for spec in specs]
+        if len(paths) > len(set(paths)):
+            raise UsageError(
+                f"{specs[0].run_key}={paths[0]} is one directory for {len(paths)} jobs of a sweep: leave it"
+                " out, and each gets its own"
+            )
         with contextlib.ExitStack() as undo:
-            staged = stage_all(specs, argv, sources.result(), undo)
-            job_id = send_script(staged, chosen, script)
+            secrets = [stage_run(spec, argv, sources.result(), undo) for spec in specs]
+            job_id = _send_script(specs, secrets, chosen, script)
             undo.pop_all()
-    path = staged[0].run.path
     for warning in chosen.warnings:  # if a job is refused, its error alone is said
         logger.warning(warning)
     for folder in NODE_LOCAL:
-        if path.is_relative_to(folder):
+        if paths[0].is_relative_to(folder):
             logger.warning(
-                f"the run directory {path} is below {folder}, which every node has its own of as a rule:"
+                f"the run directory {paths[0]} is below {folder}, which every node has its own of as a rule:"
                 " runs_dir=DIR chooses a shared one"
             )
-    numbers = [job_id] if len(staged) == 1 else [f"{job_id}_{number}" for number in range(len(staged))]
-    jobs = dict(zip(numbers, staged, strict=True))
-    for number, each in jobs.items():
+    numbers = [job_id] if len(specs) == 1 else [f"{job_id}_{number}" for number in range(len(specs))]
+    for path, number in zip(paths, numbers, strict=True):
         try:
-            each.write_job_id(number)
+            write_job_id(path, number)
         except (OSError, KeyError) as error:
-            logger.warning(f"{each.run.manifest_path} does not tell the job's number {number} ({error})")
-    print_submitted(jobs, job_id, chosen)
+            logger.warning(f"{path}/manifest.json does not tell the job's number {number} ({error})")
+    _print_submitted(paths, numbers, job_id, chosen)
     if not any(spec.config.follow for spec in specs):
         return 0
     from launcher.slurm.follow import follow_jobs
 
     sys.stdout.flush()
-    return follow_jobs([(each.run.path, number) for number, each in jobs.items()])
+    return follow_jobs(list(zip(paths, numbers, strict=True)))
 
 
-def preview_submission(
+def _preview_submission(
     specs: Sequence[JobSpec], argv: Sequence[str], chosen: JobOptions, script: Script
 ) -> int:
     """Show the plan on stderr and the script on stdout; returns the exit code."""
-    from launcher.slurm.submission_fit import plan_snapshot
-
-    members = [describe_member(spec, argv) for spec in specs]
-    text = render_dry_run(script, members, str(Path.cwd()))
-    check_syntax(text, script.setup)
-    if plan := plan_snapshot(specs[0], chosen):
-        from launcher.report.console import make_console
-        from launcher.report.placement import print_placement
-
-        print_placement(make_console(), plan, explain=specs[0].config.explain)
+    text, secrets = render_dry_run(script, specs, argv)
+    if plan := _plan_snapshot(specs[0], chosen):
+        _show_plan(plan, specs[0])
     else:
         logger.info(
             "each node makes its own plan: cluster.machine=NAME shows it for a shipped machine or for a"
             " snapshot that `launch topo save=FILE` wrote on such a node"
         )
-    if secrets := sorted({name for member in members for name in member.secrets}):
+    if secrets:
         logger.info(f"the script leaves out {', '.join(secrets)}: export them before sbatch")
     sys.stderr.flush()
     print_text(text)
     return 0
 
 
-def stage_all(
-    specs: Sequence[JobSpec], argv: Sequence[str], sources: Mapping[str, object], undo: contextlib.ExitStack
-) -> list[StagedRun]:
-    """Make all run directories; `undo` leaves things as they were."""
-    paths = [spec.run_path for spec in specs]
-    if len(paths) > len(set(paths)):
-        raise UsageError(
-            f"{specs[0].run_key}={paths[0]} is one directory for {len(paths)} jobs of a sweep: leave it out,"
-            " and each gets its own"
-        )
-    return [stage_run(spec, argv, sources, undo) for spec in specs]
+def _show_plan(plan: "Plan", spec: JobSpec) -> None:
+    """Show a node's plan on stderr."""
+    from launcher.report.console import make_console
+    from launcher.report.placement import print_placement
+
+    print_placement(make_console(), plan, explain=spec.config.explain)
 
 
 def stage_run(
     spec: JobSpec, argv: Sequence[str], sources: Mapping[str, object], undo: contextlib.ExitStack
-) -> StagedRun:
+) -> Mapping[str, object]:
     """Make or open the run directory, with configuration, manifest and request in it; raises MachineError.
 
-    `sources` is for the manifest.
+    Returns what `job.json` must not hold; `sources` is for the manifest, and `undo` leaves all as it was.
     """
-    is_new = spec.run_key == "runs_dir"
     folders = (spec.run_path, *spec.run_path.parents)
     fresh, before = [folder for folder in folders if not folder.exists()], {}
-    for name in () if is_new else WRITTEN_FILES:
+    for name in () if spec.run_key == "runs_dir" else WRITTEN_FILES:
         with contextlib.suppress(OSError):
             before[name] = read_file(spec.run_path / name, LARGEST).decode("utf-8", "surrogateescape")
     run, manifest = prepare_run(spec, argv, [])
-    undo.callback(restore_files, run.path, before, fresh)
+
+    @undo.callback
+    def restore() -> None:
+        with contextlib.suppress(OSError):
+            for name in WRITTEN_FILES:
+                if name in before:
+                    write_private(run.path / name, before[name])
+                else:
+                    (run.path / name).unlink(missing_ok=True)
+        for folder in fresh:  # the innermost first
+            with contextlib.suppress(OSError):
+                (shutil.rmtree if folder == run.path else Path.rmdir)(folder)
+
     try:
         secrets = write_job_request(make_job_request(spec, argv), run.path)
         write_manifest(run, {**manifest, **sources, "outcome": {"state": "submitted"}})
     except OSError as error:
         raise refuse_run(spec, error) from None
-    return StagedRun(run, spec, secrets)
+    return secrets
 
 
-def restore_files(run: Path, before: Mapping[str, str], fresh: Sequence[Path]) -> None:
-    """Leave a run directory as it was: its files, and which folders there were, the innermost first."""
-    with contextlib.suppress(OSError):
-        for name in WRITTEN_FILES:
-            if name in before:
-                write_private(run / name, before[name])
-            else:
-                (run / name).unlink(missing_ok=True)
-    for folder in fresh:
-        with contextlib.suppress(OSError):
-            (shutil.rmtree if folder == run else Path.rmdir)(folder)
+def write_job_id(path: Path, job_id: str) -> None:
+    """Add the job's number to a run's manifest, unless the job has done so; raises OSError or KeyError."""
+    with hold_manifest(path):
+        found = read_manifest(path)
+        if found["outcome"]["state"] == "submitted":
+            write_manifest(RunDir(path), {**found, "slurm": {"job_id": job_id}})
 
 
-def send_script(staged: Sequence[StagedRun], chosen: JobOptions, script: Script) -> str:
+def _send_script(
+    specs: Sequence[JobSpec], secrets: Sequence[Mapping[str, object]], chosen: JobOptions, script: Script
+) -> str:
     """Write the script into each run directory, submit it, and return the job's id."""
-    text = render_script(script, [str(each.run.path) for each in staged])
-    check_syntax(text, script.setup)
+    paths = [spec.run_path for spec in specs]
+    text = render_script(script, list(map(str, paths)))
     try:
-        for each in staged:
-            write_private(each.run.path / SCRIPT, text)
+        for path in paths:
+            write_private(path / SCRIPT, text)
     except OSError as error:
-        raise refuse_run(staged[0].spec, error) from None
+        raise refuse_run(specs[0], error) from None
     environ = clean_for_sbatch(os.environ, [option.name for option in chosen.options])
-    secrets = {str(each.run.path): each.secrets for each in staged if each.secrets}
-    values = list(secrets.values())
-    if len(values) == len(staged) > 1 and all(value == values[0] for value in values):
-        secrets = {"": values[0]}  # one value for all
-    carried = {LAUNCH_SECRETS: json.dumps(secrets)} if secrets else {}
+    carried = {str(path): each for path, each in zip(paths, secrets, strict=True) if each}
+    if len(specs) > 1 and all(each == secrets[0] for each in secrets):
+        carried = {"": secrets[0]} if carried else {}  # one value for all
     try:
-        return submit_script(staged[0].run.path / SCRIPT, {**environ, **carried})
+        return submit_script(paths[0] / SCRIPT, {**environ, **_carry(carried)})
     except SchedulerError as error:
-        raise explain_refusal(str(error), chosen.options, chosen.partitions, chosen.kinds, environ) from None
+        raise explain_refusal(str(error), chosen, environ) from None
+
+
+def _carry(secrets: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
+    """Return the variable that carries what the requests leave out, by run directory."""
+    found = {path: each for path, each in secrets.items() if each}
+    return {LAUNCH_SECRETS: json.dumps(found)} if found else {}
+
+
+def submit_script(script: Path, environ: Mapping[str, str]) -> str:
+    """Submit a script in this environment, which the job gets too, and return the job's id.
+
+    sbatch is called by submitit, whose `SlurmJob(RUN_DIR, JOB_ID)` works with the run directory. Its executor
+    would pickle a function, start it in a step, pass this process's environment on as it is, give all members
+    of an array one folder, and requeue by its own rules. Raises SchedulerError with what sbatch complained
+    of, in one line.
+    """
+    from submitit import SlurmExecutor
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+    from submitit.helpers import CommandFunction
+
+    if not shutil.which("srun"):
+        raise SchedulerError("there is no srun on PATH beside sbatch: load SLURM's module")
+    try:
+        # submitit prints sbatch's complaints, which are to be part of one error.
+        with contextlib.redirect_stderr(io.StringIO()):
+            output = CommandFunction(["sbatch", str(script)], verbose=False, env=dict(environ))()
+        return SlurmExecutor._get_job_id_from_submission_command(output)
+    except FailedJobError as error:
+        lines = str(error).splitlines()
+        for word in ("sbatch: ", "error: ", "fatal: "):
+            lines = [line.strip().removeprefix(word) for line in lines if line.strip()]
+        cause = error.__cause__
+        code = cause.returncode if isinstance(cause, subprocess.CalledProcessError) else "an error"
+        told = "; ".join(dict.fromkeys(lines)) or f"ended with {code}, and said nothing"
+    except FailedSubmissionError as error:
+        told = " ".join(str(error).split())
+    except OSError as error:  # as a rule an environment that is larger than the kernel allows
+        total = sum(len(name) + len(value) for name, value in environ.items()) >> 10
+        name = max(environ, key=lambda name: len(environ[name]), default="")
+        raise SchedulerError(
+            f"sbatch cannot be started ({error.strerror}: the environment has {total} KiB, of which {name}"
+            f" has most, {len(environ.get(name, '')) >> 10} KiB): unset what the job does not need"
+        ) from None
+    raise SchedulerError(f"sbatch: {told}")
 
 
 def find_python() -> tuple[str, ...]:
@@ -287,18 +271,159 @@ def find_python() -> tuple[str, ...]:
     )
 
 
-def print_submitted(jobs: Mapping[str, StagedRun], job_id: str, chosen: JobOptions) -> None:
+def _print_submitted(paths: Sequence[Path], numbers: Sequence[str], job_id: str, chosen: JobOptions) -> None:
     """Print the job, the run directories, and the commands to go on with."""
-    told = ("nodes", "gpus-per-node", "cpus-per-task", "mem")
+    told, is_one = ("nodes", "gpus-per-node", "cpus-per-task", "mem"), len(paths) == 1
     shown = [option.render() for name in told for option in chosen.options if option.name == name]
-    what = "job" if len(jobs) == 1 else f"array of {len(jobs)} jobs,"
-    print_text(f"submitted {what} {job_id} ({' '.join(shown)})\n")
-    for number, each in jobs.items():
-        print_text(f"{'run directory' if len(jobs) == 1 else number} {each.run.path}\n")
-    first = next(iter(jobs.values()))
-    default = (Path.cwd() / "runs") == first.run.path.parents[1]
-    run = f"{first.run.path.parent.name}/{first.run.id}" if default else str(first.run.path)
-    whole = job_id if default else run
-    print_text(f"follow with  launch status {quote_word(whole)}\n")
-    print_text(f"             launch logs -f {quote_word(run)}\n")
-    print_text(f"             launch cancel {quote_word(whole)}\n")
+    what = "job" if is_one else f"array of {len(paths)} jobs,"
+    lines = [f"submitted {what} {job_id} ({' '.join(shown)})"]
+    lines += [
+        f"{'run directory' if is_one else number} {path}" for path, number in zip(paths, numbers, strict=True)
+    ]
+    first, is_default = paths[0], (Path.cwd() / "runs") == paths[0].parents[1]
+    run = quote_word(f"{first.parent.name}/{first.name}" if is_default else str(first))
+    whole = job_id if is_default else run
+    lines += [f"follow with  launch status {whole}", f"             launch logs -f {run}"]
+    print_text("\n".join([*lines, f"             launch cancel {whole}"]) + "\n")
+
+
+# Memory, judged before the nodes are known by themselves
+
+
+def judge_submission(spec: JobSpec, chosen: JobOptions) -> JobSpec:
+    """Judge a job that is to be submitted, and return it without the model that then needs no judgement.
+
+    `cluster.machine` says what the nodes have, or sinfo does by the types of their GPUs; else the first node
+    judges. Of several types that the job may get, the one with most memory counts: nothing that could run is
+    refused. Raises MachineError if the job is refused, UsageError for a snapshot that cannot be read.
+    """
+    model, config, nodes = spec.fit_model, spec.config, spec.cluster.min_nodes
+    if model is None:
+        return spec
+    if plan := _plan_snapshot(spec, chosen):
+        return _judge_plan(spec, plan, nodes)
+    from launcher.config.training import find_fit_device, make_request_on, settle_job, settle_training
+    from launcher.fit.training import Device, NodeResources
+
+    gpus = _count_gpus(chosen)
+    fitting = [kind for kind in chosen.kinds if gpus and kind.count_gpus() >= gpus]
+    types = [_find_largest_gpu(name) for kind in fitting for name, _ in kind.gpus]
+    known = [found for found in types if found]
+    if not known or len(known) < len(types):
+        return spec
+    largest = max(known, key=lambda found: found.memory_mib)
+    kind = max(fitting, key=lambda kind: kind.memory_mib)
+    share = gpus / kind.count_gpus()
+    node = NodeResources(
+        cores=max(1, math.floor(kind.cores * share)),
+        memory_kib=math.floor(kind.memory_mib * share) << 10,
+        num_workers=config.dataloader.num_workers,
+        worker_gib=float(config.dataloader.worker_gib),
+    )
+    there = Device(largest.name, largest.memory_mib, nvlink_domain=largest.nvlink_domain)
+    shape = (read_nproc(config.nproc_per_node) or gpus, nodes)
+
+    def make_request(asked: "Settings") -> "Training":
+        device = find_fit_device(asked.fit, [], 0) if asked.fit.gpu else there
+        return make_request_on(asked, model, device, node, shape=shape, is_bundled=spec.is_bundled)
+
+    settled = settle_training(make_request, config, is_bundled=spec.is_bundled)
+    return replace(settle_job(spec, settled), fit_model=None)
+
+
+def _plan_snapshot(spec: JobSpec, chosen: JobOptions) -> "Plan | None":
+    """Return the plan of a node as `cluster.machine` or `machine` describes it; None if neither does."""
+    config = spec.config
+    snapshot = config.cluster.machine or config.machine.snapshot
+    if snapshot is None:
+        return None
+    from launcher.config.request import load_snapshot, make_request
+    from launcher.plan.planner import plan
+
+    ranks = config.nproc_per_node
+    if ranks in ("auto", "gpu"):
+        ranks = _count_gpus(chosen) or ranks
+    machine_config = replace(config.machine, root="/", snapshot=snapshot)
+    machine = load_snapshot(snapshot)
+    there = replace(config, machine=machine_config, nproc_per_node=ranks)
+    return plan(machine, make_request(there, spec.environ, machine))
+
+
+def _judge_plan(spec: JobSpec, plan: "Plan", nodes: int) -> JobSpec:
+    """Judge a job whose nodes have this plan, and return it without the model that needs no more judgement.
+
+    Raises MachineError if it cannot fit.
+    """
+    from launcher.config.training import settle_job, settle_planned
+
+    bundled, environ = spec.is_bundled, spec.environ
+    settled = settle_planned(
+        spec.config, plan, spec.fit_model, nodes=nodes, is_bundled=bundled, environ=environ
+    )
+    return replace(settle_job(spec, settled), fit_model=None)
+
+
+def _count_gpus(chosen: JobOptions) -> int:
+    """Return the GPUs of a node that the job asks for; 0 if it leaves that to SLURM."""
+    return parse_gpus(chosen.get("gpus-per-node") or 0)[1]
+
+
+def _find_largest_gpu(name: str | None) -> "GpuType | None":
+    """Return the GPU that SLURM's type names, of several the largest: `h100` may be an H100 NVL."""
+    from launcher.fit.gpus import GPU_TYPES, find_gpu, split_words
+
+    words = split_words(name or "")
+    found = [find_gpu(name or ""), *(gpu for gpu in GPU_TYPES if words and words <= set(gpu.name.split()))]
+    return max(filter(None, found), key=lambda one: one.memory_mib, default=None)
+
+
+# In a SLURM job, in salloc's shell or a job script
+
+
+def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
+    """Run a job over the nodes of the SLURM job that this is; returns the exit code, raises LaunchError."""
+    if spec.config.cluster.requeue.allocation and not spec.config.dry_run:
+        return _run_own_job(spec, argv)
+    hosts = choose_nodes(os.environ, spec.cluster.max_nodes)
+    is_here = name_host(os.environ) in hosts
+    # The nodes read that they are in an allocation, however the job was asked for.
+    cluster = replace(spec.config.cluster, kind=spec.cluster.kind)
+    if spec.config.dry_run:
+        if is_here:
+            _show_plan(plan_here(spec.config, spec.environ), spec)
+        else:
+            logger.info(f"{', '.join(hosts)} plan for themselves: this machine is none of them")
+        request = make_job_request(replace(spec, config=replace(spec.config, cluster=cluster)), argv)
+        order = order_job_nodes(os.environ, request)
+        ordered, spares = order.hosts[: request.max_nodes], order.hosts[request.max_nodes :]
+        run = RunDir(spec.run_path)
+        attempt = Attempt(request, run, os.environ, ordered, {}, requeues=False, spares=spares)
+        report_node_order(order)
+        sys.stderr.flush()
+        print_text(join_words(render_step(describe_node_step(attempt))) + "\n")
+        return 0
+    if spec.fit_model and is_here:  # else its first node judges
+        nodes = min(spec.cluster.min_nodes, len(hosts))
+        spec = _judge_plan(spec, plan_here(spec.config, spec.environ), nodes)
+    run, _ = prepare_run(spec, argv, hosts)
+    request = make_job_request(replace(spec, config=replace(spec.config, cluster=cluster)), argv)
+    secrets = write_job_request(request, run.path)
+    return run_attempt(request, run, {**os.environ, **_carry({str(run.path): secrets})}, requeues=False)
+
+
+def _run_own_job(spec: JobSpec, argv: Sequence[str]) -> int:
+    """Run one attempt of the job whose batch script this process is, as one of a submitted job.
+
+    The first attempt does what a submission would have done before.
+    """
+    cluster = replace(spec.config.cluster, kind="slurm")
+    spec, job_id = replace(spec, config=replace(spec.config, cluster=cluster)), name_job(os.environ)
+    if read_job(read_manifest(spec.run_path)) == job_id:
+        secrets: Mapping[str, object] = write_job_request(make_job_request(spec, argv), spec.run_path)
+    else:
+        with contextlib.ExitStack() as undo:
+            secrets = stage_run(spec, argv, describe_sources(Path.cwd()), undo)
+            write_job_id(spec.run_path, job_id)
+            undo.pop_all()
+    os.environ.update(_carry({str(spec.run_path): secrets}))
+    return run_batch_script(spec.run_path)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import UsageError
-from launcher.slurm.batch_script import Script, render_script
-from launcher.slurm.job_options import Option
+from launcher.slurm.sbatch import Option, Script, render_script
 
 OPTIONS = (
     Option("job-name", """a "b" c\\d 'e' #f $(id) hetjob ü""", "name"),

@@ -22,7 +22,6 @@ from launcher.runs.manifest import describe_start, read_manifest, write_manifest
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import submission
 from launcher.slurm.attempt import start_attempt
-from launcher.slurm.job_options import JobOptions, Option
 from launcher.slurm.job_request import (
     JobRequest,
     make_job_request,
@@ -31,8 +30,8 @@ from launcher.slurm.job_request import (
 )
 from launcher.slurm.node_job import check_node_fit, plan_here
 from launcher.slurm.node_order import keep_order
-from launcher.slurm.resources import NodeKind
-from launcher.slurm.submission_fit import describe_site, find_largest_gpu, judge_submission
+from launcher.slurm.sbatch import JobOptions, NodeKind, Option
+from launcher.slurm.submission import judge_submission
 from tests.seam import run_outside
 from tests.specify import specify
 
@@ -87,8 +86,7 @@ def test_a_manifest_that_the_job_has_written_meanwhile_stays(
         return found
 
     monkeypatch.setattr(submission, "read_manifest", read_slowly)
-    staged = submission.StagedRun(run, None, {})  # type: ignore[arg-type]
-    writer = threading.Thread(target=staged.write_job_id, args=("7",))
+    writer = threading.Thread(target=submission.write_job_id, args=(run.path, "7"))
     writer.start()
     assert read.wait(20)
     request = JobRequest(Settings(), {}, ("program",), ("launch", "x"), "/somewhere", 2, 2)
@@ -128,14 +126,11 @@ def test_a_job_that_cannot_fit_is_refused_if_the_nodes_gpus_are_known() -> None:
     assert judge_submission(specify_job(program=("true",)), choose(small)).fit_model is None
     for unknown in (choose((None, 8)), choose(("new9000", 8)), JobOptions((), (), (), ())):
         assert judge_submission(spec, unknown) == spec and spec.fit_model is not None
-    site = describe_site(spec.config, choose(("h100", 8), asked=4))
-    assert site is not None, "part of a node has its share"
-    assert (site.ranks, site.node.cores, site.node.memory_kib) == (4, 32, 500_000 << 10)
-    sizes = {"a100": 80, "v100": 32, "h100": 94, "nvidia_a100_80gb_pcie": 80}
-    for name, gib in sizes.items():
-        found = find_largest_gpu(name)
-        assert found and round(found.memory_mib / 1024) == gib
-    assert find_largest_gpu("tesla") is None
+    # Of several GPUs of a name the largest counts, and ranks have the GPUs that are asked for.
+    for name, told in {"a100": "80.0", "v100": "32.0", "h100": "93.6", "a100_80gb_pcie": "80.0"}.items():
+        with pytest.raises(MachineError, match=rf"has {told} GiB") as caught:
+            judge_submission(specify_job("program.batch_size=64"), choose((name, 8), asked=4))
+        assert name == "v100" or "program.grad_accumulation=128" in str(caught.value)
 
 
 def make_job(spec: JobSpec) -> Job:

@@ -11,9 +11,14 @@ import pytest
 from launcher.config.settings import ClusterConfig, RequeueConfig
 from launcher.errors import LaunchError, SchedulerError, UsageError
 from launcher.launch.job import JobSpec
-from launcher.slurm.job_options import Option, check_cluster, choose_job_options, explain_refusal
-from launcher.slurm.resources import NodeKind
-from launcher.slurm.slurm_environ import clean_for_sbatch
+from launcher.slurm.sbatch import (
+    JobOptions,
+    NodeKind,
+    Option,
+    choose_job_options,
+    clean_for_sbatch,
+    explain_refusal,
+)
 from launcher.slurm.submission import submit_script
 from tests.specify import specify
 
@@ -100,13 +105,13 @@ def test_values_that_are_wrong_or_right(plain: JobSpec, commands: Path) -> None:
             assert str(caught.value).startswith(f"cluster.{key}="), (key, value)
     for key, values in OPTIONS["right"].items():
         for value in values:
-            check_cluster(make_cluster({key: value}))
+            ask(plain, commands, {"cluster": {key: value}, "sinfo": ""})
 
 
-def test_options_that_have_no_key() -> None:
+def test_options_that_have_no_key(plain: JobSpec, commands: Path) -> None:
     def refuse(name: str, value: object) -> str:
         with pytest.raises(UsageError) as caught:
-            check_cluster(ClusterConfig(additional={name: value}))
+            ask(plain, commands, {"cluster": {"additional": {name: value}}})
         return str(caught.value)
 
     odd = OPTIONS["additional"]
@@ -161,11 +166,10 @@ def test_a_refusal_is_told_with_the_values_and_what_there_is(case: dict[str, Any
         Option(name, value, f"cluster.{name.replace('-', '_')}")
         for name, value in (GIVEN if case.get("given") == "all" else {}).items()
     )
-    kinds = [KINDS[name] for name in case.get("kinds", ())]
+    kinds = tuple(KINDS[name] for name in case.get("kinds", ()))
+    chosen = JobOptions(options, tuple(case.get("partitions", ())), kinds)
     for complaint, told in case["says"]:
-        error = explain_refusal(
-            complaint, options, case.get("partitions", ()), kinds, case.get("environ", {})
-        )
+        error = explain_refusal(complaint, chosen, case.get("environ", {}))
         assert str(error) == complaint + told.replace("{nodes}", NODES)
 
 
