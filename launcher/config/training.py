@@ -22,6 +22,7 @@ from launcher.config.start import is_step_task, parse_nodes
 from launcher.errors import MachineError, UsageError
 from launcher.files import read_input
 from launcher.fit.choice import (
+    OPTIONS,
     FitReport,
     assess,
     choose_settings,
@@ -29,13 +30,13 @@ from launcher.fit.choice import (
     describe_choice,
     describe_fit,
     explain_misfit,
+    find_value,
 )
 from launcher.fit.counts import count_model_parameters
 from launcher.fit.gpus import find_gpu
 from launcher.fit.memory import estimate_memory
 from launcher.fit.training import (
     Device,
-    Free,
     Lora,
     ModelDimensions,
     NodeResources,
@@ -297,9 +298,9 @@ def make_request_on(
         for every in (config, Settings())
     )
     fixed = tuple(key for key, value in given.items() if value != usual[key])
-    fit, parallel, free = config.fit, config.parallel, Free()
+    fit, parallel, free, sequences = config.fit, config.parallel, frozenset[str](), None
     if is_bundled:
-        fit, parallel, free = _describe_bundled(config, model, ranks, has_bf16=has_bf16)
+        fit, parallel, free, sequences = _describe_bundled(config, model, ranks, has_bf16=has_bf16)
     layout, settings = _describe_training(fit, parallel, model, ranks, computes_half=on_gpu)
     if is_bundled:
         autocast = settings.precision == "mixed" and settings.framework == "ddp"
@@ -319,9 +320,10 @@ def make_request_on(
         is_bundled=trains,
         global_batch=config.fit.global_batch,
         free=free,
+        sequences=sequences,
         fixed=fixed,
     )
-    if not free.any:
+    if not free:
         return request
     check_layout(request)
     return choose_settings(request, lambda one: estimate_memory(one).total)
@@ -329,7 +331,7 @@ def make_request_on(
 
 def _describe_bundled(
     config: Settings, model: ModelDimensions, ranks: int, *, has_bf16: bool
-) -> tuple[FitConfig, ParallelConfig, Free]:
+) -> tuple[FitConfig, ParallelConfig, frozenset[str], int | None]:
     """Return the bundled program's options as `fit` and `parallel` have them, whose own values win.
 
     What is free may be chosen. The usual global batch of a preset is for its size: a model that has been made
@@ -366,14 +368,14 @@ def _describe_bundled(
                 f"program.global_batch={batch} is {sequences} sequences, and program.batch_size={micro_batch}"
                 f" * program.grad_accumulation={accumulation} on {ranks} ranks is {product}: leave one out"
             )
-    free = Free(
-        micro_batch=micro_batch == AUTO,
-        accumulation=accumulation == AUTO,
-        checkpointing=checkpointing == AUTO,
-        parallel=can_choose and given["parallel"] == AUTO,
-        sequences=sequences,
-    )
-    return asked, parallel, free
+    free = {key for key, option in OPTIONS.items() if given[option] == AUTO}
+    free -= {
+        f"fit.{name}"
+        for name in ("micro_batch", "accumulation", "checkpointing")
+        if getattr(fit, name) != AUTO
+    }
+    free -= set() if can_choose else {"parallel.framework"}
+    return asked, parallel, frozenset(free), sequences
 
 
 def _describe_training(
@@ -442,19 +444,13 @@ def settle_program(config: Settings, request: Training | None) -> Settings:
 
     Without a request, as if the device is not known, the program's own defaults are taken.
     """
-    if request is None or not request.free.any:
+    if request is None or not request.free:
         return config
-    free, settings = request.free, request.settings
-    chosen = {
-        "batch_size": settings.micro_batch if free.micro_batch else None,
-        "grad_accumulation": settings.accumulation if free.accumulation else None,
-        "activation_checkpointing": settings.checkpointing if free.checkpointing else None,
-        "parallel": settings.framework if free.parallel else None,
-    }
-    found = {key: value for key, value in chosen.items() if value is not None}
+    chosen = {OPTIONS[key]: find_value(request, key) for key in OPTIONS if key in request.free}
     # Nodes with other numbers of GPUs count micro-steps for as many everywhere: the program knows all ranks.
-    found["global_batch"] = free.sequences if free.accumulation and free.sequences else AUTO
-    return replace(config, program={**config.program, **found})
+    is_kept = "fit.accumulation" in request.free and request.sequences
+    chosen["global_batch"] = request.sequences if is_kept else AUTO
+    return replace(config, program={**config.program, **chosen})
 
 
 # At a start: what `fit.check` makes of the estimate. A mistake in that ends no job.
@@ -535,7 +531,7 @@ def settle_training(
             logger.warning(f"no estimate of memory ({type(error).__name__}: {error}): report it{kept}")
         return config
     if report:
-        if report.request.free.any and (check == "off" or report.verdict != "does_not_fit"):
+        if report.request.free and (check == "off" or report.verdict != "does_not_fit"):
             logger.info(describe_choice(report.request, report.estimate.total))
         if check != "off":
             _act_on(report, config)
@@ -572,5 +568,5 @@ def _act_on(report: FitReport, config: Settings) -> None:
             else "`launch plan` shows more"
         )
         logger.warning(f"{describe_fit(report)}; {more}")
-    elif report.verdict and report.request.device.kind == "gpu" and not report.request.free.any:
+    elif report.verdict and report.request.device.kind == "gpu" and not report.request.free:
         logger.info(describe_fit(report))

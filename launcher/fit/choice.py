@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import combinations, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.errors import UsageError
 from launcher.fit.advice import Advice, BudgetLine, SpeedEstimate, advise, budget_node, estimate_speed
@@ -22,7 +22,6 @@ from launcher.fit.training import (
     Estimate,
     Learned,
     MemoryPart,
-    ParallelLayout,
     Range,
     Training,
     check_layout,
@@ -98,26 +97,19 @@ def assess(training: Training, learned: Learned | None = None, *, grid: bool = F
         return _estimate_with(one, learned).total
 
     changes = find_changes(training, measure) if verdict == "does_not_fit" else ()
-    if verdict in ("tight", "does_not_fit") and training.free.any:
+    if verdict in ("tight", "does_not_fit") and training.free:
         wider = _find_least_nodes(training, measure)
         changes = (*changes, wider) if wider else changes
     said = ""
     if learned:
-        runs = "1 run" if learned.runs == 1 else f"{learned.runs} runs"
         source = f" of {learned.source}" if learned.source else ""
-        share = f"had {learned.ratio:.0%} of the computed memory"
-        said = f"{runs}{source} {share}: the estimate is corrected by that"
-    return FitReport(
-        training,
-        estimate,
-        verdict,
-        changes,
-        budget_node(training),
-        advise(training),
-        estimate_speed(training),
-        learned=said,
-        grid=tuple(_list_grid(training, measure)) if grid else (),
-    )
+        said = (
+            f"{learned.runs} run{'s' * (learned.runs != 1)}{source} had {learned.ratio:.0%} of the computed"
+            " memory: the estimate is corrected by that"
+        )
+    rest = (budget_node(training), advise(training), estimate_speed(training), said)
+    cells = tuple(_list_grid(training, measure)) if grid else ()
+    return FitReport(training, estimate, verdict, changes, *rest, cells)
 
 
 def _judge(total: Range, capacity: int) -> str:
@@ -159,27 +151,26 @@ def _correct(found: Range, learned: Learned) -> Range:
 
 def fit_to_json(report: FitReport) -> dict[str, object]:
     """Return a report as JSON has it; keys are only ever added. Bytes are integers, times are seconds."""
-    training, estimate = report.request, report.estimate
-    parts = [{"name": part.name, **asdict(part.bytes), "note": part.note} for part in estimate.parts]
+    training, estimate, found = report.request, report.estimate, asdict(report)
+    del found["request"], found["estimate"]
+    if not report.grid:
+        del found["grid"]
     return {
-        "verdict": report.verdict,
+        **found,
+        **{name: asdict(getattr(training, name)) for name in ("model", "settings", "device")},
         "capacity": training.capacity,
         "headroom": training.capacity - estimate.total.expected,
-        "memory": {**asdict(estimate), "parts": parts},
-        "model": asdict(training.model),
+        "memory": {
+            **asdict(estimate),
+            "parts": [
+                {"name": part.name, **asdict(part.bytes), "note": part.note} for part in estimate.parts
+            ],
+        },
         "layout": {**asdict(training.layout), "world_size": training.layout.world_size},
-        "settings": asdict(training.settings),
-        "device": asdict(training.device),
         "nodes": training.nodes,
         "ranks_per_node": training.gpus_per_node,
         "is_bundled": training.is_bundled,
-        "chosen": describe_choice(training, estimate.total) if training.free.any else "",
-        "changes": [asdict(change) for change in report.changes],
-        "budget": [asdict(line) for line in report.budget],
-        "advice": [asdict(item) for item in report.advice],
-        "speed": asdict(report.speed) if report.speed else None,
-        "learned": report.learned,
-        **({"grid": [asdict(cell) for cell in report.grid]} if report.grid else {}),
+        "chosen": describe_choice(training, estimate.total) if training.free else "",
     }
 
 
@@ -253,33 +244,32 @@ def choose_settings(
     free, settings = training.free, training.settings
     capacity = (1 - SPARE) * (training.capacity or UNKNOWN_MEMORY)
     frameworks, sizes = [settings.framework], _list_sizes(training)
-    if free.parallel:  # one process has nobody to share with
+    if "parallel.framework" in free:  # one process has nobody to share with
         frameworks = ["ddp", "fsdp"] if training.layout.world_size > 1 else ["ddp"]
-    ladder = LADDER if free.checkpointing else (settings.checkpointing,)
-    best: Training | None = None
+    ladder = LADDER if "fit.checkpointing" in free else (settings.checkpointing,)
+    fitting = []
     for checkpointing, framework in product(ladder, frameworks):
-        for size in sizes:
-            one = _set_up(training, size, checkpointing, framework)
-            if measure(one).high > capacity:
-                continue
+        every = (_set_up(training, size, checkpointing, framework) for size in sizes)
+        largest = next((one for one in every if measure(one).high <= capacity), None)
+        if largest:
+            size = largest.settings.micro_batch
             if size == sizes[0] or size * settings.seq_len >= ENOUGH_TOKENS:
-                return one
-            if best is None or size > best.settings.micro_batch:
-                best = one
-            break
-    return best or _set_up(training, sizes[-1], ladder[-1], frameworks[-1])
+                return largest
+            fitting.append(largest)
+    least = _set_up(training, sizes[-1], ladder[-1], frameworks[-1])
+    return max(fitting, key=lambda one: one.settings.micro_batch, default=least)
 
 
 def _list_sizes(training: Training) -> list[int]:
     """List micro-batches from the largest that makes sense to 1: those that give the global batch, if any
     do.
     """
-    settings, sequences = training.settings, training.free.sequences
-    if not training.free.micro_batch:
+    settings, sequences = training.settings, training.sequences
+    if "fit.micro_batch" not in training.free:
         return [settings.micro_batch]
     most = DEFAULT_BATCH
     if sequences:
-        ranks = training.layout.dp * (1 if training.free.accumulation else settings.accumulation)
+        ranks = training.layout.dp * (1 if "fit.accumulation" in training.free else settings.accumulation)
         most = min(max(1, MOST_TOKENS // settings.seq_len), -(-sequences // ranks))
         if sequences % ranks == 0:
             return [size for size in range(most, 0, -1) if sequences // ranks % size == 0]
@@ -288,21 +278,15 @@ def _list_sizes(training: Training) -> list[int]:
 
 def _set_up(training: Training, size: int, checkpointing: str, framework: str) -> Training:
     """Return a training with these settings, and micro-steps for the global batch."""
-    settings, sequences = training.settings, training.free.sequences
+    settings, sequences, layout = training.settings, training.sequences, training.layout
     steps = settings.accumulation
-    if training.free.accumulation:
-        steps = max(1, round(sequences / (size * training.layout.dp))) if sequences else 1
+    if "fit.accumulation" in training.free:
+        steps = max(1, round(sequences / (size * layout.dp))) if sequences else 1
     autocast = settings.precision == "mixed" and framework == "ddp"
-    settings = replace(
-        settings,
-        micro_batch=size,
-        accumulation=steps,
-        checkpointing=checkpointing,
-        framework=framework,
-        autocast=autocast,
-    )
-    zero = {"ddp": 0, "fsdp": 3}.get(framework, training.layout.zero)
-    return replace(training, settings=settings, layout=replace(training.layout, zero=zero))
+    settings = replace(settings, micro_batch=size, accumulation=steps, checkpointing=checkpointing)
+    settings = replace(settings, framework=framework, autocast=autocast)
+    zero = {"ddp": 0, "fsdp": 3}.get(framework, layout.zero)
+    return replace(training, settings=settings, layout=replace(layout, zero=zero))
 
 
 def _list_grid(training: Training, measure: Measure) -> Iterator[GridCell]:
@@ -314,12 +298,12 @@ def _list_grid(training: Training, measure: Measure) -> Iterator[GridCell]:
     batch = training.step_sequences
     most = min(max(1, MOST_TOKENS // settings.seq_len), max(1, batch // layout.dp))
     sizes = {1 << power for power in range(most.bit_length())} | {settings.micro_batch}
-    free = replace(training.free, accumulation=True, sequences=batch)
+    free = replace(training, free=training.free | {"fit.accumulation"}, sequences=batch)
     current = (settings.micro_batch, settings.checkpointing, settings.framework)
     for size, checkpointing, framework in product(sorted(sizes), LADDER, frameworks):
         cell, one = (size, checkpointing, framework), training
         if cell != current:
-            one = _set_up(replace(training, free=free), size, checkpointing, framework)
+            one = _set_up(free, size, checkpointing, framework)
         if framework == settings.framework:
             one = replace(one, layout=layout)
         speed, tokens = estimate_speed(one), None
@@ -329,31 +313,41 @@ def _list_grid(training: Training, measure: Measure) -> Iterator[GridCell]:
         yield GridCell(size, checkpointing, framework, measure(one), tokens, cell == current)
 
 
+OPTIONS = {
+    "fit.micro_batch": "batch_size",
+    "fit.checkpointing": "activation_checkpointing",
+    "parallel.framework": "parallel",
+    "fit.accumulation": "grad_accumulation",
+}
+"""The options of the bundled program, by the keys that describe another one."""
+
+
+def find_value(training: Training, key: str) -> Any:  # noqa: ANN401 - of any setting
+    """Return what a training has for a key of `parallel` or `fit`, or `nodes`."""
+    section, _, name = key.rpartition(".")
+    holder = training.layout if section == "parallel" and name != "framework" else training.settings
+    return getattr(holder if section else training, name)
+
+
+def _name_key(training: Training, key: str) -> str:
+    """Return the key that sets a value of the program."""
+    return f"program.{OPTIONS[key]}" if training.is_bundled and key in OPTIONS else key
+
+
 def describe_choice(training: Training, total: Range) -> str:
     """Say in a line what was chosen, and why; `total` is the memory of a GPU with it."""
     capacity, free, settings = training.capacity or UNKNOWN_MEMORY, training.free, training.settings
     why = f"at most {total.high / GIB:.1f} of {capacity / GIB:.1f} GiB"
     if total.high > capacity:
         why = f"nothing takes less; {why}"
-    elif free.checkpointing and settings.checkpointing != "none":
+    elif "fit.checkpointing" in free and settings.checkpointing != "none":
         most = min(ENOUGH_TOKENS, settings.micro_batch * settings.seq_len)
-        fewer = f"fewer than {most:,} tokens fit" if free.micro_batch else "it does not fit"
+        fewer = f"fewer than {most:,} tokens fit" if "fit.micro_batch" in free else "it does not fit"
         why += f"; without recomputation {fewer}"
     if not training.capacity:
         why += f"; the memory of {training.device.name} is not known, and taken as {capacity / GIB:.0f} GiB"
-    names: tuple[str, ...] = (
-        "fit.micro_batch",
-        "fit.checkpointing",
-        "parallel.framework",
-        "fit.accumulation",
-    )
-    if training.is_bundled:
-        options = ("batch_size", "activation_checkpointing", "parallel", "grad_accumulation")
-        names = tuple(f"program.{name}" for name in options)
-    values = (settings.micro_batch, settings.checkpointing, settings.framework, settings.accumulation)
-    is_free = (free.micro_batch, free.checkpointing, free.parallel, free.accumulation)
-    found = zip(names, values, is_free, strict=True)
-    chosen = " ".join(f"{name}={value}" for name, value, may in found if may)
+    keys = [key for key in OPTIONS if key in free]
+    chosen = " ".join(f"{_name_key(training, key)}={find_value(training, key)}" for key in keys)
     batch, length = training.step_sequences, settings.seq_len
     return f"chosen: {chosen} ({batch} sequences of {length}, {batch * length:,} tokens a step): {why}"
 
@@ -389,52 +383,58 @@ MOST_ESTIMATES = 250
 MOST_NODES_CHANGED = 1024
 HALVING, TENSOR_SPLIT, MORE_NODES = 0.03, 0.1, 0.4
 """Cost of half the micro-batch, of twice the GPUs that share a layer, of twice the nodes."""
-COSTS: dict[str, dict[int | str, tuple[float, str]]] = {
-    "checkpointing": {
-        "none": (0.0, ""),
-        "selective": (0.04, "all but products and attention is computed again in backward: about 4% slower"),
-        "full": (0.33, "each block is computed again in backward: about 33% slower"),
-    },
-    "zero": {
-        0: (0.0, ""),
-        1: (0.02, "optimizer states are sharded over the replicas: up to {:.0%} slower"),
-        2: (0.04, "optimizer states and gradients are sharded over the replicas: up to {:.0%} slower"),
-        3: (
+CHANGES: dict[str, tuple[tuple[int | str, float, str], ...]] = {
+    "fit.checkpointing": (
+        ("selective", 0.04, "all but products and attention is computed again in backward: about 4% slower"),
+        ("full", 0.33, "each block is computed again in backward: about 33% slower"),
+    ),
+    "parallel.zero": (
+        (1, 0.02, "optimizer states are sharded over the replicas: up to {:.0%} slower"),
+        (2, 0.04, "optimizer states and gradients are sharded over the replicas: up to {:.0%} slower"),
+        (
+            3,
             0.1,
             "weights, gradients and optimizer states are sharded over the replicas: up to {:.0%} slower",
         ),
-    },
-    "offload": {
-        "none": (0.0, ""),
-        "optimizer": (0.5, "optimizer states in CPU memory: bound by PCIe and the CPU, often half as fast"),
-        "parameters": (
-            1.0,
+    ),
+    # No time, but other numbers.
+    "fit.optimizer": (
+        ("adamw8bit", 0.05, "AdamW's moments in 8 bits (bitsandbytes, torchao): as fast, other rounding"),
+    ),
+    "fit.offload": (
+        ("optimizer", 0.5, "optimizer states in CPU memory: bound by PCIe and the CPU, often half as fast"),
+        (
+            *("parameters", 1.0),
             "weights and optimizer states in CPU memory: bound by PCIe and the CPU, often half as fast",
         ),
-    },
+    ),
+    # litgpt's nf4 runs take 1.1 to 2 times as long.
+    "fit.quantization": (("nf4", 0.3, "the frozen weights in 4 bits (QLoRA): slower products"),),
+    # Next to nothing if the copies hide behind recomputation (torchtune's README).
+    "fit.activation_offload": (
+        (
+            *(True, 0.05),
+            "the blocks' inputs are in CPU memory between forward and backward: bound by PCIe",
+        ),
+    ),
+    "fit.optimizer_in_backward": (
+        (True, 0.02, "each gradient is freed at once: none is clipped by the norm of all"),
+    ),
 }
-"""Cost and reason of each value of a setting, the one that saves least first; in braces the added cost."""
-EIGHT_BITS = 0.05
-"""No time, but other numbers."""
-ACTIVATION_OFFLOAD = 0.05
-"""Of what full checkpointing keeps: next to nothing if the copies hide behind recomputation (torchtune's
-README)."""
-IN_BACKWARD = 0.02
-QUANTIZING = 0.3
-"""litgpt's nf4 runs take 1.1 to 2 times as long."""
-ORDER = (
-    *("tp", "nodes", "zero", "offload", "checkpointing", "optimizer", "quantization", "activation_offload"),
-    *("micro_batch", "optimizer_in_backward"),
+"""Values of a key, the one that saves least first, with cost and reason; in braces the added cost."""
+SHOWN = (
+    *("nodes", "parallel.tp", "parallel.zero", "fit.optimizer", "fit.offload", "fit.quantization"),
+    *("fit.activation_offload", "fit.optimizer_in_backward", "fit.checkpointing", "fit.recompute_modules"),
+    *("fit.micro_batch", "fit.accumulation"),
 )
-"""In which steps are applied; those of no case in `_apply_step` are `TrainingSettings`'s."""
+SHOWN_BUNDLED = ("nodes", "parallel.framework", "fit.checkpointing", "fit.micro_batch", "fit.accumulation")
+"""Keys that a change can set, in the order in which they are shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """One setting that is changed."""
 
-    subject: str
-    """One of `ORDER`."""
+    key: str
     value: int | str
     cost: float
     why: str
@@ -464,7 +464,7 @@ def find_changes(training: Training, measure: Measure) -> tuple[Change, ...]:
     enough: list[set[str]] = []  # what fits with these needs no more
     for size in range(1, MOST_COMBINED + 1):
         for chosen in combinations(ladders, size):
-            subjects = {ladder[0].subject for ladder in chosen}
+            subjects = {ladder[0].key for ladder in chosen}
             if any(known <= subjects for known in enough) or judge([ladder[-1] for ladder in chosen]) is None:
                 continue
             for steps in sorted(product(*chosen), key=_add_costs):
@@ -483,54 +483,44 @@ def _add_costs(steps: Sequence[_Step]) -> float:
 
 
 def _list_ladders(training: Training) -> list[list[_Step]]:
-    """Give the steps of each subject, from the one that saves least to the one that saves most."""
+    """Give the steps of each key, from the one that saves least to the one that saves most."""
     settings, layout, now = training.settings, training.layout, training.settings.micro_batch
 
-    def climb(subject: str, current: int | str) -> list[_Step]:
-        base = COSTS[subject][current][0]
-        costs = [(value, cost - base, why) for value, (cost, why) in COSTS[subject].items()]
-        return [_Step(subject, value, cost, why.format(cost)) for value, cost, why in costs if cost > 0]
+    def climb(key: str) -> list[_Step]:
+        current, rows = find_value(training, key), CHANGES[key]
+        base = next((cost for value, cost, _ in rows if value == current), 0.0)
+        costs = [(value, cost - base, why) for value, cost, why in rows if cost > base]
+        return [_Step(key, value, cost, why.format(cost)) for value, cost, why in costs]
 
     divisors = [size for size in range(now // 2, 0, -1) if now % size == 0] if now <= 4096 else [1]
-    sizes = []
+    sizes, more, splits = [], [], []
     for size in divisors[:7] + divisors[7:][-1:]:
         cost = HALVING * math.log2(now / size)
         why = f"micro-batch {size} in place of {now}, smaller matrices: about {cost:.0%} slower"
-        sizes.append(_Step("micro_batch", size, cost, why))
-    sharding = climb("zero", layout.zero)
-    ladders = [sizes, climb("checkpointing", settings.checkpointing)]
-    ladders.append(sharding[-1:] if training.is_bundled else sharding)
-    if not training.free.parallel:  # else the fewest nodes are searched for
-        numbers = [(doublings, training.nodes << doublings) for doublings in range(1, 6)]
-        why = "states are sharded over {} nodes in place of {}"
-        more = [
-            _Step("nodes", nodes, MORE_NODES * doublings, why.format(nodes, training.nodes))
-            for doublings, nodes in numbers
-            if nodes <= MOST_NODES_CHANGED
-        ]
-        ladders.append(more)
+        sizes.append(_Step("fit.micro_batch", size, cost, why))
+    for doublings in range(1, 6):
+        nodes, split = training.nodes << doublings, layout.tp << doublings
+        # If sharding is free, the fewest nodes are searched for.
+        if nodes <= MOST_NODES_CHANGED and "parallel.framework" not in training.free:
+            why = f"states are sharded over {nodes} nodes in place of {training.nodes}"
+            more.append(_Step("nodes", nodes, MORE_NODES * doublings, why))
+        if split <= training.gpus_per_node:
+            cost = TENSOR_SPLIT * doublings
+            why = f"each layer is split over {split} GPUs of a node: about {cost:.0%} slower"
+            splits.append(_Step("parallel.tp", split, cost, why))
+    sharding = climb("parallel.zero")
+    ladders = [sizes, climb("fit.checkpointing"), sharding[-1:] if training.is_bundled else sharding, more]
     if training.is_bundled:  # it has none of the others
         return ladders
-    if settings.optimizer == "adamw":
-        why = "AdamW's moments in 8 bits (bitsandbytes, torchao): as fast, other rounding"
-        ladders.append([_Step("optimizer", "adamw8bit", EIGHT_BITS, why)])
-    ladders.append(climb("offload", settings.offload))
-    if settings.lora and settings.quantization == "none":
-        why = "the frozen weights in 4 bits (QLoRA): slower products"
-        ladders.append([_Step("quantization", "nf4", QUANTIZING, why)])
-    if settings.checkpointing == "full" and not settings.activation_offload:  # all are too much to copy
-        why = "the blocks' inputs are in CPU memory between forward and backward: bound by PCIe"
-        ladders.append([_Step("activation_offload", True, ACTIVATION_OFFLOAD, why)])
-    if not settings.optimizer_in_backward and settings.accumulation == 1 and not settings.lora:
-        why = "each gradient is freed at once: none is clipped by the norm of all"
-        ladders.append([_Step("optimizer_in_backward", True, IN_BACKWARD, why)])
-    splits, size = [], layout.tp * 2
-    while size <= training.gpus_per_node:
-        cost = TENSOR_SPLIT * math.log2(size / layout.tp)
-        why = f"each layer is split over {size} GPUs of a node: about {cost:.0%} slower"
-        splits.append(_Step("tp", size, cost, why))
-        size *= 2
-    return [*ladders, splits]
+    offloads = settings.checkpointing == "full"  # all activations are too much to copy
+    may = {
+        "fit.optimizer": settings.optimizer == "adamw",
+        "fit.offload": True,
+        "fit.quantization": settings.lora and settings.quantization == "none",
+        "fit.activation_offload": offloads and not settings.activation_offload,
+        "fit.optimizer_in_backward": settings.accumulation == 1 and not settings.lora,
+    }
+    return [*ladders, *(climb(key) for key, is_possible in may.items() if is_possible), splits]
 
 
 def _apply_steps(training: Training, steps: Sequence[_Step]) -> Training | None:
@@ -539,16 +529,30 @@ def _apply_steps(training: Training, steps: Sequence[_Step]) -> Training | None:
     None if the job cannot be so. If no number of micro-steps gives the same batch, a batch that is set makes
     the change impossible; else it grows.
     """
-    changed: Training | None = training
-    for step in sorted(steps, key=lambda one: ORDER.index(one.subject)):
-        changed = _apply_step(changed, step) if changed else None
-    if changed is None:
+    layout, settings = training.layout, training.settings
+    values: dict[str, Any] = {step.key: step.value for step in steps}
+    tp, nodes = values.pop("parallel.tp", layout.tp), values.pop("nodes", training.nodes)
+    if layout.dp % (tp // layout.tp):
         return None
-    batch, step_batch = training.step_sequences, changed.settings.micro_batch * changed.layout.dp
+    dp = layout.dp // (tp // layout.tp) * (nodes // training.nodes)
+    zero = values.pop("parallel.zero", layout.zero)
+    if zero != layout.zero and dp * layout.cp == 1:  # there is nobody to share with
+        return None
+    if values.get("fit.offload") == "parameters" and zero < 3:
+        return None
+    split = replace(layout, tp=tp, zero=zero, dp=dp)
+    own = {key.removeprefix("fit."): value for key, value in values.items()}
+    if "checkpointing" in own:
+        own["recompute_modules"] = ()
+    if (tp, zero) != (layout.tp, layout.zero) and "parallel.framework" not in training.fixed:
+        own["framework"] = find_framework(split)
+        own["autocast"] = settings.autocast and own["framework"] == "ddp"
+    settings = replace(settings, **own)
+    batch, step_batch = training.step_sequences, settings.micro_batch * dp
     if training.global_batch and batch % step_batch:
         return None
-    accumulation = max(1, -(-batch // step_batch))
-    changed = replace(changed, settings=replace(changed.settings, accumulation=accumulation))
+    settings = replace(settings, accumulation=max(1, -(-batch // step_batch)))
+    changed = replace(training, layout=split, settings=settings, nodes=nodes)
     try:
         check_layout(changed)
     except UsageError:
@@ -556,71 +560,17 @@ def _apply_steps(training: Training, steps: Sequence[_Step]) -> Training | None:
     return changed
 
 
-def _apply_step(training: Training, step: _Step) -> Training | None:
-    """Return a training with one setting changed; None if the job cannot be so."""
-    layout, value = training.layout, step.value
-    match step.subject:
-        case "tp" if isinstance(value, int):
-            factor = value // layout.tp
-            layout = replace(layout, tp=value, dp=layout.dp // factor)
-            return None if training.layout.dp % factor else _with_layout(training, layout)
-        case "nodes" if isinstance(value, int):
-            layout = replace(layout, dp=layout.dp * (value // training.nodes))
-            return replace(training, layout=layout, nodes=value)
-        case "zero" if isinstance(value, int):  # impossible if there is nobody to share with
-            return None if layout.replicas == 1 else _with_layout(training, replace(layout, zero=value))
-        case "offload" if value == "parameters" and layout.zero < 3:
-            return None
-        case "checkpointing":
-            settings = replace(training.settings, checkpointing=str(value), recompute_modules=())
-        case _:
-            changed: dict[str, Any] = {step.subject: value}
-            settings = replace(training.settings, **changed)
-    return replace(training, settings=settings)
-
-
-def _with_layout(training: Training, layout: ParallelLayout) -> Training:
-    """Return a training with a layout, and its framework, if nobody has chosen one."""
-    if "parallel.framework" in training.fixed:
-        return replace(training, layout=layout)
-    framework = find_framework(layout)
-    autocast = training.settings.autocast and framework == "ddp"
-    settings = replace(training.settings, framework=framework, autocast=autocast)
-    return replace(training, layout=layout, settings=settings)
-
-
 def _render_change(training: Training, changed: Training) -> tuple[str, ...]:
     """Return the overrides that make one training of another."""
-    before = _list_values(training)
-    found = [f"{key}={value}" for key, value in _list_values(changed).items() if before[key] != value]
+    found = []
+    for key in SHOWN_BUNDLED if training.is_bundled else SHOWN:
+        before, after = find_value(training, key), find_value(changed, key)
+        if before != after:
+            shown = f"[{','.join(after)}]" if isinstance(after, tuple) else str(after).lower()
+            found.append(f"{_name_key(training, key)}={shown}")
     if "parallel.dp" in training.fixed and changed.layout.dp != training.layout.dp:
         found.append(f"parallel.dp={changed.layout.dp}")
     return tuple(found)
-
-
-def _list_values(training: Training) -> dict[str, str]:
-    """Return the keys that a change may set, with their values."""
-    settings, layout = training.settings, training.layout
-    if training.is_bundled:
-        return {
-            "nodes": str(training.nodes),
-            "program.parallel": "fsdp" if layout.zero == 3 else "ddp",
-            "program.activation_checkpointing": settings.checkpointing,
-            "program.batch_size": str(settings.micro_batch),
-            "program.grad_accumulation": str(settings.accumulation),
-        }
-    names = ("optimizer", "offload", "quantization", "activation_offload", "optimizer_in_backward")
-    values = {f"fit.{name}": str(getattr(settings, name)) for name in names}
-    return {
-        "nodes": str(training.nodes),
-        "parallel.tp": str(layout.tp),
-        "parallel.zero": str(layout.zero),
-        **{key: value.lower() for key, value in values.items()},
-        "fit.checkpointing": settings.checkpointing,
-        "fit.recompute_modules": f"[{','.join(settings.recompute_modules)}]",
-        "fit.micro_batch": str(settings.micro_batch),
-        "fit.accumulation": str(settings.accumulation),
-    }
 
 
 # A program whose steps ran on fake tensors: the tracked peak, and what comes on top.

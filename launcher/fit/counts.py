@@ -5,8 +5,9 @@ that of Korthikanti et al. (arXiv:2205.05198, section 4.1); the same rules count
 latent attention and experts. Widths are in elements a token.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from launcher.fit.training import (
     ATTENTION_MATRICES,
@@ -26,53 +27,66 @@ def divide_up(total: int, parts: int) -> int:
     return -(-total // max(1, parts))
 
 
-def list_attention_matrices(model: ModelDimensions) -> list[tuple[str, int, int]]:
-    """Give (name, inputs, outputs) of a layer's attention; latent attention has two for most names."""
-    hidden, queries, latent = model.hidden_size, model.heads * model.head_width, model.latent_attention
-    if latent is None:
-        keys = model.kv_heads * model.head_width
-        sizes = (("q_proj", hidden, queries), ("k_proj", hidden, keys), ("v_proj", hidden, keys))
-        return [*sizes, ("o_proj", queries, hidden)]
-    width, values = model.heads * (latent.plain_width + latent.rope_width), model.heads * latent.value_width
-    rank = latent.query_rank
-    query = [("q_proj", hidden, rank), ("q_proj", rank, width)] if rank else [("q_proj", hidden, width)]
-    return [
-        *query,
-        ("k_proj", hidden, latent.kv_rank + latent.rope_width),
-        ("v_proj", latent.kv_rank, model.heads * latent.plain_width + values),
-        ("o_proj", values, hidden),
-    ]
+class Matrix(NamedTuple):
+    """A linear layer, or several equal ones."""
+
+    name: str
+    """As Hugging Face's models have it; latent attention has two for most names."""
+    inputs: int
+    outputs: int
+    has_bias: bool
+    held: str = "split"
+    """`split` by tp, `whole` on each GPU of a tp group, or `routed`, split over the experts' GPUs."""
+    copies: int = 1
+    passes: int = 1
+    """How many of the copies a token passes."""
+
+    @property
+    def parameters(self) -> int:
+        """Of one copy."""
+        return self.inputs * self.outputs + self.outputs * self.has_bias
 
 
-def list_mlp_matrices(model: ModelDimensions, width: int) -> list[tuple[str, int, int]]:
-    """Give (name, inputs, outputs) of an MLP, or of one expert, of an inner width."""
-    rising = ("gate_proj", "up_proj") if model.mlp == "swiglu" else ("up_proj",)
-    return [*((name, model.hidden_size, width) for name in rising), ("down_proj", width, model.hidden_size)]
+def list_matrices(model: ModelDimensions, *, mixture: bool) -> list[Matrix]:
+    """List the matrices of a layer: attention's, and those of the MLP, or of shared and routed experts.
 
-
-def _count_attention(model: ModelDimensions) -> tuple[int, int]:
-    """Count the parameters of a layer's attention: (split by tp, on each GPU of a tp group).
-
-    Down-projections of latent attention (arXiv:2405.04434, appendix C) and norms are whole on each GPU.
+    Down-projections of latent attention are whole on each GPU (arXiv:2405.04434, appendix C).
     """
-    matrices, latent = list_attention_matrices(model), model.latent_attention
-    total = sum(inputs * outputs for _, inputs, outputs in matrices)
-    total += model.hidden_size if model.bias or model.out_bias else 0
+    hidden, latent, bias = model.hidden_size, model.latent_attention, model.bias
+    keys, values = model.kv_heads * model.head_width, model.heads * model.head_width
+    of_input = bias or model.qkv_bias
     if latent is None:
-        has_bias = model.bias or model.qkv_bias
-        biases = sum(outputs for _, _, outputs in matrices[:-1]) if has_bias else 0
-        return total + biases, 2 * model.head_width if model.qk_norm else 0
-    query_rank = latent.query_rank or 0
-    width = latent.kv_rank + latent.rope_width + query_rank
-    norms = latent.kv_rank + query_rank
-    down = model.hidden_size * width
-    return total - down, down + norms + (width if model.qkv_bias else 0)
+        found = [
+            Matrix("q_proj", hidden, values, of_input),
+            Matrix("k_proj", hidden, keys, of_input),
+            Matrix("v_proj", hidden, keys, of_input),
+        ]
+    else:
+        queries, values = AttentionWidths.of(model).query, model.heads * latent.value_width
+        rank, down = latent.query_rank, latent.kv_rank + latent.rope_width
+        found = [
+            Matrix("q_proj", rank or hidden, queries, False),
+            Matrix("k_proj", hidden, down, model.qkv_bias, "whole"),
+            Matrix("v_proj", latent.kv_rank, model.heads * latent.plain_width + values, False),
+        ]
+        if rank:
+            found.append(Matrix("q_proj", hidden, rank, model.qkv_bias, "whole"))
+    found.append(Matrix("o_proj", values, hidden, bias or model.out_bias))
+    experts, kinds = model.experts, [(model.intermediate_size, "split", 1, 1)]
+    if mixture and experts is not None:
+        width, shared = experts.intermediate_size, experts.shared
+        kinds = [(width, "split", shared, shared), (width, "routed", experts.count, experts.per_token)]
+    for width, held, copies, passes in kinds:
+        rising = MLP_MATRICES[:-1] if model.mlp == "swiglu" else ("up_proj",)
+        found += [Matrix(name, hidden, width, bias, held, copies, passes) for name in rising]
+        found.append(Matrix("down_proj", width, hidden, bias, held, copies, passes))
+    return found
 
 
-def _count_mlp(model: ModelDimensions, width: int) -> int:
-    """Count the parameters of one MLP, or of one expert, of an inner width."""
-    matrices = list_mlp_matrices(model, width)
-    return sum(inputs * outputs + (outputs if model.bias else 0) for _, inputs, outputs in matrices)
+def list_adapters(model: ModelDimensions, lora: Lora | None, *, mixture: bool) -> list[Matrix]:
+    """List a layer's matrices that have an adapter."""
+    names = lora.matrices if lora else ()
+    return [one for one in list_matrices(model, mixture=mixture) if one.name in names]
 
 
 def _count_norm(model: ModelDimensions) -> int:
@@ -81,20 +95,27 @@ def _count_norm(model: ModelDimensions) -> int:
     return model.hidden_size * (2 if model.norm == "layernorm" and has_bias else 1)
 
 
-def _count_layer(model: ModelDimensions, *, mixture: bool) -> tuple[int, int, int]:
-    """Count the parameters of a layer: (split by tp, on each GPU of a tp group, of the routed experts)."""
-    attention, whole = _count_attention(model)
-    whole += model.norms_per_layer * _count_norm(model)
-    experts = model.experts
-    if experts is None or not mixture:
-        return attention + _count_mlp(model, model.intermediate_size), whole, 0
-    expert = _count_mlp(model, experts.intermediate_size)
-    router = model.hidden_size * experts.count + (experts.count if experts.router_bias else 0)
-    router += model.hidden_size if experts.shared_gate else 0
-    return attention + experts.shared * expert, whole + router, experts.count * expert
+def _count_layer(model: ModelDimensions, *, mixture: bool) -> dict[str, int]:
+    """Count the parameters of a layer: `split` by tp, `whole` on each GPU of a tp group, and `routed`.
+
+    Norms and the router are whole.
+    """
+    latent, experts = model.latent_attention, model.experts
+    norms = model.norms_per_layer * _count_norm(model)
+    if latent:
+        norms += latent.kv_rank + (latent.query_rank or 0)
+    elif model.qk_norm:
+        norms += 2 * model.head_width
+    found = {"split": 0, "whole": norms, "routed": 0}
+    for one in list_matrices(model, mixture=mixture):
+        found[one.held] += one.copies * one.parameters
+    if mixture and experts is not None:
+        outputs = experts.count + experts.shared_gate
+        found["whole"] += model.hidden_size * outputs + experts.count * experts.router_bias
+    return found
 
 
-def _count_dense_layers(model: ModelDimensions) -> int:
+def count_dense_layers(model: ModelDimensions) -> int:
     """Count the layers with an ordinary MLP, which are the first."""
     return model.layers if model.experts is None else min(model.experts.dense_layers, model.layers)
 
@@ -108,25 +129,26 @@ def _count_tables(model: ModelDimensions) -> tuple[int, int, int]:
 
 def count_model_parameters(model: ModelDimensions) -> int:
     """Count all parameters of a model; tied embeddings count once."""
-    dense = _count_dense_layers(model)
+    dense = count_dense_layers(model)
     total = sum(_count_tables(model)) + _count_norm(model)
-    total += dense * sum(_count_layer(model, mixture=False))
-    return total + (model.layers - dense) * sum(_count_layer(model, mixture=True))
+    for count, mixture in ((dense, False), (model.layers - dense, True)):
+        total += count * sum(_count_layer(model, mixture=mixture).values()) if count else 0
+    return total
 
 
 def count_active_parameters(model: ModelDimensions) -> int:
     """Count the parameters that a token passes: of the routed experts those that it is sent to."""
-    experts, total = model.experts, count_model_parameters(model)
-    if experts is None:
-        return total
-    idle = max(0, experts.count - experts.per_token) * _count_mlp(model, experts.intermediate_size)
-    return total - max(0, model.layers - experts.dense_layers) * idle
+    routed = [one for one in list_matrices(model, mixture=True) if one.held == "routed"]
+    idle = sum(max(0, one.copies - one.passes) * one.parameters for one in routed)
+    return count_model_parameters(model) - (model.layers - count_dense_layers(model)) * idle
 
 
 def count_largest_matrix(model: ModelDimensions) -> int:
     """Count the parameters of a layer's largest matrix: optimizers that work by matrix need as much."""
-    inner = model.experts.intermediate_size if model.experts else model.intermediate_size
-    return max(_count_mlp(model, inner) // 2, model.hidden_size * model.heads * model.head_width)
+    held = "routed" if model.experts else "split"
+    matrices = list_matrices(model, mixture=bool(model.experts))
+    mlp = sum(one.parameters for one in matrices if one.name in MLP_MATRICES and one.held == held)
+    return max(mlp // 2, model.hidden_size * model.heads * model.head_width)
 
 
 def count_token_flops(
@@ -146,24 +168,19 @@ def count_token_flops(
     two products (arXiv:2205.05198, section 5). A frozen model's matrices (`is_frozen`) need no gradients of
     their own: 4 for each parameter.
     """
-    latent, experts, head = model.latent_attention, model.experts, model.vocab_size * model.hidden_size
+    head, latent = model.vocab_size * model.hidden_size, model.latent_attention
     widths = latent.plain_width + latent.rope_width + latent.value_width if latent else 2 * model.head_width
     attention = 2 * model.layers * seq_len * model.heads * widths
-    multiplying = count_active_parameters(model) - sum(_count_tables(model)) + head
-    forward = 2 * multiplying + attention
+    forward = 2 * (count_active_parameters(model) - sum(_count_tables(model)) + head) + attention
     done = 2 * forward + attention if is_frozen else 3 * forward
     if checkpointing == "selective":
         return done + attention
     if checkpointing != "full":
         return done
-    again = forward - 2 * head
-    if early_stop:
-        dense = _count_dense_layers(model)
-        last = dense * model.intermediate_size
-        if experts is not None:
-            active = (experts.per_token + experts.shared) * experts.intermediate_size
-            last += (model.layers - dense) * active
-        again -= 2 * last * model.hidden_size
+    again, dense = forward - 2 * head, count_dense_layers(model)
+    for count, mixture in ((dense, False), (model.layers - dense, True)) if early_stop else ():
+        last = [one for one in list_matrices(model, mixture=mixture) if one.name == "down_proj"]
+        again -= 2 * count * sum(one.passes * one.inputs * one.outputs for one in last)
     return done + again
 
 
@@ -232,68 +249,45 @@ def list_stages(layers: int, stages: int) -> Iterator[tuple[int, int]]:
         first += count
 
 
-def count_stage(training: Training, first: int, count: int, stage: int) -> StageParameters:
-    """Count the parameters of a GPU of the stage that has `count` layers from layer `first` on.
+def count_stage(
+    training: Training, first: int, count: int, stage: int
+) -> tuple[StageParameters, StageParameters]:
+    """Count the parameters of a GPU of the stage that has `count` layers from layer `first` on: all of them,
+    and those that are trained, which with LoRA are its adapters.
 
     Matrices are split by tp, experts by ep and tp; norms, router and down-projections of latent attention
     are whole on each GPU (Megatron-LM, arXiv:1909.08053; Megatron Core's MoE). tp splits the embedding too,
-    and a tied one is on both ends of a pipeline.
+    and a tied one is on both ends of a pipeline. An adapter is two matrices, of `rank` by a matrix's inputs
+    and by its outputs; tp does not split it here.
     """
-    model, layout = training.model, training.layout
-    dense = max(0, min(first + count, _count_dense_layers(model)) - first)
+    model, layout, lora = training.model, training.layout, training.settings.lora
+    dense = max(0, min(first + count, count_dense_layers(model)) - first)
     folded = layout.ep > layout.replicas  # over tp, as Megatron Core does: then tp does not split them
-    runs = []
+    runs, adapted, rank = [], [], lora.rank if lora else 0
     for size, mixture in ((dense, False), (count - dense, True)):
         if size:
-            split, whole, experts = _count_layer(model, mixture=mixture)
-            held = divide_up(experts, layout.ep if folded else layout.tp * layout.ep)
-            runs.append(LayerRun(size, mixture, divide_up(split, layout.tp) + whole, held))
+            parts = _count_layer(model, mixture=mixture)
+            held = divide_up(parts["routed"], layout.ep if folded else layout.tp * layout.ep)
+            runs.append(LayerRun(size, mixture, divide_up(parts["split"], layout.tp) + parts["whole"], held))
+            added = {True: 0, False: 0}
+            for one in list_adapters(model, lora, mixture=mixture):
+                copies = divide_up(one.copies, layout.ep) if one.held == "routed" else one.copies
+                added[one.held == "routed"] += copies * rank * (one.inputs + one.outputs)
+            adapted.append(LayerRun(size, mixture, added[False], added[True]))
     embedding, positions, head = _count_tables(model)
     is_first, is_last = stage == 0, stage == layout.pp - 1
     tables = divide_up(embedding, layout.tp) + positions if is_first else 0
     if is_last:
         is_copied = model.tied_embeddings and not is_first
         tables += divide_up(embedding if is_copied else head, layout.tp)
-    return StageParameters(tuple(runs), tables, _count_norm(model) if is_last else 0, is_last)
-
-
-def count_trained(training: Training, parameters: StageParameters) -> StageParameters:
-    """Count the parameters that are trained on a GPU: all of them, or LoRA's adapters.
-
-    An adapter is two matrices, of `rank` by a matrix's inputs and by its outputs; tp does not split it here.
-    """
-    model, lora, experts = training.model, training.settings.lora, training.model.experts
+    every = StageParameters(tuple(runs), tables, _count_norm(model) if is_last else 0, is_last)
     if lora is None:
-        return parameters
-
-    def count(matrices: Iterable[tuple[str, int, int]]) -> int:
-        return lora.rank * sum(ins + outs for name, ins, outs in matrices if name in lora.matrices)
-
-    runs, attention = [], count(list_attention_matrices(model))
-    for run in parameters.layers:
-        inner, held, shared = model.intermediate_size, 0, 1
-        if run.mixture and experts is not None:
-            inner, shared = experts.intermediate_size, experts.shared
-            held = divide_up(experts.count, training.layout.ep)
-        expert = count(list_mlp_matrices(model, inner))
-        runs.append(LayerRun(run.count, run.mixture, attention + shared * expert, held * expert))
-    has_head = parameters.has_head
-    head = count([("lm_head", model.hidden_size, model.vocab_size)]) if has_head else 0
-    return StageParameters(tuple(runs), head, 0, has_head)
+        return every, every
+    head = lora.rank * (model.hidden_size + model.vocab_size) if "lm_head" in lora.matrices else 0
+    return every, StageParameters(tuple(adapted), head if is_last else 0, 0, is_last)
 
 
-def list_adapters(model: ModelDimensions, lora: Lora, *, mixture: bool) -> list[tuple[int, int, int]]:
-    """Give (inputs, passes of a token, outputs) of each of a layer's matrices with an adapter."""
-    inner, passes = model.intermediate_size, 1
-    if mixture and model.experts is not None:
-        inner, passes = model.experts.intermediate_size, model.experts.per_token + model.experts.shared
-    found = [(name, inputs, 1, out) for name, inputs, out in list_attention_matrices(model)]
-    found += [(name, inputs, passes, out) for name, inputs, out in list_mlp_matrices(model, inner)]
-    return [(inputs, times, out) for name, inputs, times, out in found if name in lora.matrices]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionWidths:
+class AttentionWidths(NamedTuple):
     """Elements a token of a layer's attention."""
 
     query: int
@@ -315,11 +309,6 @@ class AttentionWidths:
         value = model.heads * latent.value_width
         compressed = 2 * (latent.query_rank or 0) + 2 * latent.kv_rank + latent.rope_width
         return cls(query, query, value, compressed, value)
-
-    @property
-    def inputs(self) -> int:
-        """What is made of the layer's input."""
-        return self.query + self.key + self.value + self.latent
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,23 +348,6 @@ def count_mlp_bytes(
     return (kept if has_input else kept - 1) * width * inner
 
 
-def _count_attention_bytes(model: ModelDimensions, width: int, *, flash: bool, sdpa: bool) -> float:
-    """Count the bytes a token of queries, keys, values and results, without the scores.
-
-    Flash attention keeps its result and a logarithm in fp32 for each head (arXiv:2205.14135). By torch's
-    `scaled_dot_product_attention` (`sdpa`) the result is copied to the order of tokens if queries are
-    rotated; in fp32 with grouped queries, keys and values are repeated (torch's sdp_utils.cpp).
-    """
-    widths = AttentionWidths.of(model)
-    kept = widths.inputs + widths.out
-    if sdpa and width == 2 and model.position == "rope":
-        kept += widths.query
-    elif sdpa and has_plain_attention(model, width):
-        kept += 2 * widths.query - widths.key - widths.value
-    norms = 2 * (widths.query + widths.key) if model.qk_norm else 0
-    return width * kept + norms * width / 2 + (4 * model.heads if flash else 0)
-
-
 def count_layer_bytes(
     training: Training, *, mixture: bool, how: Implementation, recomputed: Collection[str] = ()
 ) -> float:
@@ -384,54 +356,67 @@ def count_layer_bytes(
     By autocast the residual stream is in fp32, and the input of each matrix is a copy. With dropout, GELU, a
     key head for each query head and an inner width of 4 hidden sizes it is 34 + 5as/h of arXiv:2205.05198,
     over the hidden size. With LoRA a matrix keeps its input only if it has an adapter, whose low-rank result
-    is kept too. `recomputed` are modules of Megatron Core's recompute_modules, and `attention`, the whole
-    block but its input. tp splits queries, keys, values, results, scores and the MLP's inner width; with
-    sequence parallelism the inputs of norms and matrices too.
+    is kept too. Flash attention keeps its result and a logarithm in fp32 for each head (arXiv:2205.14135). By
+    torch's `scaled_dot_product_attention`, as in the bundled program, the result is copied to the order of
+    tokens if queries are rotated; in fp32 with grouped queries, keys and values are repeated (torch's
+    sdp_utils.cpp).
+
+    Each row is a tensor with the modules that compute it again if they are among `recomputed`: those of
+    Megatron Core's recompute_modules, and `attention`, the whole block but its input. tp splits queries,
+    keys, values, results, scores and the MLP's inner width; with sequence parallelism the inputs of norms and
+    matrices too.
     """
     model, settings, lora = training.model, training.settings, training.settings.lora
     hidden, experts, width = model.hidden_size, model.experts if mixture else None, settings.width
     trained = frozenset(ATTENTION_MATRICES + MLP_MATRICES) if lora is None else lora.matrices
     autocast = settings.autocast and settings.bundled
     stream, rising = 4 if autocast else width, 2 if model.mlp == "swiglu" else 1
-    # Inputs of the norms with their statistics, of the attention's matrices, and of the MLP's.
     statistics = 4 if model.norm == "rmsnorm" else 8
-    sequence: float = model.norms_per_layer * (stream * hidden + statistics)
-    sequence += 2 * hidden if how.dropout else 0
-    if "layernorm" not in recomputed:
-        if trained & {"q_proj", "k_proj", "v_proj"}:
-            sequence += (3 if autocast else 1) * width * hidden
-        if trained & {"gate_proj", "up_proj"}:
-            sequence += (rising if autocast else 1) * width * hidden
-        if how.eager_norms and model.norm == "rmsnorm":  # a frozen weight needs no normalised input
-            sequence += model.norms_per_layer * (EAGER_NORM if lora is None else EAGER_NORM / 2) * hidden
-    split, scores = 0.0, 0.0
-    if "attention" not in recomputed:
-        # Selective checkpointing computes the scores again (arXiv:2205.05198, section 5).
-        is_default = settings.checkpointing == "selective" and not settings.recompute_modules
-        flash = settings.flash_attention or is_default or "core_attn" in recomputed
-        split = _count_attention_bytes(model, width, flash=flash, sdpa=settings.bundled)
-        if not flash or (settings.bundled and has_plain_attention(model, width)):
-            scores = count_scores(model, settings.seq_len, width, dropout=how.dropout)
-        if "mla_up_proj" in recomputed and model.latent_attention is not None:
-            widths = AttentionWidths.of(model)
-            split -= width * (widths.query + widths.key + widths.value)
+    widths, plain = AttentionWidths.of(model), settings.bundled and has_plain_attention(model, width)
+    # Selective checkpointing computes the scores again (arXiv:2205.05198, section 5).
+    is_default = settings.checkpointing == "selective" and not settings.recompute_modules
+    flash = settings.flash_attention or is_default or "core_attn" in recomputed
 
     def count_mlp(inner: float) -> float:
         return count_mlp_bytes(model, inner, width, fused=how.fused_mlp, has_input="down_proj" in trained)
 
+    sequence: list[tuple[str, float]] = [
+        ("", model.norms_per_layer * (stream * hidden + statistics)),
+        ("", 2 * hidden * how.dropout),
+    ]
+    for inputs, copies in ((ATTENTION_MATRICES[:-1], 3), (MLP_MATRICES[:-1], rising)):
+        if trained & {*inputs}:
+            sequence.append(("layernorm", (copies if autocast else 1) * width * hidden))
+    if how.eager_norms and model.norm == "rmsnorm":  # a frozen weight needs no normalised input
+        each = EAGER_NORM if lora is None else EAGER_NORM / 2
+        sequence.append(("layernorm", model.norms_per_layer * each * hidden))
+    made = widths.query + widths.key + widths.value
+    split: list[tuple[str, float]] = [
+        ("attention mla_up_proj" if model.latent_attention else "attention", width * made),
+        ("attention", width * (widths.latent + widths.out) + 4 * model.heads * flash),
+    ]
+    if plain:
+        split.append(("attention", width * (2 * widths.query - widths.key - widths.value)))
+    elif settings.bundled and width == 2 and model.position == "rope":
+        split.append(("attention", width * widths.query))
+    if model.qk_norm:
+        split.append(("attention", width * (widths.query + widths.key)))
+    if plain or not flash:
+        split.append(("attention", count_scores(model, settings.seq_len, width, dropout=how.dropout)))
     if lora:
-        passes = [times for _, times, _ in list_adapters(model, lora, mixture=mixture)]
-        sequence += width * lora.rank * sum(passes)
+        passes = [one.passes for one in list_adapters(model, lora, mixture=mixture)]
+        sequence.append(("", width * lora.rank * sum(passes)))
     if experts is None:
-        split += 0 if "mlp" in recomputed else count_mlp(model.intermediate_size)
-    elif "moe" not in recomputed:
-        routed = experts.per_token * experts.intermediate_size
-        split += rising * width * routed if "moe_act" in recomputed else count_mlp(routed)
-        if "shared_experts" not in recomputed:
-            split += count_mlp(experts.shared * experts.intermediate_size)
+        split.append(("mlp", count_mlp(model.intermediate_size)))
+    else:
+        routed, shared = (count * experts.intermediate_size for count in (experts.per_token, experts.shared))
+        act = rising * width * routed if "moe_act" in recomputed else count_mlp(routed)
+        split += [("moe", act), ("moe shared_experts", count_mlp(shared))]
         # Each token's copies, sent to and brought back from its experts, and the router's scores in fp32.
-        sequence += 2 * width * hidden * experts.per_token + 8 * experts.count
-    return _share(training, split + scores, sequence)
+        sequence.append(("moe", 2 * width * hidden * experts.per_token + 8 * experts.count))
+    again = set(recomputed)
+    kept = [sum(size for by, size in rows if not again & {*by.split()}) for rows in (split, sequence)]
+    return _share(training, *kept)
 
 
 def count_selected_bytes(training: Training, *, mixture: bool) -> float:
@@ -442,13 +427,12 @@ def count_selected_bytes(training: Training, *, mixture: bool) -> float:
     """
     model, settings = training.model, training.settings
     every, width = 1 if settings.bundled else 2, settings.width
-    stream = 4 if settings.autocast else width
-    widths, hidden = AttentionWidths.of(model), model.hidden_size
-    inner = 2 if model.mlp == "swiglu" else 1
-    results, sent = widths.inputs + inner * model.intermediate_size, 0
+    stream, widths, hidden = 4 if settings.autocast else width, AttentionWidths.of(model), model.hidden_size
+    inner, sent = model.intermediate_size, 0
     if mixture and model.experts is not None:
-        results = widths.inputs + inner * model.experts.shared * model.experts.intermediate_size
+        inner = model.experts.shared * model.experts.intermediate_size
         sent = hidden * model.experts.per_token
+    results = sum(widths) - widths.out + (2 if model.mlp == "swiglu" else 1) * inner
     split = width * (widths.out + results / every) + 4 * model.heads
     return _share(training, split, stream * hidden + width * (2 * hidden / every + sent))
 

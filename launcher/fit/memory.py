@@ -22,7 +22,6 @@ from launcher.fit.counts import (
     count_scores,
     count_selected_bytes,
     count_stage,
-    count_trained,
     divide_up,
     has_plain_attention,
     list_adapters,
@@ -212,8 +211,7 @@ class Stage:
         """Count what a GPU has of the stage that has `count` layers from layer `first` on."""
         self.training, self.index = training, index
         self.model, self.layout, self.settings = training.model, training.layout, training.settings
-        self.parameters = count_stage(training, first, count, index)
-        self.trained = count_trained(training, self.parameters)
+        self.parameters, self.trained = count_stage(training, first, count, index)
         self.width = self.settings.width
         self.tokens = self.settings.micro_batch * divide_up(self.settings.seq_len, self.layout.cp)
         """Of a micro-batch on a GPU: cp splits the sequence."""
@@ -395,12 +393,12 @@ class Stage:
             low *= 0.6
         if settings.lora:
             adapters = list_adapters(self.model, settings.lora, mixture=run.mixture)
-            high += (self.width + 1) * sum(inputs * times for inputs, times, _ in adapters)
+            high += (self.width + 1) * sum(one.inputs * one.passes for one in adapters)
         if settings.quantization != "none":
             every = list_adapters(self.model, Lora(1), mixture=run.mixture)
-            inputs = self.width * sum(inputs * times for inputs, times, _ in every)
+            inputs = self.width * sum(one.inputs * one.passes for one in every)
             expected += inputs
-            high = high + inputs + self.width * sum(out * times for _, times, out in every)
+            high = high + inputs + self.width * sum(one.outputs * one.passes for one in every)
         return Range.of(tokens * low, tokens * expected, tokens * (1.05 * high) * crowd)
 
     def _keep_selected(self, run: LayerRun, layer: Range) -> Range:

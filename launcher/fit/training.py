@@ -215,23 +215,6 @@ class NodeResources:
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
-    """Which settings of the bundled program are `auto`, and may be chosen."""
-
-    micro_batch: bool = False
-    accumulation: bool = False
-    checkpointing: bool = False
-    parallel: bool = False
-    sequences: int | None = None
-    """Of an optimizer step, which the choice keeps; None: as many as it comes to."""
-
-    @property
-    def any(self) -> bool:
-        """Whether there is anything to choose."""
-        return self.micro_batch or self.accumulation or self.checkpointing or self.parallel
-
-
-@dataclass(frozen=True, slots=True)
 class Training:
     """A training whose memory and speed are asked for."""
 
@@ -250,8 +233,11 @@ class Training:
     """False: a program of the user's, or settings that the bundled one does not have; never refused."""
     global_batch: int | None = None
     """Sequences of an optimizer step, if that is set."""
-    free: Free = field(default_factory=Free)
-    """What was chosen, and would be chosen otherwise on other nodes."""
+    free: frozenset[str] = frozenset()
+    """Keys that were chosen, since the bundled program's options are `auto`, and would be chosen otherwise on
+    other nodes."""
+    sequences: int | None = None
+    """Of an optimizer step, which the choice keeps; None: as many as it comes to."""
     fixed: tuple[str, ...] = ()
     """Keys of `parallel` and `fit` with values of their own, which a change has to set too."""
 

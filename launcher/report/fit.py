@@ -25,7 +25,7 @@ def print_fit(console: Console, report: FitReport, *, memory_alone: bool = False
     """Print a report: what is judged, the table, and what follows from it."""
     print_line(console, _describe_verdict(report), _VERDICT_STYLES.get(report.verdict, "bold"))
     print_line(console, _describe_request(report.request, report.speed))
-    if report.request.free.any:
+    if report.request.free:
         print_line(console, describe_choice(report.request, report.estimate.total))
     _print_memory(console, report)
     if report.verdict == "does_not_fit" or report.changes:
