@@ -27,24 +27,22 @@ from launcher.watch.flight_recorder import (
 )
 from launcher.watch.model import (
     Frame,
-    GpuSample,
     Heartbeat,
     NodeEvidence,
     ProcessState,
-    RankEntry,
+    Rank,
     RankEvidence,
     Stack,
+    list_fields,
 )
 from launcher.watch.procfs import (
-    catches_signal,
-    compare_looks,
+    describe_process,
     has_open,
-    list_descendants,
     list_threads,
-    look_at_process,
     read_kernel_text,
     read_signals,
     read_system_call,
+    read_tree,
 )
 
 DEADLINE = 4.0
@@ -56,6 +54,8 @@ _CHILD_PATIENCE = 0.2
 _SERVER_PATIENCE = 0.7
 _ALL_CHILDREN = 0.8
 """Seconds for the stacks of all children of a rank."""
+_MOST_PROCESSES = 65
+"""Processes of a rank that are looked at."""
 _CANNOT_ANSWER = {
     "T": "it is stopped and cannot answer",
     "t": "a debugger has stopped it",
@@ -69,45 +69,31 @@ _TAKES_LOCK = re.compile(r"\s*(with\s+[\w.\[\]]+\s*:|.*\.acquire\(\)$)")
 
 def gather_node(
     folder: Path,
-    ranks: Sequence[RankEntry],
+    ranks: Sequence[Rank],
     heartbeats: Mapping[int, Heartbeat],
     *,
     host: str,
     node_rank: int,
     number: int,
-    gpus: Mapping[int, GpuSample],
     deadline: float = DEADLINE,
     between: float = BETWEEN,
 ) -> NodeEvidence:
     """Return the evidence of a node's ranks for hang `number`, at the latest about `deadline` seconds later.
 
-    `folder` has the ranks' stacks and sockets; `heartbeats` are by rank, `gpus` by local rank.
+    `folder` has the ranks' stacks and sockets; `heartbeats` are by rank.
     """
     start, now = time.monotonic(), time.time()
-    looks = []
+    looks, threads = [], []
     for rank in ranks:
-        beat, has_ended = heartbeats.get(rank.rank), rank.exit_code is not None
-        evidence = RankEvidence(
-            rank=rank.rank,
-            local_rank=rank.local_rank,
-            host=host,
-            pid=rank.pid,
-            phase="exited" if has_ended else beat.phase if beat else "unwatched",
-            step=beat.step if beat else 0,
-            step_age=now - beat.step_time if beat and beat.step_time else None,
-            idle=max(now - max(beat.activity_time, beat.phase_since), 0.0) if beat else 0.0,
-            process=ProcessState(rank.pid, "X"),
-            gpu=gpus.get(rank.local_rank),
-            exit_code=rank.exit_code,
-            is_measured=has_ended,
-            notes=beat.notes if beat else (),
-        )
-        looks.append(_RankLook(evidence, folder, start + deadline, can_dump=bool(beat and beat.can_dump)))
-    threads = [
-        threading.Thread(target=look.run, args=(between,), name="evidence", daemon=True) for look in looks
-    ]
-    for thread in threads:
-        thread.start()
+        beat = heartbeats.get(rank.rank)
+        idle = max(now - max(beat.activity_time, beat.phase_since), 0.0) if beat else 0.0
+        unseen = ProcessState(rank.pid, "X")
+        known = {**list_fields(rank), "idle": idle, "is_measured": rank.exit_code is not None}
+        evidence = RankEvidence(**known, host=host, process=unseen)
+        look = _RankLook(evidence, folder, start + deadline, can_dump=bool(beat and beat.can_dump))
+        looks.append(look)
+        threads.append(threading.Thread(target=look.run, args=(between,), name="evidence", daemon=True))
+        threads[-1].start()
     for thread in threads:
         thread.join(max(0.0, start + deadline - time.monotonic()))
     late = ("its evidence was not complete in time",)
@@ -133,13 +119,12 @@ class _RankLook:
         """Measure what the rank and its children do, before they are asked for anything; then ask."""
         pid = self.evidence.pid
         if self.evidence.exit_code is None:
-            first, begin = look_at_process(pid), time.monotonic()
-            self._add(process=first.process)
-            looks = [first, *map(look_at_process, list_descendants(pid))]
+            self._add(process=describe_process(pid))
+            begin, tree = time.monotonic(), read_tree(pid, _MOST_PROCESSES, tcp=True)
             time.sleep(between)
             process, *children = (
-                compare_looks(look, look_at_process(look.process.pid), time.monotonic() - begin)
-                for look in looks
+                describe_process(number, tree.get(number), time.monotonic() - begin)
+                for number in (pid, *sorted(tree.keys() - {pid}))
             )
             self._add(process=process, children=tuple(children), is_measured=True)
             if reason := _CANNOT_ANSWER.get(process.state):
@@ -231,7 +216,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 def check_signal(pid: int, path: Path) -> str:
     """Return why a process must not be sent the signal for stacks, or an empty text."""
-    if not catches_signal(pid, STACK_SIGNAL):
+    if not (read_signals(pid, "SigCgt") or 0) >> (STACK_SIGNAL - 1) & 1:
         return "it has no handler for the stack signal"
     if not has_open(pid, path):
         return "it has closed the file for stacks"

@@ -148,7 +148,6 @@ def parse_trace(data: bytes) -> tuple[GroupState, ...]:
             as_number(status.get("last_enqueued_collective")), *(one.sequence for one in calls), -1
         )
         completed = max((call.sequence for call in calls if call.is_complete), default=completed)
-        last = next((call for call in calls if call.sequence == enqueued), None)
         members = read_members(configs, name)
         exchanges = _list_exchanges(group, members)
         if enqueued > 0 or exchanges:
@@ -158,9 +157,6 @@ def parse_trace(data: bytes) -> tuple[GroupState, ...]:
                     ranks=members,
                     last_enqueued=enqueued,
                     last_completed=min(completed, enqueued),
-                    operation=last.operation if last else "",
-                    sizes=last.sizes if last else "",
-                    is_pending=enqueued > max(completed, 0),
                     key=name or description,
                     calls=calls,
                     exchanges=exchanges,

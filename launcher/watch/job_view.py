@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.watch.model import JobState, NodeEvidence, NodeReport, ProcessState, Rank, RankEvidence
@@ -72,11 +73,8 @@ def make_job_view(own: NodeReport, found: Found | None, now: float) -> JobView:
     fresh, silent, ended = [own], [], []
     records = [record for record in found.ended if record.host != own.host]
     for record in records:
-        gone = ProcessState(0, "X")
-        ranks = [
-            RankEvidence(rank, 0, record.host, 0, "ended", 0, None, 0.0, gone, exit_code=0)
-            for rank, _ in record.clean
-        ]
+        gone: dict[str, Any] = {"host": record.host, "process": ProcessState(0, "X"), "exit_code": 0}
+        ranks = [RankEvidence(rank, 0, 0, own.attempt, "ended", 0, None, **gone) for rank, _ in record.clean]
         ended.append(NodeEvidence(record.host, record.node_rank, 0, record.ended, 0.0, tuple(ranks)))
     known = {own.host, *(record.host for record in records)}
     for stored in found.reports:

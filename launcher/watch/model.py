@@ -4,7 +4,7 @@ Each has one JSON form, its fields by name (`dataclasses.asdict`, `launcher.code
 the epoch on the clock of the node that wrote them; durations are in seconds, shares are fractions of time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 PHASES = (
@@ -19,6 +19,11 @@ PHASES = (
 )
 """What a rank does. `starting`: before its first step. `joining`: in `init_process_group`. `loading`: it
 waits for a DataLoader. `ended`: its interpreter has begun to exit."""
+
+
+def list_fields(value: Any) -> dict[str, Any]:  # noqa: ANN401 - one of these dataclasses
+    """Return a value's fields by name, to make a larger one of it."""
+    return {item.name: getattr(value, item.name) for item in fields(value)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,7 @@ class Rank(RankSample):
     exit_code: int | None = None
     gpu: GpuSample | None = None
     notes: tuple[str, ...] = ()
+    """What of its hook, or of its evidence, could not be had, and why."""
     idle: float | None = None
     """Seconds without progress, as its node saw it; None if it is not watched."""
     quiet: float = 0.0
@@ -266,12 +272,6 @@ class GroupState:
     last_enqueued: int
     last_completed: int
     """Sequence numbers; -1 for none."""
-    operation: str = ""
-    """Of the last collective that was enqueued: `all_reduce`."""
-    sizes: str = ""
-    """Its input sizes and types, to compare between ranks."""
-    is_pending: bool = False
-    """That one is not complete."""
     key: str = ""
     """torch's name of the group, the same on all of its ranks; `name` need not be unique."""
     calls: tuple[Call, ...] = ()
@@ -279,21 +279,23 @@ class GroupState:
     exchanges: tuple[tuple[str, int], ...] = ()
     """Point-to-point operations that are not complete: `recv`, and the rank they are with. NCCL alone."""
 
+    @property
+    def pending(self) -> Call | None:
+        """The first collective that is not complete; None if all are."""
+        completed = max(self.last_completed, 0)
+        if self.last_enqueued <= completed:
+            return None
+        unknown = Call(completed + 1, "", "", is_complete=False)
+        return next((call for call in self.calls if not call.is_complete), unknown)
 
-@dataclass(frozen=True, slots=True)
-class RankEvidence:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEvidence(Rank):
     """All that is known of one rank when steps have stopped."""
 
-    rank: int
-    local_rank: int
     host: str
-    pid: int
-    phase: str
-    """As in Rank."""
-    step: int
-    step_age: float | None
-    idle: float
-    """Seconds without progress."""
+    idle: float = 0.0
+    """Seconds without progress, by its heartbeat alone."""
     process: ProcessState
     children: tuple[ProcessState, ...] = ()
     """DataLoader workers and other children."""
@@ -304,13 +306,8 @@ class RankEvidence:
     """It waits in torch's store, as in `init_process_group`."""
     store_operation: str = ""
     """In which function, if that is known: `init_process_group`, `new_group`."""
-    gpu: GpuSample | None = None
-    exit_code: int | None = None
-    """If it has ended."""
     is_measured: bool = True
     """What it does was seen whole: its processes were looked at twice."""
-    notes: tuple[str, ...] = ()
-    """What could not be had, and why."""
 
 
 @dataclass(frozen=True, slots=True)

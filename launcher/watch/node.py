@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from launcher.text import count_things
@@ -31,11 +31,13 @@ from launcher.watch.model import (
     JobState,
     NodeEvidence,
     NodeReport,
-    RankEntry,
+    Rank,
     Straggler,
     WatcherSettings,
+    list_fields,
 )
 from launcher.watch.notify import Notifier
+from launcher.watch.procfs import FindCgroups, Sample, Sampler
 from launcher.watch.ranks import RankBook
 from launcher.watch.run_files import (
     REQUEST_PATIENCE,
@@ -48,7 +50,6 @@ from launcher.watch.run_files import (
     write_hang,
     write_stack_answer,
 )
-from launcher.watch.samples import FindCgroups, Sample, Sampler
 from launcher.watch.stragglers import StragglerFinder, explain_straggler, list_slow_ranks
 
 TICK = 1.0
@@ -197,7 +198,7 @@ class NodeWatcher:
             limit=limit,
             asks=self.judge.asks,
             collectives=self.collectives.read(tuple(beats.values()), wall),
-            **{item.name: getattr(self.sample.node, item.name) for item in fields(self.sample.node)},
+            **list_fields(self.sample.node),
         )
 
     def _exchange(self, own: NodeReport, state: JobState | None, now: float) -> None:
@@ -219,8 +220,8 @@ class NodeWatcher:
         request = self.files.found.request if self.files.found else None
         if request and request.value.number > self.stack_request and now - request.seen <= REQUEST_PATIENCE:
             self.stack_request = request.value.number
-            if known := self.book.ranks.get(request.value.rank):
-                self._gather([known.entry], 0, lambda found: write_stack_answer(self.files.run_path, found))
+            if ranks := [one for one in own.ranks if one.rank == request.value.rank]:
+                self._gather(ranks, 0, lambda found: write_stack_answer(self.files.run_path, found))
 
     # The judge
 
@@ -234,7 +235,7 @@ class NodeWatcher:
             self._read_answers(judge.asks)
         new = judge.look(view, self.evidence, own.limit or 0.0, now)
         if isinstance(new, int):
-            self._answer(new)
+            self._answer(own, new)
         elif isinstance(new, str):
             self._send("note", new)
         elif new is not None and new.recovered is None:
@@ -340,10 +341,10 @@ class NodeWatcher:
         word = self._find_word(own)
         if word and not is_silent(now - word.seen, own.interval):
             if word.value.asks > self.answered:
-                self._answer(word.value.asks)
+                self._answer(own, word.value.asks)
             self._act(word.value.hangs, now)
 
-    def _answer(self, number: int) -> None:
+    def _answer(self, own: NodeReport, number: int) -> None:
         """Gather this node's evidence for a question, in a thread."""
         self.answered, self.evidence = number, {}
 
@@ -351,9 +352,9 @@ class NodeWatcher:
             if number == self.answered:
                 write_evidence(self.files.run_path, found)
 
-        self._gather([known.entry for known in self.book.ranks.values()], number, keep)
+        self._gather(own.ranks, number, keep)
 
-    def _gather(self, ranks: Sequence[RankEntry], number: int, keep: Callable[[NodeEvidence], None]) -> None:
+    def _gather(self, ranks: Sequence[Rank], number: int, keep: Callable[[NodeEvidence], None]) -> None:
         """Ask ranks for evidence in a thread, and have it kept; nothing waits for a reading of the GPUs."""
 
         def gather() -> None:
@@ -364,7 +365,6 @@ class NodeWatcher:
                 host=self.settings.host,
                 node_rank=self.settings.node_rank,
                 number=number,
-                gpus=self.read_gpus(),
             )
             if number and number == self.answered:
                 self.evidence[found.host] = found

@@ -1,8 +1,13 @@
-"""What the kernel says of processes, without their help: state, where they wait, CPU, files and TCP.
+"""What the kernel says of processes and their node, without their help: state, where they wait, CPU, memory,
+files, TCP, CPU quotas, network.
 
-It is read from `/proc/PID` (proc(5)) and by sock_diag(7). What may not be read (another user's process, a
-kernel without `wchan`) is left out. A look never waits for the process itself, but reading can block in a
-stuck kernel, so callers look in a thread that may be left behind.
+It is read from `/proc/PID` (proc(5)), by sock_diag(7) and from sysfs. What may not be read (another user's
+process, a kernel without `wchan`) is left out. A look never waits for the process itself, but reading can
+block in a stuck kernel, so those who look at a hang do so in a thread that may be left behind.
+
+A sample must not cost what it looks for. So a rank's tree is found by the kernel's lists of children and not
+by a search through /proc, and its memory is its resident set: the proportional one (smaps_rollup) walks
+all page tables and holds the lock that the rank's page faults need.
 """
 
 import os
@@ -10,21 +15,27 @@ import platform
 import re
 import socket
 import struct
+import time
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.files import read_stat
-from launcher.watch.model import ProcessState
+from launcher.watch.model import Neighbour, NodeSample, ProcessState, RankSample
 
-TICKS = os.sysconf("SC_CLK_TCK")
-UTIME, STIME, START = 14 - 3, 15 - 3, 22 - 3
-"""Indexes into what `read_stat` returns."""
+START = 22 - 3
+"""Index into what `read_stat` returns."""
+_TIMES, _CHILD_TIMES, _FAULTS, _PROCESSOR = slice(11, 13), slice(13, 15), slice(9, 11), 36
+"""The same of utime and stime; cutime and cstime; majflt and cmajflt; processor."""
+_TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 _LARGEST_ENTRY = 1 << 16
-_MOST_DESCENDANTS = 64
+_LARGEST_TREE = 256
+"""Processes of a rank that are looked at, at most."""
+_MOST_THREADS = 256
+"""Threads of a process whose run delay is read, at most: a program can have thousands."""
 WAITS: Mapping[str, Mapping[str, Any]] = tomllib.loads(Path(__file__).with_name("waits.toml").read_text())
 _NAMES: Mapping[int, str] = {
     row[platform.machine()]: name for name, row in WAITS["call"].items() if platform.machine() in row
@@ -53,23 +64,6 @@ def list_threads(pid: int) -> list[int]:
         return []
 
 
-def read_children(pid: int, thread: int) -> list[int]:
-    """Return the children that a thread of a process has started."""
-    return [int(child) for child in read_kernel_text(f"/proc/{pid}/task/{thread}/children").split()]
-
-
-def list_descendants(pid: int) -> tuple[int, ...]:
-    """Return the processes below one, ascending, at most 64."""
-    found: set[int] = set()
-    pending = [pid]
-    while pending and len(found) <= _MOST_DESCENDANTS:
-        parent = pending.pop()
-        below = {child for thread in list_threads(parent) for child in read_children(parent, thread)} - found
-        found |= below
-        pending += below
-    return tuple(sorted(found)[:_MOST_DESCENDANTS])
-
-
 def read_system_call(pid: int, entry: str = "syscall") -> str:
     """Return the name of the system call that a thread is in; its number if the name is not known.
 
@@ -87,11 +81,6 @@ def read_signals(pid: int, field: str, entry: str = "status") -> int | None:
     return int(found[1], 16) if found else None
 
 
-def catches_signal(pid: int, number: int) -> bool:
-    """Tell whether a process has a handler for a signal: without one, it could end the process."""
-    return bool((read_signals(pid, "SigCgt") or 0) >> (number - 1) & 1)
-
-
 def has_open(pid: int, path: Path) -> bool:
     """Tell whether a process has a file open under any descriptor."""
     try:
@@ -106,62 +95,102 @@ def has_open(pid: int, path: Path) -> bool:
     return False
 
 
-def read_io(pid: int) -> int | None:
-    """Return the bytes that a process has read and written, by system calls and by paging; None if not shown.
-
-    Paging (`read_bytes`) is in both counts if a call caused it: this is to see whether anything moves.
-    """
-    shown = re.findall(
-        r"^(?:rchar|wchar|read_bytes): (\d+)$", read_kernel_text(f"/proc/{pid}/io"), re.MULTILINE
-    )
-    return sum(map(int, shown)) if shown else None
+# Processes: counters since their start, to compare with a later look
 
 
 @dataclass(frozen=True, slots=True)
-class KernelLook:
-    """One look at a process: its state, and counters to compare with a later look."""
+class Process:
+    """What the kernel has counted of a process."""
 
-    process: ProcessState
-    start: int = 0
+    pid: int
+    name: str
+    state: str
+    start: int
     """Clock ticks since boot: by this a later process with the same PID is known."""
-    ticks: int = 0
-    """Clock ticks of CPU time, of all of its threads."""
-    bytes_moved: int = 0
-    """Bytes read and written so far, and sent and received by TCP connections that are open."""
+    ticks: int
+    """Of CPU time, of all of its threads."""
+    child_ticks: int
+    """Those of children that have ended and were waited for."""
+    faults: int
+    """Major page faults, with those of such children."""
+    memory: int
+    """Resident bytes."""
+    shared: int
+    """Of these, pages of files and of shared memory."""
+    moved: int | None
+    """Bytes read and written, by system calls and by paging; None if that is not shown. Paging is in both
+    counts if a call caused it: this is to see whether anything moves."""
+    delays: Mapping[int, int]
+    """Nanoseconds that threads were ready to run and waited for a core."""
+    children: Sequence[int]
 
 
-def look_at_process(pid: int) -> KernelLook:
-    """Read what the kernel says of a process now; its state is X if it is gone."""
+def read_process(pid: int, *, tcp: bool = False) -> Process | None:
+    """Read the counters of a process, if asked with those of TCP; None if it is gone, or hidden."""
     try:
         name, fields = read_stat(pid)
-        started, ticks = int(fields[START]), int(fields[UTIME]) + int(fields[STIME])
     except (OSError, ValueError):
-        return KernelLook(ProcessState(pid, "X"))
-    tracer = re.search(r"^TracerPid:\t(\d+)$", read_kernel_text(f"/proc/{pid}/status"), re.MULTILINE)
-    process = ProcessState(
+        return None
+    pages = [_PAGE * int(number) for number in read_kernel_text(f"/proc/{pid}/statm").split()]
+    moved = re.findall(
+        r"^(?:rchar|wchar|read_bytes): (\d+)$", read_kernel_text(f"/proc/{pid}/io"), re.MULTILINE
+    )
+    total = sum(map(int, moved)) if moved else None
+    with suppress(OSError, struct.error):
+        total = (total or 0) + sum(read_connections([pid]).values()) if tcp else total
+    delays: dict[int, int] = {}
+    children: list[int] = []
+    for thread in list_threads(pid):
+        here = f"/proc/{pid}/task/{thread}"
+        children += [int(child) for child in read_kernel_text(f"{here}/children").split()]
+        if len(delays) < _MOST_THREADS and len(delay := read_kernel_text(f"{here}/schedstat").split()) > 1:
+            delays[thread] = int(delay[1])
+    return Process(
         pid=pid,
+        name=name,
         state=fields[0],
+        start=int(fields[START]),
+        ticks=sum(map(int, fields[_TIMES])),
+        child_ticks=sum(map(int, fields[_CHILD_TIMES])),
+        faults=sum(map(int, fields[_FAULTS])),
+        memory=pages[1] if pages else 0,
+        shared=pages[2] if pages else 0,
+        moved=total,
+        delays=delays,
+        children=children,
+    )
+
+
+def read_tree(pid: int, most: int = _LARGEST_TREE, *, tcp: bool = False) -> dict[int, Process]:
+    """Read a process and those below it, by PID, the process itself first; empty if it is gone."""
+    found: dict[int, Process] = {}
+    waiting = [pid]
+    while waiting and len(found) < most:
+        if (process := read_process(waiting.pop(), tcp=tcp)) is not None:
+            found[process.pid] = process
+            waiting += [child for child in process.children if child not in found]
+    return found
+
+
+def describe_process(pid: int, before: Process | None = None, seconds: float = 0.0) -> ProcessState:
+    """Return what the kernel says of a process now, with what it has used since `before`, `seconds` ago.
+
+    Its state is X if it is gone, or another one by now. Both readings are with TCP.
+    """
+    now = read_process(pid, tcp=True)
+    if now is None or (before and before.start != now.start):
+        return ProcessState(pid, "X", command=before.name if before else "")
+    tracer = re.search(r"^TracerPid:\t(\d+)$", read_kernel_text(f"/proc/{pid}/status"), re.MULTILINE)
+    return ProcessState(
+        pid=pid,
+        state=now.state,
         wait_channel=read_kernel_text(f"/proc/{pid}/wchan").strip("\x00\n ").removeprefix("0"),
         system_call=read_system_call(pid),
+        cpu=round(max(now.ticks - before.ticks, 0) / _TICKS / seconds, 3) if before and seconds > 0 else 0.0,
+        io_bytes=max((now.moved or 0) - (before.moved or 0), 0) if before else 0,
         tracer=int(tracer[1]) if tracer else 0,
-        command=name,
+        command=now.name,
     )
-    moved = read_io(pid) or 0
-    with suppress(OSError, struct.error):
-        moved += sum(read_connections([pid]).values())
-    return KernelLook(process, started, ticks, moved)
-
-
-def compare_looks(first: KernelLook, second: KernelLook, seconds: float) -> ProcessState:
-    """Return the second look's state with the CPU and IO that were used since the first, `seconds` before.
-
-    A process that has ended in between, or is another one by now, has the state X.
-    """
-    if second.process.state == "X" or first.start != second.start:
-        return replace(first.process, state="X", wait_channel="", system_call="")
-    cores = max(second.ticks - first.ticks, 0) / TICKS / seconds if seconds > 0 else 0.0
-    moved = max(second.bytes_moved - first.bytes_moved, 0)
-    return replace(second.process, cpu=round(cores, 3), io_bytes=moved)
 
 
 # Bytes over TCP: a download needs neither CPU nor files, and /proc/PID/io does not count what recv(2) has.
@@ -225,3 +254,213 @@ def _add_connection(found: dict[int, int], message: bytes) -> None:
         if kind == _INET_DIAG_INFO and size >= 4 + _ACKED + 16:
             found[inode] = sum(struct.unpack_from("=QQ", message, at + 4 + _ACKED))
         at += max(size, 4) + 3 & ~3
+
+
+# Samples of ranks and their node
+
+ACTIVE_CPU = 0.05
+"""Cores from which on a rank's tree is active: what waits uses less than 0.02."""
+_STARVING = 0.25
+"""Seconds per second that a thread waits for a core; on a busy machine, one that only polls has 0.05."""
+_ACTIVE_BYTES = 16 * 1024.0
+"""The same in bytes a second. A rank with torch's store asks it 100 times a second whether all others have
+joined (`TCPStore::waitForWorkers`), which is 5 kB/s with torch 2.13; NCCL's monitor asks it for less."""
+FindCgroups = Callable[[int], Sequence[str]]
+"""Gives the cgroups of a process (PID) for CPU, innermost first, as directories below the root."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """All ranks of a node, by PID, and the node."""
+
+    ranks: Mapping[int, RankSample] = field(default_factory=dict)
+    node: NodeSample = field(default_factory=NodeSample)
+    resting: Collection[int] = ()
+    """PIDs of ranks none of whose processes did anything; what cannot be seen counts as activity."""
+
+
+class Sampler:
+    """Samples ranks; each call says what has been since the one before."""
+
+    def __init__(self, find_cgroups: FindCgroups = lambda _: (), root: str = "") -> None:
+        """`root` is what /sys, /proc/pressure and cgroups are below."""
+        self._find_cgroups = find_cgroups
+        self._root = root
+        self._neighbours = _NeighbourFinder()
+        self._trees: dict[int, dict[int, Process]] = {}
+        """The ranks' processes at the last sample."""
+        self._connections: dict[int, Mapping[int, int]] = {}
+        """Bytes of their TCP connections by inode, if they were looked at."""
+        self._counts: Mapping[str, float] = {}
+        """Bytes by network device, and seconds held back by cgroup."""
+        self._time = 0.0
+
+    def sample(self, pids: Collection[int], still: Collection[int] = ()) -> Sample:
+        """Sample the ranks with these PIDs; of one that is gone there is an empty sample. Raises nothing.
+
+        Of `still`, those that make no progress, TCP connections are looked at, too: without that, a rank
+        counts as active.
+        """
+        now = time.monotonic()
+        elapsed, self._time = now - self._time, now
+        trees = {pid: tree for pid in pids if (tree := read_tree(pid))}
+        connections: dict[int, Mapping[int, int]] = {}
+        for pid in trees.keys() & still:
+            with suppress(OSError, struct.error):
+                connections[pid] = read_connections(trees[pid])
+        chains = {pid: self._find_cgroups(pid) for pid in trees}
+        devices = _count_bytes(Path(self._root or "/", "sys/class"))
+        groups = {group for chain in chains.values() for group in chain}
+        held = {group: _read_throttled(f"{self._root}/{group}") for group in groups}
+        counted, self._counts = self._counts, {**devices, **{g: s for g, s in held.items() if s is not None}}
+        rates = {
+            key: max(0.0, count - counted[key]) / elapsed
+            for key, count in self._counts.items()
+            if key in counted and elapsed > 0
+        }
+        neighbours = self._neighbours.find(trees)
+        ranks, resting = dict.fromkeys(pids, RankSample()), set()
+        for pid, tree in trees.items():
+            # A child's pages of files and of shared memory are left out: libraries, and batches that the rank
+            # has mapped too, would count once for each of its DataLoader workers. Pages that a fork still
+            # shares count in each process.
+            memory = [max(0, one.memory - (one.shared if one.pid != pid else 0)) for one in tree.values()]
+            # Of the cgroups with a quota that hold a rank, the strictest counts.
+            throttled = max((rates[group] for group in chains[pid] if group in rates), default=None)
+            ranks[pid] = RankSample(rss=sum(memory), throttled=throttled, neighbours=neighbours.get(pid, ()))
+            before = self._trees.get(pid)
+            if before is None or before[pid].start != tree[pid].start or elapsed <= 0:
+                continue
+            # What a child used goes to its parent once that has waited for it: so the sum over the tree grows
+            # on, and falls only if a child went unseen.
+            cpu, faults = (
+                max(0, sum(map(count, tree.values())) - sum(map(count, before.values()))) / elapsed
+                for count in (lambda one: (one.ticks + one.child_ticks) / _TICKS, lambda one: one.faults)
+            )
+            delays = [
+                {k: v for one in each.values() for k, v in one.delays.items()} for each in (tree, before)
+            ]
+            waited = [value / 1e9 / elapsed for value in _list_growth(*delays)]
+            ranks[pid] = replace(
+                ranks[pid],
+                cpu=cpu,
+                run_delay=sum(waited) if waited else None,
+                thread_delay=max(waited) if waited else None,
+                major_faults=faults,
+            )
+            # It rests if it did nothing, and was seen whole.
+            is_seen = tree.keys() == before.keys() and pid in connections and pid in self._connections
+            moved = [one.moved for one in (*tree.values(), *before.values())]
+            if is_seen and None not in moved and cpu < ACTIVE_CPU and max(waited, default=0) < _STARVING:
+                grown = sum((one.moved or 0) - (before[one.pid].moved or 0) for one in tree.values())
+                sent = _list_growth(connections[pid], self._connections[pid])
+                if max(grown, *sent, 0) / elapsed < _ACTIVE_BYTES:
+                    resting.add(pid)
+        self._trees, self._connections = trees, connections
+        node = NodeSample(
+            nic_rates=tuple((name, rates[name]) for name in devices if name in rates),
+            memory_pressure=self._read_pressure("memory"),
+            cpu_pressure=self._read_pressure("cpu"),
+            io_pressure=self._read_pressure("io"),
+        )
+        return Sample(ranks, node, resting)
+
+    def _read_pressure(self, resource: str) -> float | None:
+        """Return the share of the last 10 s that some task waited for a resource; None without PSI.
+
+        Source: the kernel's Documentation/accounting/psi.rst.
+        """
+        text = read_kernel_text(f"{self._root}/proc/pressure/{resource}")
+        found = re.match(r"some avg10=(\d+\.?\d*) ", text)
+        return float(found[1]) / 100 if found else None
+
+
+def _list_growth(now: Mapping[int, int], before: Mapping[int, int]) -> list[int]:
+    """Return how much counters have grown; one that is new, or less than before, has begun at 0."""
+    return [value - old if value >= (old := before.get(key, 0)) else value for key, value in now.items()]
+
+
+# Neighbours: whose processes, other than a rank's own, run on the cores that it may use
+
+_LEAST_SHARE = 0.05
+"""Cores: what uses less does not hold a rank up by much."""
+_MOST_NEIGHBOURS = 3
+"""That are told of for each rank."""
+_COST = 1000
+"""The next search comes no sooner than so many times what the last one took: 0.1% of a core at most."""
+
+
+class _NeighbourFinder:
+    """Searches all processes that are to be seen, as often as that is cheap."""
+
+    def __init__(self) -> None:
+        self.ticks: dict[tuple[int, str], int] = {}
+        """CPU ticks by process and its start, at the last search."""
+        self.time = self.next_time = 0.0
+        self.found: dict[int, tuple[Neighbour, ...]] = {}
+
+    def find(self, trees: Mapping[int, Collection[int]]) -> Mapping[int, tuple[Neighbour, ...]]:
+        """Return the neighbours of each rank, by its PID; `trees` has the PIDs of its own processes.
+
+        A process counts for the CPU on which its main thread ran last, and a rank's cores are those that it
+        may use (its affinity). Between searches it is the last result.
+        """
+        if (now := time.monotonic()) < self.next_time:
+            return self.found
+        start = time.thread_time()
+        seconds, self.time = now - self.time, now
+        before, self.ticks = self.ticks, {}
+        busy = []
+        for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:  # noqa: PTH208 - names alone
+            with suppress(OSError, ValueError):
+                name, fields = read_stat(pid)
+                key = pid, fields[START]
+                self.ticks[key] = sum(map(int, fields[_TIMES]))
+                share = (self.ticks[key] - before.get(key, self.ticks[key])) / _TICKS / seconds
+                if share >= _LEAST_SHARE:
+                    busy.append((share, pid, name, int(fields[_PROCESSOR])))
+        self.found = {}
+        for rank, own in trees.items():
+            with suppress(OSError):
+                cpus = os.sched_getaffinity(rank)
+                others = [Neighbour(n, pid, s) for s, pid, n, cpu in busy if pid not in own and cpu in cpus]
+                self.found[rank] = tuple(sorted(others, key=lambda one: -one.share)[:_MOST_NEIGHBOURS])
+        self.next_time = now + _COST * (time.thread_time() - start)
+        return self.found
+
+
+# The node: CPU quotas and network
+
+_WORD = 4
+"""Bytes: the unit of port_rcv_data and port_xmit_data (InfiniBand specification, PortCountersExtended)."""
+
+
+def _read_throttled(folder: str) -> float | None:
+    """Return the seconds that a quota has held back a cgroup in all; None if it has no such count.
+
+    Version 1 has nanoseconds as `throttled_time`, version 2 microseconds as `throttled_usec`. The kernel adds
+    up the run queues of all CPUs (Documentation/scheduler/sched-bwc.rst).
+    """
+    found = re.search(r"^throttled_(time|usec) (\d+)$", read_kernel_text(f"{folder}/cpu.stat"), re.MULTILINE)
+    return int(found[2]) / (1e9 if found[1] == "time" else 1e6) if found else None
+
+
+def _count_bytes(top: Path) -> dict[str, int]:
+    """Return the bytes that each network device has received and sent.
+
+    They are RDMA devices (InfiniBand and RoCE, which interfaces do not count; EFA has names of its own) and
+    physical interfaces, or all but the loopback if none is physical, as in a container. One whose counters
+    cannot be read is left out.
+    """
+    files: dict[str, tuple[Iterable[Path], int]] = {}
+    for device in sorted(top.glob("infiniband/*")):
+        words = [*device.glob("ports/*/counters/port_*_data")]
+        files[device.name] = (words, _WORD) if words else (device.glob("ports/*/hw_counters/[rt]x_bytes"), 1)
+    interfaces = [device for device in sorted(top.glob("net/*")) if device.name != "lo"]
+    for device in [one for one in interfaces if (one / "device").exists()] or interfaces:
+        files[device.name] = device.glob("statistics/[rt]x_bytes"), 1
+    found = {}
+    for name, (paths, unit) in files.items():
+        with suppress(ValueError):
+            found[name] = unit * sum(int(read_kernel_text(str(path))) for path in paths)
+    return found

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.files import LARGEST, read_file, read_stat
@@ -13,9 +13,17 @@ from launcher.inprocess.launch_inprocess import heartbeat as hook
 from launcher.protocol import name_plan_file
 from launcher.runs.run_records import read_ranks
 from launcher.watch.hang import find_quantile
-from launcher.watch.model import PHASES, GpuSample, Heartbeat, Rank, RankEntry, RankMessage, RankSample
-from launcher.watch.procfs import START
-from launcher.watch.samples import ACTIVE_CPU, Sample
+from launcher.watch.model import (
+    PHASES,
+    GpuSample,
+    Heartbeat,
+    Rank,
+    RankEntry,
+    RankMessage,
+    RankSample,
+    list_fields,
+)
+from launcher.watch.procfs import ACTIVE_CPU, START, Sample
 
 _START_STACK = 28 - 3
 """Index of this field of proc(5)'s stat in `read_stat`."""
@@ -222,7 +230,7 @@ class RankBook:
                     notes=beat.notes if beat else (),
                     idle=idle,
                     quiet=max(0.0, min(self.now - known.active_at, idle or 0.0)),
-                    **{item.name: getattr(own, item.name) for item in fields(own)},
+                    **list_fields(own),
                 )
             )
         return tuple(found)

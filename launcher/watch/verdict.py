@@ -85,10 +85,7 @@ def _find_waits(ranks: _Ranks, world: Set[int]) -> dict[int, tuple[_Wait, ...]]:
             continue
         found = []
         for group in rank.groups:
-            if group.is_pending:
-                number_after = max(group.last_completed, 0) + 1
-                last = Call(number_after, group.operation, group.sizes, is_complete=False)
-                call = next((call for call in group.calls if not call.is_complete), last)
+            if call := group.pending:
                 missing = frozenset(
                     member
                     for member in members[group.key] - {number}

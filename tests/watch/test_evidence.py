@@ -29,7 +29,7 @@ from launcher.watch.model import (
     Heartbeat,
     NodeEvidence,
     NodeReport,
-    RankEntry,
+    Rank,
     RankEvidence,
 )
 from launcher.watch.ranks import read_heartbeat
@@ -92,10 +92,10 @@ def gather_one(
     folder: Path, pid: int, *, can_dump: bool = True, exit_code: int | None = None, **options: Any
 ) -> RankEvidence:
     """The evidence of one process; the second look comes after 0.3 s."""
-    rank, beats = RankEntry(0, 3, 0, pid, exit_code), {0: make_heartbeat(pid, can_dump=can_dump)}
+    beat = make_heartbeat(pid, can_dump=can_dump)
+    rank = Rank(0, 3, pid, 0, "training", beat.step, 40.0, exit_code=exit_code, gpu=GpuSample(3))
     options = {"between": 0.3, **options}
-    gpus = {3: GpuSample(3)}
-    node = gather_node(folder, [rank], beats, host="n1", node_rank=0, number=1, gpus=gpus, **options)
+    node = gather_node(folder, [rank], {0: beat}, host="n1", node_rank=0, number=1, **options)
     return node.ranks[0]
 
 
@@ -140,7 +140,7 @@ def test_evidence_of_one_that_sleeps_is_stopped_and_ends(tmp_path: Path) -> None
         found = gather_one(tmp_path, process.pid, can_dump=False)  # a hook without handler is not asked
         assert not found.process.stacks and path.read_bytes() == b""
         found = gather_one(tmp_path, process.pid, exit_code=0)
-        assert (found.phase, found.exit_code, found.process.stacks) == ("exited", 0, ())
+        assert (found.exit_code, found.process.stacks) == (0, ())
         with path.open("ab") as file:  # files in memory do not grow without bound
             file.write(b"x" * (1 << 20 | 1))
         found = gather_one(tmp_path, process.pid)
@@ -286,18 +286,23 @@ def gather_until(
     folder: Path, ranks: list["subprocess.Popen[str]"], is_there: Callable[[RankEvidence], bool]
 ) -> NodeEvidence:
     """The node's evidence, as soon as that of rank 0 is as it is to be."""
-    entries = [RankEntry(number, number, 0, rank.pid) for number, rank in enumerate(ranks)]
     for _ in range(60):
         found = {number: read_heartbeat(folder / f"rank-{number}.beat") for number in range(len(ranks))}
         beats = {number: beat for number, beat in found.items() if beat}
-        node = gather_node(folder, entries, beats, host="n1", node_rank=0, number=1, gpus={})
+        states = [
+            Rank(
+                number, number, rank.pid, 0, beats[number].phase if number in beats else "unwatched", 0, None
+            )
+            for number, rank in enumerate(ranks)
+        ]
+        node = gather_node(folder, states, beats, host="n1", node_rank=0, number=1)
         if is_there(node.ranks[0]):
             return node
     raise AssertionError(node)
 
 
 def is_pending(rank: RankEvidence) -> bool:
-    return any(group.is_pending for group in rank.groups)
+    return any(group.pending for group in rank.groups)
 
 
 def test_ranks_that_wait_for_each_other_in_torch(tmp_path: Path) -> None:

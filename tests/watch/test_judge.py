@@ -27,9 +27,9 @@ from launcher.watch.model import (
     RankSample,
     Verdict,
 )
+from launcher.watch.procfs import Sample
 from launcher.watch.ranks import RankBook
 from launcher.watch.run_files import Stored
-from launcher.watch.samples import Sample
 
 TABLES = tomllib.loads(Path(__file__).with_name("judge.toml").read_text())
 ABSENT = Verdict("absent", "rank 1 on n1 has not joined", (1,), ("n1",))

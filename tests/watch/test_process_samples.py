@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launcher.watch.model import NodeSample, RankSample
-from launcher.watch.samples import Sample, Sampler
+from launcher.watch.procfs import Sample, Sampler
 
 BUSY = "while True: pass"
 WITH_CHILD = f"""
@@ -97,7 +98,8 @@ def test_first_samples_know_memory_alone_and_those_of_nobody_are_empty() -> None
             found = sampler.sample([rank.pid]).ranks[rank.pid]
             assert found.rss and found.rss > 1 << 20
             assert (found.cpu, found.run_delay, found.major_faults) == (None, None, None)
-            sampler._before[rank.pid].start -= 1  # the PID is another process's by now
+            tree = sampler._trees[rank.pid]  # the PID is another process's by now
+            tree[rank.pid] = replace(tree[rank.pid], start=0)
     gone = [rank.pid, 0, -1, 1 << 30]
     assert sampler.sample(gone).ranks == dict.fromkeys(gone, RankSample())
 
