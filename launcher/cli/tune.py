@@ -8,18 +8,18 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launcher.cli.job_warnings import name_files, unset_settings
 from launcher.cli.output_files import check_target, explain, write_file
 from launcher.cli.run import plan_job, settle_fit, specify_job, try_anew
 from launcher.cli.verbs import Call, print_json
-from launcher.config.compose import read_values, resolve
+from launcher.config.compose import Composed, read_values, resolve
 from launcher.config.config_file import render_config
 from launcher.config.environment_files import fill_env
 from launcher.config.run_path import choose_run_path
@@ -32,36 +32,29 @@ from launcher.launch.local_run import make_agent, prepare_run, write_plan
 from launcher.launch.monitor import RankMonitor
 from launcher.launch.supervisor import Supervisor
 from launcher.launch.torchrun_agent import check_open_files
-from launcher.plan.model import Plan, plan_to_json
-from launcher.plan.resources import limit_workers
+from launcher.plan.model import plan_to_json
 from launcher.probe.limits import count_oom_kills, find_usable_memory, is_memory_low
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
-from launcher.report.console import make_console
-from launcher.report.tune import TrialViewer, describe_trial, print_trials, tabulate_trials
+from launcher.report.console import make_console, show_spinner
+from launcher.report.tables import make_table
 from launcher.runs.manifest import stamp_time, write_manifest
+from launcher.runs.progress import Progress
 from launcher.runs.rank_logs import read_tail
-from launcher.runs.run_directory import RunDir, write_json
+from launcher.runs.run_directory import write_json
 from launcher.runs.secrets import mask_words
-from launcher.text import count_things, format_size, join_words, print_text
-from launcher.tune.batch_search import FIRST_BATCH, BatchBounds, choose_next_batch, conclude_batches
-from launcher.tune.search import choose_best, choose_next, price_all
+from launcher.text import count_things, format_size, join_words, print_text, redirect_log
+from launcher.tune.batch import FIRST_BATCH, BatchSearch
 from launcher.tune.trials import (
     FAILED,
     FITS,
     TOO_LARGE,
     MeasureError,
     MismatchError,
-    Record,
     Trial,
-    check_effect,
     find_memory_error,
-    measure_batch,
-    measure_workers,
     read_records,
 )
-
-if TYPE_CHECKING:
-    from launcher.config.compose import Composed
+from launcher.tune.workers import WorkersSearch, find_max_workers, price_all
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +62,6 @@ CHOICE_FILE = "conf/dataloader/tuned.yaml"
 """The file that later runs find from the working directory; its folder is made."""
 MARK = "# Written by `launch tune "
 """Beginning of a file that may be replaced; the subject follows."""
-WORKERS_PER_CORE = 2
-"""Workers for each core: those that read from a disk or a network wait more than they compute."""
-MIN_WORKERS, MAX_WORKERS = 4, 64
 WARMUP = 2
 """Steps after which garbage collection is as in the later steps of a long run: before any is measured."""
 RECORDS = "measured"
@@ -79,210 +69,93 @@ RECORDS = "measured"
 LOG_LINES = 20_000
 """Last lines of each rank's logs that are searched for an allocation that has failed."""
 KNOWN = (
-    "--micro-batch-size",
-    "--micro_batch_size",
-    "--per-device-train-batch-size",
-    "--per_device_train_batch_size",
-    "--train-batch-size",
-    "--train_batch_size",
-    "--batch-size",
-    "--batch_size",
-    "batch_size=",
+    *("--micro-batch-size", "--micro_batch_size"),
+    *("--per-device-train-batch-size", "--per_device_train_batch_size"),
+    *("--train-batch-size", "--train_batch_size", "--batch-size", "--batch_size", "batch_size="),
 )
 """Options that are recognized among a program's arguments, if tune.option names none."""
 PREFIX = "program."
 """Of keys of the configured program."""
 OF_A_SEARCH = ("save", "format", "new_run_dir")
 """Settings beside `tune` that a search alone has."""
+VERDICTS = {FITS: "fits", TOO_LARGE: "does not fit", FAILED: "fails, not for memory"}
+COLUMNS: Mapping[str, Callable[[Trial], str]] = {
+    "±": lambda trial: f"{trial.error:.1%}" if trial.error else "",
+    "waiting for data": lambda trial: f"{trial.wait:.0%}" if trial.rate else "",
+    "step": lambda trial: f"{trial.step_seconds:.3g} s" if trial.step_seconds else "",
+    "memory": lambda trial: format_size(trial.use_kib) if trial.use_kib else "",
+    "of": lambda trial: format_size(trial.gpu_total_kib) if trial.gpu_total_kib else "",
+}
+"""Of the table of trials. Without a GPU the memory has no limit in it, which is then the machine's."""
+
+Search = WorkersSearch | BatchSearch
 
 
-class InterruptedTrialError(Exception):
-    """`launch` was sent a signal; its number is the argument."""
+class TrialViewer:
+    """Shows what is being tried, on a terminal alone, and nothing of what the trial prints or logs."""
 
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.showing = ExitStack()
 
-class FailedTrialError(MeasureError):
-    """The program failed; the text is how, in some lines."""
+    def start(self) -> None:
+        """Show it: not before the agent's start, since a thread must not hold locks in a fork."""
+        self.showing.enter_context(show_spinner(self.text))
+        self.showing.callback(redirect_log(lambda _: None))
 
-    def __init__(self, lines: Sequence[str], status: int) -> None:
-        super().__init__("\n".join(lines))
-        self.status = status
+    def ignore(self, *_: object, **__: object) -> None:
+        """A trial has no terminal, and what it prints is not shown."""
 
+    use_terminal = notify = watch_rank = ignore
 
-@dataclass(frozen=True, slots=True)
-class Conclusion:
-    """What the trials say."""
+    def release_log(self) -> None:
+        """Let what is logged be seen."""
+        self.showing.close()
 
-    value: int | None
-    """The value to use; None if there is none."""
-    facts: Mapping[str, object]
-    """What was found, for programs; what is not known is null."""
-    lines: Sequence[str]
-    """The same for people, with how it is used; why there is none."""
-    remarks: Mapping[int, str]
-    """What is said of values in the table."""
+    def finish(self, *, patient: bool = True) -> Sequence[Progress]:
+        return ()
 
-
-class WorkersStrategy:
-    """Tries the most telling number of DataLoader workers until it is clear which one is best."""
-
-    subject, title = "dataloader", "workers"
-
-    def __init__(self, spec: JobSpec, job: Job, argv: Sequence[str]) -> None:
-        self.trials: list[Trial] = []
-        self.max_workers, why = find_max_workers(job.config, job.plan)
-        self.thrift = price_all(self.max_workers, job.config.tune.steps) / 2
-        self.bounds = f"with 0 to {self.max_workers} workers each ({why})"
-        self.preview = f"0 workers, then up to {self.max_workers} ({why}) until it is clear"
-        for name in (LAUNCH_NUM_WORKERS, LAUNCH_LOADER_DEFAULT):
-            if name in job.config.env:
-                raise UsageError(f"env.{name} is set, which `launch tune` chooses: leave it out")
-
-    def next(self) -> int | None:
-        """Return the number to try next; None if it is clear which is best."""
-        failed = [trial.value for trial in self.trials if trial.verdict != FITS]
-        return choose_next(
-            self.trials, min([self.max_workers, *(value - 1 for value in failed)]), self.thrift
-        )
-
-    def argument(self, value: int) -> str:
-        """Return a value as people read it."""
-        return count_things(value, "worker")
-
-    def prepare(self, spec: JobSpec, composed: "Composed", value: int) -> tuple[JobSpec, dict[str, str]]:
-        """Return the job of a value, with variables of its own."""
-        return spec, {LAUNCH_NUM_WORKERS: str(value), LAUNCH_LOADER_DEFAULT: "1"}
-
-    def measure(self, records: Sequence[Record], value: int, ranks: int) -> Trial:
-        """Return what a trial has brought; raises MeasureError."""
-        return measure_workers(records, value, ranks)
-
-    def conclude(self) -> Conclusion:
-        """Return what the trials say."""
-        best = choose_best(self.trials)
-        facts = {"max_workers": self.max_workers, "num_workers": best.value if best else None}
-        if best is None:
-            failed = "".join(f": {self.argument(trial.value)}: {trial.reason}" for trial in self.trials[-1:])
-            return Conclusion(None, facts, [f"nothing could be measured{failed}"], {})
-        return Conclusion(
-            best.value, facts, [f"fastest with {self.argument(best.value)}"], {best.value: "chosen"}
-        )
-
-
-class BatchStrategy:
-    """Doubles the micro-batch until it does not fit, then looks between."""
-
-    subject, title = "batch", "batch"
-
-    def __init__(self, spec: JobSpec, job: Job, argv: Sequence[str]) -> None:
-        """Begin with the size that the command line sets, else with FIRST_BATCH."""
-        tune = job.config.tune
-        self.spec, self.argv = spec, argv
-        self.trials: list[Trial] = []
-        self.option, asked = find_batch_option(spec)
-        if asked is not None and asked > tune.max_batch:
-            raise UsageError(
-                f"{self.argument(asked)} is above tune.max_batch={tune.max_batch}: give a larger one"
-            )
-        start, memory = asked or FIRST_BATCH, find_usable_memory(job.plan.machine)
-        self.limits = BatchBounds(start, tune.max_batch, memory, tune.seconds, tune.timeout)
-        most = f"{tune.max_batch}" + (f", within {format_size(memory)} of memory" if memory else "")
-        self.bounds = f"{self.argument(start)} first, at most {most}"
-        self.preview = f"{self.argument(start)}, then twice as much until it does not fit, up to {most}"
-        if spec.config.save is not None:
-            raise UsageError(
-                f"save={spec.config.save}: `launch tune batch` prints the command to use and writes no file,"
-                " leave it out"
-            )
-
-    def next(self) -> int | None:
-        """Return the size to try next; raises MeasureError if the option has no effect."""
-        check_effect(self.trials, self.option)
-        return choose_next_batch(self.trials, self.limits)
-
-    def argument(self, value: int) -> str:
-        """Return a size as it is typed."""
-        return f"{self.option}{'' if self.option.endswith('=') else ' '}{value}"
-
-    def prepare(self, spec: JobSpec, composed: "Composed", value: int) -> tuple[JobSpec, dict[str, str]]:
-        """Return the job of a size; a configured program's is resolved from the configuration."""
-        if spec.program is None:
-            composed.tree.program[self.option.removeprefix(PREFIX).removesuffix("=")] = value
-            return spec, {}
-        return replace(spec, program=set_argument(spec.program, self.option, value)), {}
-
-    def measure(self, records: Sequence[Record], value: int, ranks: int) -> Trial:
-        """Return what a trial has brought; raises MeasureError."""
-        return measure_batch(records, value, ranks)
-
-    def conclude(self) -> Conclusion:
-        """Return what the trials say."""
-        choice = conclude_batches(self.trials, self.limits)
-        use = self.argument(choice.batch) if choice.batch else None
-        facts = {"option": self.option, **asdict(choice), "argument": use}
-        if choice.batch is None:
-            last = self.trials[-1] if self.trials else Trial(self.limits.start)
-            why = (
-                f"{self.argument(last.value)} does not fit ({last.reason}), nor does any larger one: use"
-                " a smaller model or shorter sequences, activation checkpointing, or more sharding"
-            )
-            return Conclusion(None, facts, [why], {})
-        safe = choice.largest_with_margin or "none is known to have 5% to spare"
-        fast = choice.fastest or "not measured"
-        sizes = f"with 5% of the memory to spare: {safe}; fastest: {fast}; use {choice.batch}"
-        lines = [
-            f"largest micro-batch that fits: {choice.largest} ({choice.limit})",
-            f"{sizes}: `{self._render_command(choice.batch)}`",
-        ]
-        names = {"largest": choice.largest, "largest with 5% to spare": choice.largest_with_margin}
-        names["fastest"] = choice.fastest
-        remarks = {
-            trial.value: ", ".join(name for name, size in names.items() if size == trial.value)
-            for trial in self.trials
-        }
-        return Conclusion(choice.batch, facts, lines, remarks)
-
-    def _render_command(self, batch: int) -> str:
-        """Return the command that uses a size, with the settings of this one that later runs need too."""
-        words = dropwhile(lambda word: word in ("tune", "batch"), self.argv)
-        settings = []
-        for word in takewhile(lambda word: "=" in word and not word.startswith("-"), words):
-            key = word.partition("=")[0].lstrip("+~")
-            if key not in (*OF_A_SEARCH, self.option.removesuffix("=")) and not key.startswith("tune."):
-                settings.append(word)
-        if self.spec.program is None:
-            return f"launch {join_words([*mask_words(settings), self.argument(batch)])}"
-        program = mask_words(set_argument(self.spec.program, self.option, batch))
-        return f"launch {join_words([*mask_words(settings), '--', *program])}"
-
-
-Strategy = WorkersStrategy | BatchStrategy
+    def close(self) -> bool:
+        """Take the line down."""
+        self.showing.close()
+        return True
 
 
 def tune_program(call: Call) -> int:
     """Tune what is named for a program, and return the exit code; raises LaunchError."""
-    strategies: dict[str, type[Strategy]] = {"dataloader": WorkersStrategy, "batch": BatchStrategy}
     composed, names = call.composition, call.names
-    if len(names) != 1 or names[0] not in strategies:
+    if len(names) != 1 or names[0] not in ("dataloader", "batch"):
         given = f"`{names[0]}` cannot be tuned" if names else "tune what?"
         raise UsageError(
             f"{given}: say `launch tune dataloader [KEY=VALUE …] [-- PROGRAM ARGUMENT …]`, or `launch tune"
             " batch tune.option=--batch-size …`"
         )
-    kind = strategies[names[0]]
 
-    def search() -> int:
+    def tune() -> int:
         _measure_here(composed)
         run_path = choose_run_path(composed, call.program, suffix="-tune")
         spec = specify_job(composed, call.program, run_path, os.environ, "launch tune")
-        if LAUNCH_METER in spec.config.env:
-            raise UsageError(f"env.{LAUNCH_METER} is set, which `launch tune` chooses: leave it out")
         job = plan_job(spec)
-        return _search(kind(spec, job, call.argv), composed, spec, job, call.argv)
+        search: Search
+        target, chosen = None, [LAUNCH_METER]
+        if names[0] == "batch":
+            search = _begin_batches(spec, job)
+        else:
+            most, why = find_max_workers(job.config, job.plan)
+            search = WorkersSearch(most, why, price_all(most, job.config.tune.steps) / 2)
+            target = CHOICE_FILE if spec.config.save is None else spec.config.save
+            check_choice_file(target, replaces=spec.config.yes)
+            chosen += [LAUNCH_NUM_WORKERS, LAUNCH_LOADER_DEFAULT]
+        for name in chosen:
+            if name in spec.config.env:
+                raise UsageError(f"env.{name} is set, which `launch tune` chooses: leave it out")
+        tuning = Tuning(search, composed, spec, call.argv, target)
+        return tuning.preview() if spec.config.dry_run else tuning.run(job)
 
-    return try_anew(search)
+    return try_anew(tune)
 
 
-def _measure_here(composed: "Composed") -> None:
+def _measure_here(composed: Composed) -> None:
     """Have the trials run on this machine; raises UsageError for a job that is to run elsewhere."""
     values = read_values(composed, ("nodes", "cluster.kind", "run_dir", "new_run_dir"))
     nodes, kind = str(values["nodes"]), str(values["cluster.kind"])
@@ -307,125 +180,223 @@ def _measure_here(composed: "Composed") -> None:
     composed.tree.cluster.kind, composed.tree.nodes = "local", 1
 
 
-def _search(strategy: Strategy, composed: "Composed", spec: JobSpec, job: Job, argv: Sequence[str]) -> int:
-    """Try values until the best is known, keep it, and return the exit code.
+def _begin_batches(spec: JobSpec, job: Job) -> BatchSearch:
+    """Return a search that begins with the size that the command line sets, else with FIRST_BATCH."""
+    tune = job.config.tune
+    option, asked = find_batch_option(spec)
+    memory = find_usable_memory(job.plan.machine)
+    search = BatchSearch(option, asked or FIRST_BATCH, tune.max_batch, memory, tune.seconds, tune.timeout)
+    if asked is not None and asked > tune.max_batch:
+        raise UsageError(
+            f"{search.argument(asked)} is above tune.max_batch={tune.max_batch}: give a larger one"
+        )
+    if spec.config.save is not None:
+        raise UsageError(
+            f"save={spec.config.save}: `launch tune batch` prints the command to use and writes no file,"
+            " leave it out"
+        )
+    return search
 
-    Raises LaunchError, and RunIdTakenError before anything has run.
-    """
-    target = None
-    if isinstance(strategy, WorkersStrategy):
-        target = CHOICE_FILE if spec.config.save is None else spec.config.save
-        check_choice_file(target, replaces=spec.config.yes)
-    if spec.config.dry_run:
-        first, variables = _specify_trial(strategy, composed, spec, strategy.next() or 0, Path("RUN_DIR"))
-        shown = [f"{name}={first.environ[name]}" for name in (*variables, LAUNCH_METER)]
+
+@dataclass(slots=True)
+class Tuning:
+    """A search with the job that it runs with one value after the other."""
+
+    search: Search
+    composed: Composed
+    spec: JobSpec
+    argv: Sequence[str]
+    target: str | None
+    """The file that the choice is written to."""
+
+    def preview(self) -> int:
+        """Say what would be tried, and return exit code 0."""
+        first, variables = self._specify(self.search.next() or 0, Path("RUN_DIR"))
+        shown = [f"{name}={first.environ[name]}" for name in variables]
         command = join_words(["env", *shown, *render_start(_plan_trial(first)[1], "RUN_ID")])
-        written = f"would write {target}\n" if target else ""
-        steps = spec.config.tune.steps
-        print_text(f"would try {strategy.preview}, each for {steps} steps at most\n{written}{command}\n")
+        written = f"would write {self.target}\n" if self.target else ""
+        steps = self.spec.config.tune.steps
+        print_text(f"would try {self.search.preview}, each for {steps} steps at most\n{written}{command}\n")
         return 0
-    run, manifest = prepare_run(spec, argv, [job.host])
-    name_files(composed.own_files)
-    program = f"program={spec.choices.get('program', '')}"
-    if spec.program is not None:
-        home = f"{os.path.expanduser('~')}/"  # noqa: PTH111
-        program = shlex.join(mask_words(spec.program)).replace(home, "~/")
-    where = f"{program} on {count_things(len(job.plan.ranks), 'rank')} of {job.host}"
-    logger.info(f"{where}, {strategy.bounds}")
-    logger.info(f"run directory {run.path}")
-    interrupted = 0
-    try:
-        while (value := strategy.next()) is not None:
-            trial = _try_value(strategy, composed, spec, value, run.path, argv)
-            strategy.trials.append(trial)
-            logger.info(describe_trial(trial, strategy.argument(value)))
-        if strategy.conclude().value is None:
-            raise MachineError(f"{strategy.conclude().lines[0]} (run directory {run.path})")
-    except InterruptedTrialError as error:
-        interrupted = error.args[0]
-    except KeyboardInterrupt:  # between two runs
-        interrupted = signal.SIGINT
-    except (MeasureError, LaunchError) as error:
-        status = error.status if isinstance(error, FailedTrialError) else getattr(error, "exit_code", 2)
-        _end_run(run, manifest, "failed", status)
-        if isinstance(error, LaunchError):
+
+    def run(self, job: Job) -> int:
+        """Try values until the best is known, keep it, and return the exit code.
+
+        Raises LaunchError, and RunIdTakenError before anything has run.
+        """
+        search, spec = self.search, self.spec
+        run, manifest = prepare_run(spec, self.argv, [job.host])
+        name_files(self.composed.own_files)
+        program = f"program={spec.choices.get('program', '')}"
+        if spec.program is not None:
+            home = f"{os.path.expanduser('~')}/"  # noqa: PTH111
+            program = shlex.join(mask_words(spec.program)).replace(home, "~/")
+        where = f"{program} on {count_things(len(job.plan.ranks), 'rank')} of {job.host}"
+        logger.info(f"{where}, {search.bounds}")
+        logger.info(f"run directory {run.path}")
+
+        def end(state: str, status: int) -> None:
+            manifest.update(ended=stamp_time(), outcome={"state": state, "exit_code": status})
+            try:
+                write_manifest(run, manifest)
+            except OSError as error:
+                raise MachineError(f"{run.manifest_path} cannot be written ({error}): make room") from None
+
+        status = 0
+        try:
+            while (value := search.next()) is not None:
+                trial = self._try(value, run.path)
+                search.trials.append(trial)
+                logger.info(describe_trial(trial, search.argument(value)))
+            if search.conclude().value is None:
+                raise MachineError(f"{search.conclude().lines[0]} (run directory {run.path})")
+        except KeyboardInterrupt as error:
+            status = 128 + (error.args[0] if error.args else signal.SIGINT)
+        except LaunchError as error:
+            end("failed", error.exit_code)
             raise
-        if not isinstance(error, FailedTrialError):
-            raise UsageError(f"{error} (run directory {run.path})") from None
-        for line in (*str(error).splitlines(), f"run directory {run.path}"):
-            logger.info(line)
-        return error.status
-    found = strategy.conclude()
-    saved = None if interrupted else target
-    if saved is not None and found.value is not None:
-        write_choice(saved, tabulate_trials(strategy.trials, strategy.title), where, found.value, spec.config)
-    result = {
-        **{"schema": 1, "subject": strategy.subject, "complete": not interrupted, **found.facts},
-        "trials": [asdict(trial) for trial in sorted(strategy.trials, key=lambda trial: trial.value)],
-        "saved": saved,
-    }
-    with contextlib.suppress(OSError):
-        write_json(run.path / "tuning.json", result)
-    status = 128 + interrupted if interrupted else 0
-    _end_run(run, manifest, "stopped" if interrupted else "succeeded", status)
-    if spec.config.format == "json":
-        print_json(result)
-    elif strategy.trials:
-        print_trials(make_console(stderr=False), strategy.trials, strategy.title, found.remarks)
-        sys.stdout.flush()
-    if found.value is None:
-        logger.info("interrupted before anything was measured")
+        except MeasureError as error:
+            end("failed", UsageError.exit_code if error.status is None else error.status)
+            if error.status is None:
+                raise UsageError(f"{error} (run directory {run.path})") from None
+            for line in (*str(error).splitlines(), f"run directory {run.path}"):
+                logger.info(line)
+            return error.status
+        found, saved = search.conclude(), None if status else self.target
+        if saved is not None and found.value is not None:
+            rows = tabulate_trials(search.trials, search.title)
+            write_choice(saved, rows, where, found.value, spec.config)
+        result = {
+            **{"schema": 1, "subject": search.subject, "complete": not status, **found.facts},
+            "trials": [asdict(trial) for trial in sorted(search.trials, key=lambda trial: trial.value)],
+            "saved": saved,
+        }
+        with contextlib.suppress(OSError):
+            write_json(run.path / "tuning.json", result)
+        end("stopped" if status else "succeeded", status)
+        if spec.config.format == "json":
+            print_json(result)
+        elif search.trials:
+            print_trials(search.trials, search.title, found.remarks)
+        if found.value is None:
+            logger.info("interrupted before anything was measured")
+            return status
+        *lines, last = found.lines
+        if isinstance(search, BatchSearch):
+            last += f": `{self._render_command(search, found.value)}`"
+        for line in (*lines, last):
+            logger.info(f"interrupted, and no file is written: {line}" if status else line)
+        if saved is not None:
+            use = describe_use(saved, f" -- {program}" if spec.program else "")
+            logger.info(f"{saved} written: {use}")
         return status
-    for line in found.lines:
-        logger.info(f"interrupted, and no file is written: {line}" if interrupted else line)
-    if saved is not None:
-        use = describe_use(saved, f" -- {program}" if spec.program else "")
-        logger.info(f"{saved} written: {use}")
-    return status
 
+    def _render_command(self, search: BatchSearch, batch: int) -> str:
+        """Return the command that uses a size, with the settings of this one that later runs need too."""
+        words = dropwhile(lambda word: word in ("tune", "batch"), self.argv)
+        settings = []
+        for word in takewhile(lambda word: "=" in word and not word.startswith("-"), words):
+            key = word.partition("=")[0].lstrip("+~")
+            if key not in (*OF_A_SEARCH, search.option.removesuffix("=")) and not key.startswith("tune."):
+                settings.append(word)
+        rest = [search.argument(batch)]
+        if self.spec.program is not None:
+            rest = ["--", *mask_words(set_argument(self.spec.program, search.option, batch))]
+        return f"launch {join_words([*mask_words(settings), *rest])}"
 
-def _try_value(
-    strategy: Strategy, composed: "Composed", spec: JobSpec, value: int, folder: Path, argv: Sequence[str]
-) -> Trial:
-    """Run the program with a value, and return what that has brought.
+    def _specify(self, value: int, folder: Path) -> tuple[JobSpec, Mapping[str, str]]:
+        """Return a trial with a run directory and variables of its own, and these variables.
 
-    Once a value has fitted, a failure is put down to the value. Raises MeasureError if the program cannot be
-    tuned, and InterruptedTrialError for a signal.
-    """
-    path = folder / f"{strategy.title}-{value}"
-    trial, _ = _specify_trial(strategy, composed, spec, value, path)
-    try:
-        return _run_trial(strategy, trial, value, argv)
-    except MeasureError as error:
-        fitting = [trial.value for trial in strategy.trials if trial.verdict == FITS]
-        if not fitting or (isinstance(error, MismatchError) and not any(fitting)):
-            raise
-        lines = [line.strip().removeprefix("| ").strip() for line in str(error).splitlines()]
-        return Trial(value, verdict=FAILED, reason=next((line for line in reversed(lines) if line), ""))
+        A configured program is resolved from the configuration, in which a micro-batch is set.
+        """
+        spec, search, variables = self.spec, self.search, dict[str, str]()
+        if isinstance(search, WorkersSearch):
+            variables = {LAUNCH_NUM_WORKERS: str(value), LAUNCH_LOADER_DEFAULT: "1"}
+        elif spec.program is None:
+            self.composed.tree.program[search.option.removeprefix(PREFIX).removesuffix("=")] = value
+        else:
+            spec = replace(spec, program=set_argument(spec.program, search.option, value))
+        config = fill_env(resolve(self.composed, folder), spec.file_variables)
+        config = replace(
+            unset_settings(config, spec.unset_allocator),
+            gc=replace(config.gc, warmup=min(config.gc.warmup, WARMUP)),
+            torchrun=replace(config.torchrun, max_restarts=0),
+            restarts=None,
+        )
+        order = {"folder": str(folder / RECORDS), "steps": config.tune.steps, "seconds": config.tune.seconds}
+        variables[LAUNCH_METER] = json.dumps(order)
+        trial = replace(
+            spec,
+            config=config,
+            config_text=render_config(self.composed),
+            environ={**spec.environ, **variables},
+            run_path=folder,
+            run_key="new_run_dir",
+        )
+        return trial, variables
 
+    def _try(self, value: int, folder: Path) -> Trial:
+        """Run the program with a value, and return what that has brought.
 
-def _specify_trial(
-    strategy: Strategy, composed: "Composed", spec: JobSpec, value: int, folder: Path
-) -> tuple[JobSpec, Mapping[str, str]]:
-    """Return a trial with a run directory and variables of its own, and these variables."""
-    spec, variables = strategy.prepare(spec, composed, value)
-    config = unset_settings(fill_env(resolve(composed, folder), spec.file_variables), spec.unset_allocator)
-    config = replace(
-        config,
-        gc=replace(config.gc, warmup=min(config.gc.warmup, WARMUP)),
-        torchrun=replace(config.torchrun, max_restarts=0),
-        restarts=None,
-    )
-    order = {"folder": str(folder / RECORDS), "steps": config.tune.steps, "seconds": config.tune.seconds}
-    trial = replace(
-        spec,
-        config=config,
-        config_text=render_config(composed),
-        environ={**spec.environ, **variables, LAUNCH_METER: json.dumps(order)},
-        run_path=folder,
-        run_key="new_run_dir",
-    )
-    return trial, variables
+        Once a value has fitted, a failure is put down to the value. Raises MeasureError if the program cannot
+        be tuned, KeyboardInterrupt with the number of a signal, and what any job raises.
+        """
+        trial, _ = self._specify(value, folder / f"{self.search.title}-{value}")
+        try:
+            return self._run_trial(trial, value)
+        except MeasureError as error:
+            fitting = [trial.value for trial in self.search.trials if trial.verdict == FITS]
+            if not fitting or (isinstance(error, MismatchError) and not any(fitting)):
+                raise
+            lines = [line.strip().removeprefix("| ").strip() for line in str(error).splitlines()]
+            return Trial(value, verdict=FAILED, reason=next((line for line in reversed(lines) if line), ""))
+
+    def _run_trial(self, trial: JobSpec, value: int) -> Trial:
+        """Run the program to its end, or until it has been measured, or the machine's memory runs out.
+
+        A program that catches the error of an allocation, and goes on or ends in peace, does not fit either.
+        """
+        trial, job = _plan_trial(trial)
+        check_open_files()
+        run, manifest = prepare_run(trial, self.argv, [job.host])
+        write_plan(trial, run, job.host, plan_to_json(job.plan))
+        (run.path / RECORDS).mkdir(mode=0o700)
+        viewer = TrialViewer(f"trying {self.search.argument(value)} …")
+        monitor = RankMonitor(job, run, viewer, count_oom_kills, manifest)
+        environ = build_agent_environ(job.config, job.cluster, job.environ, run, job.host)
+        timeout = trial.config.tune.timeout
+        supervisor = Supervisor(
+            monitor,
+            make_agent(monitor, environ),
+            deadline=time.monotonic() + timeout,
+            is_starved=is_memory_low,
+        )
+        try:
+            ending = supervisor.run()
+        except OSError as error:
+            raise MachineError(f"the ranks could not be started ({error}): see {run.path}") from None
+        finally:
+            viewer.close()
+        complete_manifest(monitor, ending)
+        if ending.signal is not None and not supervisor.timed_out:
+            raise KeyboardInterrupt(ending.signal)
+        ranks = len(job.plan.ranks)
+        logs = [run.rank_log(rank, run.first_attempt, end) for rank in range(ranks) for end in ("err", "out")]
+        reason = find_memory_error(line for log in logs for line in read_tail(log, LOG_LINES))
+        if not reason and supervisor.starved:
+            reason = "the machine's memory ran out, so it was ended"
+        elif not reason and monitor.count_new_oom_kills() > 0:
+            reason = "the kernel killed a process for memory"
+        if reason:
+            return Trial(value, verdict=TOO_LARGE, reason=reason)
+        if supervisor.timed_out:
+            raise MeasureError(
+                f"not measured within tune.timeout={timeout:g} s: give more time, or a smaller task"
+            )
+        if ending.status:
+            lines = explain_failure(monitor, ending, output_shown=False)
+            raise MeasureError("\n".join(lines), ending.status)
+        return self.search.measure(read_records(run.path / RECORDS), value, ranks)
 
 
 def _plan_trial(trial: JobSpec) -> tuple[JobSpec, Job]:
@@ -440,58 +411,42 @@ def _plan_trial(trial: JobSpec) -> tuple[JobSpec, Job]:
     return settle_fit(replace(trial, config=replace(trial.config, program=program)), job, judges=False)
 
 
-def _run_trial(strategy: Strategy, trial: JobSpec, value: int, argv: Sequence[str]) -> Trial:
-    """Run the program to its end, or until it has been measured, or the machine's memory runs out.
-
-    A program that catches the error of an allocation, and goes on or ends in peace, does not fit either.
-    Raises MeasureError, InterruptedTrialError for a signal, and what any job raises.
-    """
-    trial, job = _plan_trial(trial)
-    check_open_files()
-    run, manifest = prepare_run(trial, argv, [job.host])
-    write_plan(trial, run, job.host, plan_to_json(job.plan))
-    (run.path / RECORDS).mkdir(mode=0o700)
-    viewer = TrialViewer(f"trying {strategy.argument(value)} …")
-    monitor = RankMonitor(job, run, viewer, count_oom_kills, manifest)
-    environ = build_agent_environ(job.config, job.cluster, job.environ, run, job.host)
-    agent = make_agent(monitor, environ)
-    timeout = trial.config.tune.timeout
-    supervisor = Supervisor(monitor, agent, deadline=time.monotonic() + timeout, is_starved=is_memory_low)
-    try:
-        ending = supervisor.run()
-    except OSError as error:
-        raise MachineError(f"the ranks could not be started ({error}): see {run.path}") from None
-    finally:
-        viewer.close()
-    complete_manifest(monitor, ending)
-    if ending.signal is not None and not supervisor.timed_out:
-        raise InterruptedTrialError(ending.signal)
-    ranks = len(job.plan.ranks)
-    logs = [run.rank_log(rank, run.first_attempt, end) for rank in range(ranks) for end in ("err", "out")]
-    reason = find_memory_error(line for log in logs for line in read_tail(log, LOG_LINES))
-    if not reason and supervisor.starved:
-        reason = "the machine's memory ran out, so it was ended"
-    elif not reason and monitor.count_new_oom_kills() > 0:
-        reason = "the kernel killed a process for memory"
-    if reason:
-        return Trial(value, verdict=TOO_LARGE, reason=reason)
-    if supervisor.timed_out:
-        raise MeasureError(
-            f"not measured within tune.timeout={timeout:g} s: give more time, or a smaller task"
-        )
-    if ending.status:
-        raise FailedTrialError(explain_failure(monitor, ending, output_shown=False), ending.status)
-    return strategy.measure(read_records(run.path / RECORDS), value, ranks)
+# Trials for people
 
 
-def _end_run(run: RunDir, manifest: dict[str, object], state: str, status: int) -> None:
-    """Complete the manifest; raises MachineError."""
-    manifest["ended"] = stamp_time()
-    manifest["outcome"] = {"state": state, "exit_code": status}
-    try:
-        write_manifest(run, manifest)
-    except OSError as error:
-        raise MachineError(f"{run.manifest_path} cannot be written ({error}): make room") from None
+def _format_rate(trial: Trial) -> str:
+    return "-" if not trial.rate else f"{trial.rate:.3g}" if trial.rate < 1000 else f"{trial.rate:.0f}"
+
+
+def describe_trial(trial: Trial, argument: str) -> str:
+    """Return a trial in a line."""
+    use = f", {format_size(trial.use_kib)}" if trial.use_kib else ""
+    if trial.verdict != FITS or not trial.rate:
+        return f"{argument}: {VERDICTS[trial.verdict]}{use}: {trial.reason}"
+    rate = f"{_format_rate(trial)} {trial.unit}/s, {trial.wait:.0%} of the time waiting for data"
+    return f"{argument}: {rate}{use} ({trial.steps} steps)"
+
+
+def tabulate_trials(trials: Sequence[Trial], title: str) -> list[tuple[str, ...]]:
+    """Return the rows of the table with its head, in the order of the values."""
+    ordered = sorted(trials, key=lambda trial: trial.value)
+    unit = next((trial.unit for trial in ordered if trial.rate), "steps")
+    shown = {head: get for head, get in COLUMNS.items() if any(map(get, ordered))}
+    rows: list[tuple[str, ...]] = [(title, f"{unit}/s", *shown)]
+    for trial in ordered:
+        rows.append((str(trial.value), _format_rate(trial), *(get(trial) or "-" for get in shown.values())))
+    return rows
+
+
+def print_trials(trials: Sequence[Trial], title: str, remarks: Mapping[int, str]) -> None:
+    """Print the table of the trials, each with what it is."""
+    head, *body = tabulate_trials(trials, title)
+    table = make_table((*head, ""), right=head, wrapped=("",))
+    for row, trial in zip(body, sorted(trials, key=lambda trial: trial.value), strict=True):
+        remark = remarks.get(trial.value, "") if trial.verdict == FITS else VERDICTS[trial.verdict]
+        table.add_row(*row, remark)
+    make_console(stderr=False).print(table)
+    sys.stdout.flush()
 
 
 # The file of the choice
@@ -557,26 +512,7 @@ def describe_use(name: str, program: str = "") -> str:
     return f"put it into conf/dataloader/ as NAME.yaml, and `launch dataloader=NAME{program}` uses it"
 
 
-# The number of DataLoader workers, and the option of the micro-batch
-
-
-def find_max_workers(config: Settings, plan: Plan) -> tuple[int, str]:
-    """Return the most workers of a rank that a search is to try, with why."""
-    asked = config.tune.max_workers
-    if isinstance(asked, int):
-        return asked, f"tune.max_workers={asked}"
-    ranks, machine = len(plan.ranks), plan.machine
-    # The cores of the rank that has fewest, shared ones and a quota on CPU time counted in part.
-    core_of = {cpu.id: cpu.core for cpu in machine.cpus}
-    sets = [{core_of[cpu] for cpu in rank.worker_cpus if cpu in core_of} for rank in plan.ranks]
-    quota = [] if machine.limits.cpus is None else [machine.limits.cpus / ranks]
-    cores = min(len(set().union(*sets)) / ranks, *map(len, sets), *quota)
-    highest = min(MAX_WORKERS, max(MIN_WORKERS, int(WORKERS_PER_CORE * cores)))
-    bounds = limit_workers(config.dataloader, machine, ranks, highest)
-    tight = min(bounds, key=lambda bound: bound.max_workers, default=None)
-    if tight is not None and tight.max_workers < highest:
-        return max(1, tight.max_workers), tight.what
-    return highest, f"{WORKERS_PER_CORE} for each of a rank's cores, and at least {MIN_WORKERS}"
+# The option of the micro-batch
 
 
 def find_batch_option(spec: JobSpec) -> tuple[str, int | None]:

@@ -6,7 +6,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -212,6 +213,15 @@ def make_console(*, stderr: bool = True) -> Console:
     """Return a console; if it is no terminal, one so wide that tables do not wrap."""
     console = PipeAwareConsole(stderr=stderr, highlight=False)
     return console if console.is_terminal else PipeAwareConsole(stderr=stderr, highlight=False, width=160)
+
+
+@contextmanager
+def show_spinner(text: str) -> Iterator[None]:
+    """Show what goes on, on a terminal alone."""
+    console = make_console()
+    spinner = "dots" if console.encoding.startswith("utf") else "line"
+    with console.status(Text(text), spinner=spinner) if console.is_terminal else nullcontext():
+        yield
 
 
 @dataclass(slots=True)

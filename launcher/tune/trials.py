@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +33,11 @@ LONGEST_PREFIX = 24
 
 class MeasureError(Exception):
     """A trial that says nothing; the text says why, and what to do."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        """The exit code of a program that failed; the text is then how, in some lines."""
 
 
 class MismatchError(MeasureError):
@@ -71,6 +76,20 @@ class Trial:
     def use_kib(self) -> int:
         """The memory that it took where memory is shortest: on the GPU if there is one."""
         return self.gpu_kib if self.gpu_total_kib else self.memory_kib
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """What the trials of a search say."""
+
+    value: int | None
+    """The value to use; None if there is none."""
+    facts: Mapping[str, object]
+    """What was found, for programs; what is not known is null."""
+    lines: Sequence[str]
+    """The same for people; why there is none."""
+    remarks: Mapping[int, str]
+    """What is said of values in the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,34 +153,7 @@ def read_records(folder: Path) -> list[Record]:
     return sorted(records, key=lambda record: record.rank)
 
 
-def measure_workers(records: Sequence[Record], workers: int, ranks: int) -> Trial:
-    """Return what a number of workers has measured; raises MeasureError if that says nothing."""
-    trial = _measure(records, workers, ranks)
-    _check_loaders(records, workers)
-    if not trial.rate:
-        raise MeasureError(f"{trial.reason} to measure: let it run for {2 * workers + 20} at least")
-    return replace(trial, memory_kib=sum(record.memory_kib for record in records))
-
-
-def measure_batch(records: Sequence[Record], batch: int, ranks: int) -> Trial:
-    """Return what a size that fits has measured; raises MeasureError if that says nothing.
-
-    A program that came to its end after a few steps fits, and has no throughput.
-    """
-    trial = _measure(records, batch, ranks)
-    if trial.steps < 2:
-        raise MeasureError(f"{trial.reason}: it has too little data to be tried")
-    slowest = max(records, key=lambda record: record.step_seconds)
-    loaders = [loader for record in records for loader in record.loaders]
-    # A loader of single items may give whole batches as such: its size of 1 says nothing.
-    size = max(loaders, key=lambda loader: loader.batches).batch_size if loaders else None
-    loader_batch = size if size is not None and size > 1 else 0
-    per_step = slowest.batches / len(slowest.times) if slowest.times else 0.0
-    rate = trial.rate * ranks * (loader_batch or batch) * (per_step or 1.0)
-    return replace(trial, rate=rate, unit="sequences", loader_batch=loader_batch)
-
-
-def _measure(records: Sequence[Record], value: int, ranks: int) -> Trial:
+def measure(records: Sequence[Record], value: int, ranks: int) -> Trial:
     """Return what the ranks have measured, as slow as the slowest; without a rate after too few steps."""
     missing = sorted(set(range(ranks)) - {record.rank for record in records})
     if len(missing) == ranks:
@@ -194,27 +186,6 @@ def _measure(records: Sequence[Record], value: int, ranks: int) -> Trial:
     return replace(trial, rate=1 / seconds, step_seconds=seconds, error=error, wait=_share_wait(records))
 
 
-def _check_loaders(records: Sequence[Record], workers: int) -> None:
-    """Raise MismatchError, or MeasureError, if the number of workers is not the launcher's to choose."""
-    loaders = [loader for record in records for loader in record.loaders]
-    if not loaders:
-        raise MeasureError("the program reads from no torch.utils.data.DataLoader: there is nothing to tune")
-    loader = max(loaders, key=lambda loader: loader.batches)
-    if loader.workers == workers:
-        return
-    if loader.iterable:
-        raise MismatchError(
-            f"the DataLoader of an IterableDataset has num_workers={loader.workers}, and is given no other"
-            " number, since a dataset that does not shard by worker would return everything once for each:"
-            " let the program take it, from LAUNCH_NUM_WORKERS or by `{num_workers}` among its arguments"
-        )
-    raise MismatchError(
-        f"the program sets num_workers={loader.workers} itself, and cannot be tuned so: leave num_workers"
-        " out of its DataLoader(...), or let it take LAUNCH_NUM_WORKERS or `{num_workers}` among its"
-        " arguments"
-    )
-
-
 def _share_wait(records: Sequence[Record]) -> float:
     """Return the share of the time in which any rank waits for data: the others then wait for that rank.
 
@@ -226,18 +197,6 @@ def _share_wait(records: Sequence[Record]) -> float:
         return max(sum(record.waits) / sum(record.times) for record in records)
     waited = sum(max(each[number][1] for each in steps) for number in common)
     return min(1.0, waited / max(sum(each[number][0] for number in common) for each in steps))
-
-
-def check_effect(trials: Sequence[Trial], option: str) -> None:
-    """Raise MeasureError if the option does not change the DataLoader's batches."""
-    by_loader: dict[int, Trial] = {}
-    for trial in trials:
-        other = by_loader.setdefault(trial.loader_batch, trial)
-        if trial.loader_batch and other.value != trial.value:
-            raise MeasureError(
-                f"the DataLoader gives batches of {trial.loader_batch} with {option} {other.value} and"
-                f" with {trial.value}: name the option of the micro-batch, tune.option=…"
-            )
 
 
 def find_memory_error(lines: Iterable[str]) -> str:

@@ -1,16 +1,18 @@
 """The search for a micro-batch, over made-up programs."""
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
-from launcher.tune.batch_search import BatchBounds, BatchChoice, choose_next_batch, conclude_batches
-from launcher.tune.trials import FAILED, TOO_LARGE, Trial
+from launcher.tune.batch import BatchSearch
+from launcher.tune.trials import FAILED, TOO_LARGE, MeasureError, Trial
 
 GIB = 1 << 20
-BOUNDS = BatchBounds(start=8, max_batch=4096, memory_kib=64 * GIB, seconds=60, timeout=900)
+BOUNDS = BatchSearch("--b", start=8, max_batch=4096, memory_kib=64 * GIB, seconds=60, timeout=900)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +43,14 @@ class Curve:
 Measure = Callable[[int], Trial]
 
 
-def search(measure: Measure, bounds: BatchBounds = BOUNDS) -> list[Trial]:
-    trials: list[Trial] = []
-    while (batch := choose_next_batch(trials, bounds)) is not None:
-        assert 1 <= batch <= bounds.max_batch and batch not in [trial.value for trial in trials]
-        trials.append(measure(batch))
-        assert len(trials) < 20
-    return trials
-
-
-def conclude(measure: Measure, bounds: BatchBounds = BOUNDS) -> tuple[list[int], BatchChoice]:
-    """The sizes that are tried, and the choice."""
-    trials = search(measure, bounds)
-    choice = conclude_batches(trials, bounds)
-    return [trial.value for trial in trials], choice
+def search(measure: Measure, bounds: BatchSearch = BOUNDS) -> tuple[list[int], dict[str, Any]]:
+    """The sizes that are tried, and what is found."""
+    tried = replace(bounds, trials=[])
+    while (batch := tried.next()) is not None:
+        assert 1 <= batch <= bounds.max_batch and batch not in [trial.value for trial in tried.trials]
+        tried.trials.append(measure(batch))
+        assert len(tried.trials) <= 18
+    return [trial.value for trial in tried.trials], dict(tried.conclude().facts)
 
 
 def fail_above_24(batch: int) -> Trial:
@@ -96,12 +92,13 @@ UNLIMITED = replace(BOUNDS, memory_kib=0)
     ],
 )
 def test_the_choice(
-    measure: Measure, bounds: BatchBounds, tried: list[int], found: tuple[int | None, ...]
+    measure: Measure, bounds: BatchSearch, tried: list[int], found: tuple[int | None, ...]
 ) -> None:
     """The largest size, the largest with a margin, the fastest, and what is to be used."""
-    sizes, choice = conclude(measure, bounds)
+    sizes, choice = search(measure, bounds)
     assert sizes[: len(tried)] == tried
-    assert (choice.largest, choice.largest_with_margin, choice.fastest, choice.batch) == found
+    names = ("largest", "largest_with_margin", "fastest", "batch")
+    assert tuple(choice[name] for name in names) == found
 
 
 @pytest.mark.parametrize(
@@ -121,22 +118,20 @@ def test_the_choice(
         ),
     ],
 )
-def test_what_ends_a_search(measure: Measure, bounds: BatchBounds, is_limit: bool, why: str) -> None:
-    sizes, choice = conclude(measure, bounds)
-    assert choice.largest_is_limit is is_limit
-    assert choice.largest and choice.limit and why in choice.limit
+def test_what_ends_a_search(measure: Measure, bounds: BatchSearch, is_limit: bool, why: str) -> None:
+    sizes, choice = search(measure, bounds)
+    assert choice["largest_is_limit"] is is_limit and why in choice["limit"]
     most = max(map(measure, sizes), key=lambda trial: trial.memory_kib)
     assert most.memory_kib <= (bounds.memory_kib or most.memory_kib)
     assert max(measure(size).step_seconds for size in sizes) < bounds.timeout / 11
     possible = min(((bounds.memory_kib or 1 << 40) - GIB) // (GIB // 8), bounds.max_batch)
     if why.startswith(("tune.max", "it would")):
-        assert possible / 1.5 < choice.largest <= possible
+        assert possible / 1.5 < choice["largest"] <= possible
 
 
 def test_nothing_fits() -> None:
-    nothing = search(Curve(gpu_kib=GIB).measure)
-    assert [trial.value for trial in nothing] == [8, 4, 2, 1]
-    assert conclude_batches(nothing, BOUNDS) == BatchChoice()
+    tried, choice = search(Curve(gpu_kib=GIB).measure)
+    assert tried == [8, 4, 2, 1] and not any(found for key, found in choice.items() if key != "option")
 
 
 def test_any_program_is_searched_in_few_runs() -> None:
@@ -152,20 +147,19 @@ def test_any_program_is_searched_in_few_runs() -> None:
             gpu_kib=rng.choice([0, 16, 40, 80]) * GIB,
         )
         bounds = replace(BOUNDS, start=rng.choice([1, 4, 8, 8, 8, 24]), timeout=1e9, seconds=1e9)
-        trials = search(curve.measure, bounds)
-        choice = conclude_batches(trials, bounds)
-        if choice.largest is None:
+        tried, choice = search(curve.measure, bounds)
+        if choice["largest"] is None:
             assert curve.base_kib + curve.each_kib > (curve.gpu_kib or 64 * GIB)
             continue
         possible = ((curve.gpu_kib or bounds.memory_kib) - curve.base_kib) / curve.each_kib
-        assert min(possible, 4096) / 1.51 <= choice.largest <= possible or choice.largest == 1, (
-            curve,
-            trials,
-        )
-        rates = [trial.rate for trial in trials]
-        assert choice.fastest is not None
-        assert curve.measure(choice.fastest).rate >= 0.95 * max(rates), (
-            curve,
-            [trial.value for trial in trials],
-        )
-        assert len(trials) <= 18
+        largest = choice["largest"]
+        assert min(possible, 4096) / 1.51 <= largest <= possible or largest == 1, (curve, tried)
+        best = max(curve.measure(size).rate for size in tried)
+        assert curve.measure(choice["fastest"]).rate >= 0.95 * best, (curve, tried)
+
+
+def test_an_option_without_effect_is_told() -> None:
+    for first, other in ((0, 0), (4, 8)):
+        replace(BOUNDS, trials=[Trial(8, loader_batch=first), Trial(16, loader_batch=other)]).next()
+    with pytest.raises(MeasureError, match=re.escape("batches of 4 with --b 8 and with 16")):
+        replace(BOUNDS, trials=[Trial(8, loader_batch=4), Trial(16, loader_batch=4)]).next()

@@ -1,6 +1,5 @@
 """What a trial says: what its ranks measured, and what they printed of allocations that failed."""
 
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,18 +8,25 @@ from typing import Any
 import pytest
 
 from launcher.cli.tune import read_argument, set_argument
+from launcher.tune.batch import BatchSearch
 from launcher.tune.trials import (
     Loader,
     MeasureError,
     MismatchError,
     Record,
     Trial,
-    check_effect,
     find_memory_error,
-    measure_batch,
-    measure_workers,
     read_records,
 )
+from launcher.tune.workers import WorkersSearch
+
+
+def measure_workers(records: list[Record], workers: int, ranks: int) -> Trial:
+    return WorkersSearch(9).measure(records, workers, ranks)
+
+
+def measure_batch(records: list[Record], batch: int, ranks: int) -> Trial:
+    return BatchSearch("--b", 8, 4096, 0, 60, 900).measure(records, batch, ranks)
 
 
 def make_record(**more: Any) -> Record:
@@ -105,13 +111,6 @@ def test_a_short_program_fits_and_has_no_throughput() -> None:
     assert (trial.verdict, trial.rate) == ("fits", 0.0) and "after 5 steps" in trial.reason
     with pytest.raises(MeasureError, match="after 1 step of rank 0, too few: it has too little data"):
         measure_batch([make_record(**{**short, "steps": 1})], 64, 1)
-
-
-def test_an_option_without_effect_is_told() -> None:
-    check_effect([Trial(8), Trial(16)], "--b")
-    check_effect([Trial(8, loader_batch=4), Trial(16, loader_batch=8)], "--b")
-    with pytest.raises(MeasureError, match=re.escape("batches of 4 with --b 8 and with 16")):
-        check_effect([Trial(8, loader_batch=4), Trial(16, loader_batch=4)], "--b")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import launcher.inprocess
-from launcher.tune.trials import Loader, measure_workers, read_records
+from launcher.tune.trials import Loader, read_records
 from tests.seam import clean_environ
 from tests.tune.programs import ALONE
+from tests.tune.test_measured import measure_workers
 
 HOOK = str(Path(launcher.inprocess.__file__).parent)
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from launcher.cli.tune import find_max_workers
 from launcher.config.settings import Settings
 from launcher.inprocess.launch_inprocess.measurements import WARMUP, choose_block, find_error, is_enough
 from launcher.plan.model import DataloaderConfig, Limits, Plan, Request
 from launcher.plan.planner import plan
-from launcher.tune.search import bound_rate, choose_best, choose_next, price_all
 from launcher.tune.trials import Trial
+from launcher.tune.workers import WorkersSearch, find_max_workers, price_all
 from tests.plan.lab_machines import convert, load
 
 STEPS = 48
@@ -71,18 +70,15 @@ class Search:
 def simulate(seed: int, most: int, noise: float) -> Search:
     rng = random.Random(seed)
     curve = make_curve(rng, max(2, most // 2))
-    trials: list[Trial] = []
     price = price_all(most, STEPS)
-    while (count := choose_next(trials, most, price / 2)) is not None:
-        trials.append(measure(rng, curve, count, noise))
-    chosen = choose_best(trials)
+    search = WorkersSearch(most, thrift=price / 2)
+    while (count := search.next()) is not None:
+        search.trials.append(measure(rng, curve, count, noise))
+    chosen = search.conclude().value
     assert chosen is not None
     best = max(curve(count)[0] for count in range(most + 1))
-    return Search(
-        curve(chosen.value)[0] / best,
-        sum(trial.steps for trial in trials) / price,
-        tuple(trial.value for trial in trials),
-    )
+    cost = sum(trial.steps for trial in search.trials) / price
+    return Search(curve(chosen)[0] / best, cost, tuple(trial.value for trial in search.trials))
 
 
 PROGRAMS = 250
@@ -130,21 +126,20 @@ DEAR = [Trial(0, 1, 0.9, 15), Trial(4, 4, 0.2, 20), Trial(8, 5, 0.0, 30)]
 def test_what_is_tried_next(
     trials: list[Trial], most: int, thrift: float, following: list[int | None]
 ) -> None:
-    assert choose_next(trials, most, thrift) in following
+    assert WorkersSearch(most, thrift=thrift, trials=trials).next() in following
 
 
-def test_the_fewest_that_are_as_fast_are_best() -> None:
-    assert choose_best([BOOK, Trial(3, 5, 0.0, 20)]) == Trial(3, 5, 0.0, 20)
-    assert choose_best([Trial(8, 10.0), Trial(4, 9.9), Trial(2, 9.0)]) == Trial(4, 9.9)
-    assert choose_best([Trial(0, 1, 0.9), Trial(4, reason="no room")]) == Trial(0, 1, 0.9)
-    assert choose_best([Trial(0, reason="x")]) is None
-
-
-def test_bounds_are_those_of_a_concave_throughput() -> None:
-    trials = [Trial(0, 1, 0.5), Trial(2, 3, 0.5)]
-    assert bound_rate(trials[:1], 4) == 2  # nothing to wait for
-    assert bound_rate([Trial(0, 1, 0.9)], 1) == pytest.approx(1.15 / 0.9)  # a worker loads as fast
-    assert bound_rate(trials[1:], 3) == pytest.approx(3 * 1.02 * 3 / 2)  # each worker as much again
+@pytest.mark.parametrize(
+    ("trials", "best"),
+    [
+        ([BOOK, Trial(3, 5, 0.0, 20)], 3),
+        ([Trial(8, 10.0), Trial(4, 9.9), Trial(2, 9.0)], 4),
+        ([Trial(0, 1, 0.9), Trial(4, reason="no room")], 0),
+        ([Trial(0, reason="x")], None),
+    ],
+)
+def test_the_fewest_that_are_as_fast_are_best(trials: list[Trial], best: int | None) -> None:
+    assert WorkersSearch(8, trials=trials).conclude().value == best
 
 
 def test_even_steps_are_enough_soon_and_uneven_ones_late() -> None:
