@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.request import LIBRARY_PREFIXES
+from launcher.config.start import LIBRARY_PREFIXES
 from launcher.plan.variables import HONOURED
 
 PATIENCE = 240

@@ -7,7 +7,7 @@ from pathlib import Path
 from launcher.cli.run import specify_job
 from launcher.config.compose import compose
 from launcher.config.run_path import RunPath, choose_run_path
-from launcher.config.sources import find_sources
+from launcher.config.words import find_sources
 from launcher.launch.job import JobSpec
 
 

@@ -97,7 +97,7 @@ def _takes_value(words: Sequence[str]) -> bool:
     option, *after = words
     if not option.startswith("-") or "=" in option or not after or after[0] == "--":
         return False
-    from launcher.config.hydra_flags import takes_flag_value
+    from launcher.config.words import takes_flag_value
 
     if (is_value := takes_flag_value(option, after[0])) is not None:
         return is_value
@@ -146,9 +146,7 @@ def check_words(command: Command) -> None:
 
 def _explain_key(word: str, words: Sequence[str]) -> str:
     """Say what another tool's key is here; empty for others, and for a group of the user's of that name."""
-    from launcher.config.hydra_flags import find_flag_sources
-    from launcher.config.mistakes import explain_foreign
-    from launcher.config.overrides import read_key
+    from launcher.config.words import explain_foreign, find_flag_sources, read_key
     from launcher.runs.secrets import mask_words
 
     key, value = read_key(word), word.partition("=")[2]
@@ -166,8 +164,7 @@ def _explain_option(group: Sequence[str]) -> str:
     """Say what to write instead of an option that is not ours, else nothing."""
     import difflib
 
-    from launcher.config.hydra_flags import make_parser, takes_flag_value
-    from launcher.config.mistakes import explain_option
+    from launcher.config.words import explain_option, make_parser, takes_flag_value
     from launcher.runs.secrets import mask_words
 
     option, _, value = group[0].partition("=")

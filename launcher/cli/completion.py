@@ -10,8 +10,8 @@ from pathlib import Path
 
 from launcher.cli.arguments import group_words
 from launcher.cli.verbs import VERBS, Takes, find_verb
-from launcher.config.hydra_flags import list_flag_values, make_parser, parse_flags
 from launcher.config.settings import Settings
+from launcher.config.words import list_flag_values, make_parser, parse_flags
 from launcher.errors import UsageError
 from launcher.runs.run_lookup import list_runs, name_run
 
@@ -91,7 +91,7 @@ def list_flag_names(last: str) -> list[str]:
 
 def complete_setting(before: Sequence[str], last: str) -> list[str]:
     """Return the groups, options, keys and values that a word may become, as Hydra completes them."""
-    from launcher.config.hydra_output import ask_completion
+    from launcher.config.compose import ask_completion
 
     try:
         known = parse_flags(before)

@@ -33,8 +33,7 @@ from launcher.preflight.checks import (
     run_checks,
     write_preflight_report,
 )
-from launcher.probe.health import read_health
-from launcher.probe.node import read_node_facts
+from launcher.probe.node import read_health, read_node_facts
 from launcher.protocol import LAUNCH_PLAN, LAUNCH_QUIET, LAUNCH_RECORD_DIR, PREFIX, name_host, name_plan_file
 from launcher.report.console import make_console
 from launcher.report.findings import list_preflight_lines, print_findings, summarise_preflight

@@ -12,24 +12,23 @@ from dataclasses import fields, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from launcher.config.overrides import read_key
 from launcher.config.program import find_script
-from launcher.config.request import DEVICE_VARIABLES
 from launcher.config.rules import check_allocator, read_torch_version
 from launcher.config.settings import Settings
-from launcher.config.start import Cluster
+from launcher.config.start import DEVICE_VARIABLES, Cluster
+from launcher.config.words import read_key
 from launcher.files import name_user
-from launcher.plan.allocator import (
+from launcher.plan.variables import (
     EXPANDABLE,
     KEYS,
     OLDEST,
     find_conflicts,
     find_variable,
+    is_kept,
     merge_settings,
     parse_settings,
     read_settings,
 )
-from launcher.plan.variables import is_kept
 from launcher.protocol import LAUNCH_GC, LAUNCH_NUM_WORKERS
 from launcher.runs.secrets import mask_variables, mask_words
 from launcher.text import clean_text
@@ -171,7 +170,7 @@ def _is_contained(config: Settings) -> bool:
         return True
     if not any(Path(mark).exists() for mark in CONTAINER_MARKS):
         return False
-    from launcher.probe.health import read_capabilities  # the doctor's, which most starts need not
+    from launcher.probe.limits import read_capabilities
     from launcher.probe.sysfs import Tree
 
     return not read_capabilities(Tree()) >> SYS_PTRACE & 1

@@ -93,7 +93,7 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
         sys.stdout.write(f"launch {find_version(DISTRIBUTION) or 'is not installed'}\n")
         return 0
     from launcher.cli.early_start import start_early
-    from launcher.config.sources import check_here
+    from launcher.config.words import check_here
 
     check_here()
     with start_early(command, os.environ) as early:
@@ -102,9 +102,7 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
 
 def compose_and_call(command: Command, argv: Sequence[str], early: "EarlyStart") -> int:
     """Compose what the words ask for, and call the verb with it: once, or for each job of a sweep."""
-    from launcher.config.hydra_flags import parse_flags
-    from launcher.config.overrides import asks_sweep, refuse_other_mode
-    from launcher.config.sources import Sources, find_shipped
+    from launcher.config.words import Sources, asks_sweep, find_shipped, parse_flags, refuse_other_mode
 
     if not {"-sc", "--shell-completion"} & set(command.words):
         check_words(command)
@@ -114,7 +112,7 @@ def compose_and_call(command: Command, argv: Sequence[str], early: "EarlyStart")
 
         return complete_line(flags.overrides)
     if flags.asks_hydra:
-        from launcher.config.hydra_output import show_flags
+        from launcher.config.compose import show_flags
 
         return show_flags(flags)
     sweep = asks_sweep(flags, command.verb)
@@ -135,8 +133,8 @@ def compose_and_call(command: Command, argv: Sequence[str], early: "EarlyStart")
 
 def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Put the overrides that `PET_*` variables stand for before the user's own, which win."""
-    from launcher.config.overrides import quote_value
     from launcher.config.start import pet_overrides
+    from launcher.config.words import quote_value
 
     given = {word.lstrip("+").partition("=")[0] for word in overrides}
     pet = {key: value for key, value in pet_overrides(environ).items() if key not in given}

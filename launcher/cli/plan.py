@@ -13,15 +13,15 @@ from pathlib import Path
 from launcher.cli.job_warnings import settle_allocator, unset_settings, warn_overruled
 from launcher.cli.output_files import check_target, write_file
 from launcher.cli.verbs import Call, print_json
-from launcher.config.overrides import quote_value
 from launcher.config.program import render_program
-from launcher.config.request import load_snapshot, make_request
 from launcher.config.settings import MachineConfig, Settings
+from launcher.config.start import load_snapshot, make_request
+from launcher.config.words import quote_value
 from launcher.errors import UsageError
 from launcher.files import LARGEST
-from launcher.plan.allocator import read_host
 from launcher.plan.model import KIND, Machine, Plan, machine_to_json, plan_to_json
 from launcher.plan.planner import plan
+from launcher.plan.variables import read_host
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,17 @@ from launcher.cli.job_warnings import (
 )
 from launcher.cli.verbs import Call
 from launcher.config.compose import Composed, read_values, resolve
-from launcher.config.config_file import find_changes, read_config_value, render_config
-from launcher.config.environment_files import fill_env, read_env_files
-from launcher.config.program import BUNDLED, clear_sections, describe_interpreter, find_program, find_unused
+from launcher.config.program import (
+    BUNDLED,
+    clear_sections,
+    describe_interpreter,
+    fill_env,
+    find_program,
+    find_unused,
+    read_env_files,
+)
 from launcher.config.rules import Context, check, check_placed
-from launcher.config.run_path import RunPath, choose_run_path
+from launcher.config.run_path import RunPath, choose_run_path, find_changes, read_config_value, render_config
 from launcher.config.settings import Settings
 from launcher.config.start import check_command, choose_agent, choose_cluster
 from launcher.errors import LaunchError, UsageError

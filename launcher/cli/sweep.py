@@ -10,9 +10,9 @@ from launcher.cli.job_warnings import name_files
 from launcher.cli.main import add_pet, call_composed
 from launcher.cli.run import check_resume, is_for_slurm, specify_job, try_anew
 from launcher.config.compose import Composed, compose
-from launcher.config.hydra_flags import Flags
 from launcher.config.run_path import choose_run_path, use_sweep_folder
 from launcher.config.sweep import Multirun, expand_sweep, list_sweep_files, read_multirun
+from launcher.config.words import Flags
 from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
 from launcher.launch.signals import STOPPING

@@ -20,9 +20,8 @@ from launcher.cli.output_files import check_target, explain, write_file
 from launcher.cli.run import plan_job, settle_fit, specify_job, try_anew
 from launcher.cli.verbs import Call, print_json
 from launcher.config.compose import Composed, read_values, resolve
-from launcher.config.config_file import render_config
-from launcher.config.environment_files import fill_env
-from launcher.config.run_path import choose_run_path
+from launcher.config.program import fill_env
+from launcher.config.run_path import choose_run_path, render_config
 from launcher.config.settings import Settings
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_file

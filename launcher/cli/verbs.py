@@ -118,7 +118,7 @@ class Call:
         else:
             from launcher.cli.job_warnings import name_files, warn_elsewhere
             from launcher.config.compose import resolve
-            from launcher.config.environment_files import fill_env, read_env_files
+            from launcher.config.program import fill_env, read_env_files
 
             name_files(self.composed.own_files)
             config = resolve(self.composed)
@@ -162,8 +162,7 @@ def print_full_help() -> int:
     """
     from textwrap import fill
 
-    from launcher.config.hydra_flags import make_parser
-    from launcher.config.sources import Sources, find_shipped, find_sources
+    from launcher.config.words import Sources, find_shipped, find_sources, make_parser
     from launcher.errors import UsageError
 
     try:

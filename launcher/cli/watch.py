@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from launcher.cli.runs import choose_live
 from launcher.cli.verbs import Call, print_json
-from launcher.config.config_file import read_config_value
+from launcher.config.run_path import read_config_value
 from launcher.errors import UsageError
 from launcher.report.viewer import open_stream
 from launcher.runs.run_status import RunStatus

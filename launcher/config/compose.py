@@ -1,10 +1,12 @@
 """Configuration by Hydra: composed, resolved to `Settings`; what Hydra has no use for is refused."""
 
+import io
 import os
 import re
 import warnings
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib.util import find_spec
@@ -26,28 +28,32 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher.config.config_file import flatten
-from launcher.config.environment_files import write_values
-from launcher.config.mistakes import explain_foreign, shorten_message, suggest, suggest_dotted_key
-from launcher.config.overrides import (
-    check_removal,
-    check_shape,
-    is_choice,
-    mentions_hydra,
-    read_key,
-    rewrite_overrides,
-)
+from launcher.config.program import write_values
+from launcher.config.run_path import flatten
 from launcher.config.settings import Settings, settle_words, show_value
-from launcher.config.sources import (
+from launcher.config.words import (
     MOST_BYTES,
     PRIMARY,
+    Flags,
     Sources,
+    check_removal,
+    check_shape,
+    explain_foreign,
     find_shipped,
+    is_choice,
+    make_parser,
+    mentions_hydra,
+    read_key,
     read_text,
     read_yaml,
+    rewrite_overrides,
+    shorten_message,
+    suggest,
+    suggest_dotted_key,
 )
 from launcher.errors import UsageError
 from launcher.files import LARGEST
+from launcher.text import print_text
 
 ACTED_ON = ("mode", "searchpath", "sweeper", "sweep.dir", "job.config")
 """Keys and groups of `hydra` that have an effect, with all keys below them."""
@@ -532,3 +538,67 @@ def list_keys(tree: DictConfig, prefix: str = "") -> list[str]:
         child = tree._get_node(key)
         keys += list_keys(child, f"{name}.") if isinstance(child, DictConfig) and not child._is_none() else []
     return keys
+
+
+def show_flags(flags: Flags) -> int:
+    """Show what `--cfg`, `--info` or `--hydra-help` ask for, as Hydra does; raises UsageError."""
+    name = flags.sources.primary
+    sources = add_searchpath(flags.sources, flags.overrides)
+    words = normalize_overrides(sources, flags.overrides)
+    output = io.StringIO()
+    with open_hydra(sources) as loader, redirect_stdout(output), redirect_stderr(io.StringIO()):
+        hydra: Any = GlobalHydra.instance().hydra
+        try:
+            if flags.cfg:
+                hydra.show_cfg(name, words, flags.cfg, flags.package, flags.resolve)
+            elif flags.info:
+                hydra.show_info(flags.info, name, words)
+            else:
+                parser = make_parser()  # Hydra's help describes this argument
+                parser.add_argument("overrides", nargs="*", help="KEY=VALUE, to override the configuration")
+                hydra.hydra_help(name, parser, Namespace(overrides=[]))
+        except FAILURES as error:
+            raise UsageError(diagnose_failure(loader, sources, words, error)) from None
+        except SystemExit:  # Hydra's exit if there is no such package
+            raise UsageError(
+                f"the configuration has nothing at {flags.package!r}: see `launch --cfg {flags.cfg}`"
+            ) from None
+    print_text(output.getvalue())
+    return 0
+
+
+def ask_completion(sources: Sources, request: str, words: Sequence[str] = ()) -> str:
+    """Return what Hydra's shell completion prints for `install=bash`, or for a query of these words.
+
+    Raises UsageError for a shell that it does not know, or for words that it cannot read.
+    """
+    sources = add_searchpath(sources, words)
+    *before, last = words or [""]
+    # Hydra takes the line from the environment, splits it at white space, and answers on stdout.
+    whole = [word for word in normalize_overrides(sources, before) if len(word.split()) == 1]
+    line = " ".join(["launch", *whole, last])
+    output = io.StringIO()
+    try:
+        with (
+            open_hydra(sources),
+            borrow_variable("COMP_LINE", line),
+            redirect_stdout(output),
+        ):
+            hydra: Any = GlobalHydra.instance().hydra
+            hydra.shell_completion(sources.primary, [request])
+    except FAILURES as error:
+        raise UsageError(f"{request}: {shorten_message(error)}") from None
+    return output.getvalue()
+
+
+@contextmanager
+def borrow_variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before

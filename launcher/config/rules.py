@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from launcher.config.request import parse_nproc
 from launcher.config.settings import SLURM_KINDS, LoraConfig, Settings, check_values, show_value
-from launcher.config.start import Cluster
+from launcher.config.start import Cluster, parse_nproc
 from launcher.errors import UsageError
-from launcher.plan.allocator import KEYS, NEWEST, OLDEST, find_fault, read_host
+from launcher.plan.variables import KEYS, NEWEST, OLDEST, find_fault, read_host
 from launcher.runs.secrets import MASK, mask_text
 
 HOSTS = ("system", "tcmalloc", "jemalloc")

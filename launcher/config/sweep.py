@@ -35,10 +35,8 @@ from launcher.config.compose import (
     read_values,
     set_hydra_config,
 )
-from launcher.config.mistakes import shorten_message
-from launcher.config.overrides import mentions_hydra, quote_value
 from launcher.config.run_path import choose_id, use_sweep_folder
-from launcher.config.sources import Sources
+from launcher.config.words import Sources, mentions_hydra, quote_value, shorten_message
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_own
 from launcher.runs.secrets import mask_words

@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launcher.codec import DecodeError, convert
-from launcher.config.config_file import dump_masked
 from launcher.config.program import BUNDLED, find_unused
+from launcher.config.run_path import dump_masked
 from launcher.config.settings import (
     FitConfig,
     ParallelConfig,
@@ -47,9 +47,9 @@ from launcher.fit.training import (
     find_framework,
     solve_batch,
 )
-from launcher.plan.allocator import EXPANDABLE, merge_settings, read_settings
 from launcher.plan.model import Gpu, Plan
 from launcher.plan.resources import count_memory_kib
+from launcher.plan.variables import EXPANDABLE, merge_settings, read_settings
 
 if TYPE_CHECKING:
     from launcher.launch.job import JobSpec

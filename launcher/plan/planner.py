@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from launcher.cpulist import format_cpulist
 from launcher.errors import MachineError, UsageError
-from launcher.plan.allocator import read_host
-from launcher.plan.cpu_sets import place_ranks
 from launcher.plan.devices import assign_nics, resolve_visible, spread_devices
 from launcher.plan.model import BINDINGS, Gpu, Machine, Plan, PlanWarning, Request, warn
 from launcher.plan.resources import (
@@ -28,9 +26,10 @@ from launcher.plan.topology import (
     build_topology,
     find_usable,
     gather_pus,
+    place_ranks,
     split_classes,
 )
-from launcher.plan.variables import COUNTS, find_binders, find_gc_fault, read_variable_count
+from launcher.plan.variables import COUNTS, find_binders, find_gc_fault, read_host, read_variable_count
 from launcher.protocol import LAUNCH_GC, LAUNCH_NIC
 
 

@@ -7,12 +7,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from launcher.plan.allocator import set_allocator, set_malloc
-from launcher.plan.cpu_sets import CpuSets
 from launcher.plan.devices import RankNic
 from launcher.plan.model import DataloaderConfig, Gpu, Machine, Memory, PlanWarning, RankPlan, Request, warn
-from launcher.plan.topology import Topology, find_usable
-from launcher.plan.variables import HONOURED, is_kept, list_variables, read_variable_count, render_gc
+from launcher.plan.topology import CpuSets, Topology, find_usable
+from launcher.plan.variables import (
+    HONOURED,
+    is_kept,
+    list_variables,
+    read_variable_count,
+    render_gc,
+    set_allocator,
+    set_malloc,
+)
 from launcher.protocol import LAUNCH_GC, LAUNCH_LOADER_DEFAULT, LAUNCH_NIC, LAUNCH_NUM_WORKERS
 
 SYSTEM_CORES = 4

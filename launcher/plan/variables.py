@@ -1,10 +1,306 @@
-"""The variables of a rank: which of the user's the plan keeps, and who set each one."""
+"""The variables of a rank: the user's that the plan keeps, who set each one, the allocators' settings.
 
-from collections.abc import Iterator, Mapping
+Sources for the allocator: `getKeys` and the parsers of c10/core/AllocatorConfig and
+c10/cuda/CUDAAllocatorConfig in PyTorch's releases 2.6 to 2.15.
+"""
 
-from launcher.plan.allocator import ALLOCATOR_VARIABLES
-from launcher.plan.model import GC_POLICIES, GcConfig, Request, Variable
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from launcher.plan.model import GC_POLICIES, GcConfig, Gpu, Request, Variable
 from launcher.protocol import LAUNCH_GC, LAUNCH_LOADER_DEFAULT, LAUNCH_NIC, LAUNCH_NUM_WORKERS
+
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables that hold settings; torch reads the first that is set, and no other.
+
+Tried with 2.13. Up to 2.9, CUDA builds do not know the last (github.com/pytorch/pytorch/issues/183387).
+"""
+SET_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Both get the same: CUDA builds of torch up to 2.9 know the first alone, which is deprecated."""
+EXPANDABLE = "expandable_segments"
+BACKENDS = ("native", "cudaMallocAsync", "hipMallocAsync")
+"""The last is ROCm's alone, which takes the second as well."""
+MALLOC_LIBRARIES = ("tcmalloc", "jemalloc", "mimalloc")
+"""Parts of the names of libraries that replace malloc."""
+GRAPHS = ("--enable-cuda-graph", "--external-cuda-graph")
+"""Options of Megatron-LM's for CUDA graphs; `--cuda-graph-impl` has a value, which may be `none`."""
+HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+SHARING = ("verl", "openrlhf", "skyrl_train", "skyrl", "nemo_rl", "slime", "miles")
+"""Packages that hand weights from process to process by CUDA IPC, on one GPU."""
+
+Version = tuple[int, int]
+"""Major and minor number of a torch."""
+OLDEST, NEWEST = (2, 6), (2, 15)
+"""The releases that the table is of."""
+KEYS: dict[str, tuple[str, Version]] = {
+    EXPANDABLE: ("bool", OLDEST),
+    "max_split_size_mb": ("size", OLDEST),
+    "max_non_split_rounding_mb": ("size", OLDEST),
+    "garbage_collection_threshold": ("fraction", OLDEST),
+    "roundup_power2_divisions": ("divisions", OLDEST),
+    "backend": ("backend", OLDEST),
+    "release_lock_on_cudamalloc": ("bool", OLDEST),
+    "release_lock_on_hipmalloc": ("bool", OLDEST),
+    "pinned_use_cuda_host_register": ("bool", OLDEST),
+    "pinned_use_hip_host_register": ("bool", OLDEST),
+    "pinned_num_register_threads": ("threads", OLDEST),
+    "pinned_use_background_threads": ("bool", OLDEST),
+    "graph_capture_record_stream_reuse": ("bool", (2, 9)),
+    "pinned_reserve_segment_size_mb": ("number", (2, 10)),
+    "per_process_memory_fraction": ("share", (2, 10)),
+    "large_segment_size_mb": ("number", (2, 11)),
+    "pinned_free_catch_all": ("bool", (2, 12)),
+    "throw_on_cudamalloc_oom": ("bool", (2, 12)),
+    "pinned_max_round_threshold_mb": ("number", (2, 13)),
+    "pinned_max_cached_size_mb": ("number", (2, 13)),
+    "expandable_segments_reserve": ("reserve", (2, 15)),
+    "expandable_segments_reserve_by_class": ("reserves", (2, 15)),
+}
+"""For each setting the kind of its value, a key of `KINDS`, and the first release that knows it; those before
+`OLDEST` are not told apart."""
+
+
+def _is_number(text: str, least: int = 0) -> bool:
+    """Whether a text is a whole number in plain digits; torch takes `64abc` and `-1`, too."""
+    return re.fullmatch(r"[0-9]{1,9}", text) is not None and int(text) >= least
+
+
+def _is_power(text: str) -> bool:
+    return _is_number(text) and int(text).bit_count() == 1
+
+
+def _read_decimal(text: str) -> float:
+    """A decimal number; NaN, which is within no bounds, if the text is none."""
+    return float(text) if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e-?[0-9]+)?", text) else float("nan")
+
+
+def _is_reserve(text: str) -> bool:
+    return _read_decimal(text.removesuffix("g").removesuffix("G")) > 0
+
+
+def _read_pairs(text: str) -> list[tuple[str, str]]:
+    """The pairs of `[256:1,>:8]`; empty if a text is no list."""
+    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else ""
+    return (
+        [(name, value) for name, _, value in (item.partition(":") for item in inner.split(","))]
+        if inner
+        else []
+    )
+
+
+def _is_divisions(text: str) -> bool:
+    pairs = _read_pairs(text)
+    sizes = all(size == ">" or _is_power(size) for size, _ in pairs)
+    return _is_power(text) or (
+        bool(pairs) and sizes and all(parts == "0" or _is_power(parts) for _, parts in pairs)
+    )
+
+
+def _is_reserves(text: str) -> bool:
+    pairs = _read_pairs(text)
+    return bool(pairs) and all(name and _is_reserve(size) for name, size in pairs)
+
+
+KINDS: dict[str, tuple[Callable[[str], bool], str]] = {
+    "bool": (lambda text: text in ("True", "False"), "True or False"),
+    "number": (_is_number, "a whole number"),
+    "size": (lambda text: _is_number(text, 20), "a whole number of at least 20"),
+    "threads": (lambda text: _is_power(text) and int(text) <= 128, "a power of two from 1 to 128"),
+    "fraction": (lambda text: 0 < _read_decimal(text) < 1, "a number above 0 and below 1"),
+    "share": (lambda text: 0 <= _read_decimal(text) <= 1, "a number from 0 to 1"),
+    "backend": (BACKENDS.__contains__, "native or cudaMallocAsync"),
+    "divisions": (_is_divisions, "a power of two such as 4, or one for each size, [256:1,512:2,>:8]"),
+    "reserve": (_is_reserve, "a share of the GPU's memory such as 0.5, or a size such as 40G"),
+    "reserves": (_is_reserves, "reserves by class, [serving:0.25,capture:8G]"),
+}
+"""For each kind whether a text is a value of it, and what that is for people."""
+
+
+def find_fault(name: str, value: str) -> str:
+    """Say what values are valid if a known setting has an invalid one; else empty."""
+    is_valid, words = KINDS[KEYS[name][0]]
+    return "" if is_valid(value) else words
+
+
+def read_settings(section: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of the section `allocator` in the allocator's notation; null leaves one out."""
+    return {
+        str(name): _render_value(value)
+        for name, value in section.items()
+        if name != "host" and value is not None
+    }
+
+
+def read_host(section: Mapping[str, Any]) -> str:
+    """Return what serves malloc: `system`, `tcmalloc` or `jemalloc`; null and nothing are the system's."""
+    return str(section.get("host") or "system")
+
+
+def _render_value(value: object) -> str:
+    """Return a value in the allocator's notation: `True`, `512`, `[256:1,512:2]`.
+
+    A mapping, `{256: 1, 512: 2}`, is a list of pairs.
+    """
+    if isinstance(value, dict):
+        return f"[{','.join(f'{_render_value(key)}:{_render_value(item)}' for key, item in value.items())}]"
+    if isinstance(value, list):
+        return f"[{','.join(map(_render_value, value))}]"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    text = "".join(str(value).split())
+    return text.capitalize() if text.lower() in ("true", "false") else text
+
+
+def parse_settings(text: str) -> dict[str, str] | None:
+    """Read a variable's settings by name, the last of a name counting; None if the notation is broken.
+
+    Blanks mean nothing anywhere, and a comma at the end is fine, as torch has it.
+    """
+    items, depth = [""], 0
+    for char in "".join(text.split()):
+        depth += (char == "[") - (char == "]")
+        if char == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += char
+    if not items[-1]:
+        items.pop()
+    settings: dict[str, str] = {}
+    for item in items:
+        name, _, value = item.partition(":")
+        listed = value.startswith("[") and value.endswith("]") and value.count("[") == value.count("]") == 1
+        if not name or not value or set(name) & set("[]") or (not listed and set(value) & set("[]:")):
+            return None
+        settings[name] = value
+    return settings
+
+
+def format_settings(settings: Mapping[str, str]) -> str:
+    """Write settings; `parse_settings` reads them back."""
+    return ",".join(f"{name}:{value}" for name, value in settings.items())
+
+
+def find_variable(environ: Mapping[str, str]) -> str:
+    """Name of the variable that torch reads; empty if none is set. An empty value is as good as none."""
+    return next((name for name in ALLOCATOR_VARIABLES if environ.get(name, "").strip()), "")
+
+
+def merge_settings(configured: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the configuration's settings with the user's over them."""
+    name = find_variable(environ)
+    return {**configured, **(parse_settings(environ[name]) or {} if name else {})}
+
+
+def set_allocator(request: Request, gpu: Gpu | None, kernel: str) -> tuple[dict[str, str], list[str]]:
+    """PyTorch's allocator variables of a rank, with notes: the configuration's settings, then the user's.
+
+    A variable that torch would refuse is left alone, so that the job ends as it would have without us.
+    `kernel` is the release of the node's kernel.
+    """
+    if gpu is None:
+        return {}, []
+    environ, name = request.environ, find_variable(request.environ)
+    own = parse_settings(environ[name]) if name else {}
+    if own is None or any(key not in KEYS or find_fault(key, value) for key, value in own.items()):
+        return {}, [f"{name}={environ[name]} kept as the user has it: torch may not take it"]
+    configured, notes = read_settings(request.allocator), []
+    merged = dict(configured)
+    for key, value in configured.items():
+        if why := _find_reason(key, configured | own, gpu, kernel):
+            del merged[key]
+            notes += [] if key in own else [f"{key}:{value} left out: {why}"]
+    merged |= own
+    if own:
+        notes.append(f"{name}: {format_settings(own)} kept, set by the user")
+    for other in ALLOCATOR_VARIABLES[ALLOCATOR_VARIABLES.index(name) + 1 :] if name else ():
+        if environ.get(other, "").strip() and environ[other] != environ[name]:
+            notes.append(
+                f"{other}={environ[other]} is not heard: torch takes {name} alone where both are set"
+            )
+    # Under the new name alone, a CUDA build that knows neither the name nor the settings ignores them.
+    is_newer = name == SET_VARIABLES[1] and any(KEYS[key][1] > OLDEST for key in own)
+    names = SET_VARIABLES[1:] if is_newer else SET_VARIABLES
+    return dict.fromkeys(names, format_settings(merged)) if merged else {}, notes
+
+
+def _find_reason(key: str, settings: Mapping[str, str], gpu: Gpu, kernel: str) -> str:
+    """Say why a setting of the configuration's is not for this rank; empty if it is."""
+    if settings.get("backend") in BACKENDS[1:] and _is_native(key):
+        return f"backend:{settings['backend']} ignores it"
+    if key != EXPANDABLE or settings[key] != "True":
+        return ""
+    if gpu.vendor == "amd":
+        return f"AMD GPUs have it from ROCm 7 and torch 2.12 on: {SET_VARIABLES[0]}={key}:True asks for it"
+    if "microsoft" in kernel.lower():
+        return "on WSL2 the first allocation may fail with it (github.com/pytorch/pytorch/issues/192330)"
+    return ""
+
+
+def _is_native(key: str) -> bool:
+    """Whether a setting is for torch's own pools of GPU memory, which `backend` can replace."""
+    return key != "backend" and not key.startswith("pinned_")
+
+
+def set_malloc(request: Request) -> tuple[dict[str, str], list[str]]:
+    """LD_PRELOAD of the library that replaces malloc, before what the user has there, with notes."""
+    path, word = request.host_library, read_host(request.allocator)
+    if word == "system" or path == "":
+        return {}, []
+    if path is None:
+        return {}, [f"allocator.host={word}: its library is looked for on the node that runs"]
+    preload = request.environ.get("LD_PRELOAD", "")
+    libraries = preload.replace(":", " ").split()
+    replacing = [library for library in libraries if any(part in library for part in MALLOC_LIBRARIES)]
+    if replacing:
+        return {}, [f"LD_PRELOAD={preload} kept, set by the user: {replacing[0]} replaces malloc already"]
+    return {"LD_PRELOAD": ":".join([path, *libraries])}, []
+
+
+def find_conflicts(
+    settings: Mapping[str, str], argv: Sequence[str], environ: Mapping[str, str], *, contained: bool
+) -> Iterator[tuple[str, str]]:
+    """Find what does not go with expandable segments, if `settings` have them.
+
+    Gives what happens, with its source, and how to have both, which is empty if there is no way. `argv` are
+    the program's, `environ` what the ranks will have. `contained`: they run in a container that may not trace
+    processes.
+    """
+    if settings.get(EXPANDABLE) != "True" or settings.get("backend") in BACKENDS[1:]:
+        return
+    words = [part for word in argv for part in word.split("=", 1)]
+    # NCCL registers buffers, and then segments grow.
+    if "--use-nccl-ub" in words:
+        yield "--use-nccl-ub: Megatron-LM refuses NCCL user buffers with expandable_segments", ""
+    if environ.get(HOOK, "").lower() in ("1", "true", "y", "yes"):
+        yield f"{HOOK}: torch switches it off with expandable_segments (ProcessGroupNCCL.cpp)", ""
+    graphs = [option for option in GRAPHS if option in words]
+    if "--cuda-graph-impl" in words[:-1] and words[words.index("--cuda-graph-impl") + 1] != "none":
+        graphs.append("--cuda-graph-impl")
+    if environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1":
+        graphs.append("TORCHINDUCTOR_CUDAGRAPHS=1")
+    if graphs and environ.get("NCCL_GRAPH_REGISTER") != "0":
+        yield (
+            f"{graphs[0]}: NCCL registers buffers of CUDA graphs, which with expandable_segments ends in"
+            " illegal memory accesses (Megatron-LM's arguments.py, which refuses it)",
+            "set env.NCCL_GRAPH_REGISTER=0",
+        )
+    # Other processes open memory.
+    nixl = next((name for name in environ if name.startswith("NIXL_")), "")
+    if ucx := f"UCX_TLS={environ['UCX_TLS']}" if "cuda" in environ.get("UCX_TLS", "") else nixl:
+        yield (
+            f"{ucx}: UCX moves memory of expandable_segments over TCP rather than cuda_ipc, hundreds of times"
+            " slower (github.com/ai-dynamo/nixl/issues/1754)",
+            "",
+        )
+    package = next((word for word in argv if word.partition(".")[0] in SHARING), "")
+    if package and contained:
+        yield (
+            f"{package} shares GPU memory among processes, which with expandable_segments takes pidfd_getfd,"
+            " and containers forbid that (github.com/pytorch/pytorch/issues/165685)",
+            "start the container with --cap-add=SYS_PTRACE",
+        )
+
 
 BINDERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """Variables that have OpenMP bind threads by itself: never set, and warned of."""

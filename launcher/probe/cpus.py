@@ -8,12 +8,12 @@ from collections.abc import Callable
 from launcher.cpulist import format_cpulist
 from launcher.errors import MachineError
 from launcher.plan.model import Cache, Cpu, NumaNode
-from launcher.probe.gpus import read_gpu_memory_nodes
+from launcher.probe.devices import read_gpu_memory_nodes
+from launcher.probe.limits import STATUS
 from launcher.probe.sysfs import Tree, parse_list, parse_number, quote_content
 
 CPU = "sys/devices/system/cpu/"
 NODE = "sys/devices/system/node/"
-STATUS = "proc/self/status"
 UNITS = {"K": 1, "M": 1 << 10, "G": 1 << 20}
 """KiB in the units of a cache's `size`; the kernel itself writes K."""
 BIG = 1024

@@ -20,8 +20,10 @@ UNSET = ("", "max", "-1")
 SHM = "/dev/shm"  # noqa: S108  # its size is asked for, nothing is written
 SHM_SIZE = re.compile(r".*[ ,]size=([0-9]{1,20})([kmg]?)(?![^ ,])")
 UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
+STATUS = "proc/self/status"
 RESOURCES = "proc/self/limits"
 FILES = "Max open files"
+CAPABILITIES = re.compile(r"[0-9a-fA-F]{1,16}")
 USABLE = 0.95
 """Share of the free memory that may be used."""
 LEAST_FREE = 0.03
@@ -94,6 +96,12 @@ def read_pids_max(tree: Tree) -> int | None:
     _, paths = list_cgroups(tree, ("pids",)).get("pids", (2, []))
     found = [number for path in paths if (number := parse_number(tree.read(f"{path}/pids.max")))]
     return min(found, default=None)
+
+
+def read_capabilities(tree: Tree) -> int:
+    """`CapEff` of this process as a mask; 0 if it is not shown."""
+    text = tree.read_fields(STATUS).get("CapEff", "")
+    return int(text, 16) if CAPABILITIES.fullmatch(text) else 0
 
 
 def read_limits(tree: Tree) -> Limits:

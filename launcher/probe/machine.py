@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from launcher.errors import UsageError
 from launcher.plan.model import Machine
 from launcher.probe.cpus import (
-    STATUS,
     list_numa_nodes,
     place_cpus,
     read_allowed_mems,
@@ -16,9 +15,8 @@ from launcher.probe.cpus import (
     read_isolated,
     read_numa_nodes,
 )
-from launcher.probe.gpus import probe_gpus
-from launcher.probe.limits import read_limits
-from launcher.probe.nics import read_nics
+from launcher.probe.devices import probe_gpus, read_nics
+from launcher.probe.limits import STATUS, read_limits
 from launcher.probe.sysfs import Tree
 
 DMI = "sys/class/dmi/id"

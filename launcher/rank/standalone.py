@@ -9,7 +9,6 @@ from dataclasses import replace
 from launcher.codec import to_plain
 from launcher.cpulist import format_cpulist
 from launcher.errors import LaunchError, UsageError
-from launcher.plan.allocator import EXPANDABLE, find_conflicts, merge_settings, read_host, read_settings
 from launcher.plan.model import (
     MAX_RANKS,
     BindingConfig,
@@ -23,7 +22,15 @@ from launcher.plan.model import (
 )
 from launcher.plan.planner import plan
 from launcher.plan.topology import build_topology
-from launcher.plan.variables import HONOURED, VISIBLE_DEVICES
+from launcher.plan.variables import (
+    EXPANDABLE,
+    HONOURED,
+    VISIBLE_DEVICES,
+    find_conflicts,
+    merge_settings,
+    read_host,
+    read_settings,
+)
 from launcher.probe.machine import locate_malloc, probe
 from launcher.protocol import LAUNCH_BINDING, find_user_set
 from launcher.rank.affinity import find_node_cpus

@@ -137,9 +137,9 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
 
 def plan_here(config: Settings, environ: Mapping[str, str], caches: str = "") -> Plan:
     """Plan this node; raises UsageError or MachineError. `caches` is a folder for the compilers' caches."""
-    from launcher.config.request import make_request
-    from launcher.plan.allocator import read_host
+    from launcher.config.start import make_request
     from launcher.plan.planner import plan
+    from launcher.plan.variables import read_host
     from launcher.probe.machine import locate_malloc, probe
 
     machine = probe(config.machine.root)

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from launcher.config.overrides import read_key
-from launcher.config.request import parse_nproc
+from launcher.config.start import parse_nproc
+from launcher.config.words import read_key
 from launcher.errors import SchedulerError, UsageError
 from launcher.launch.job import JobSpec
 from launcher.protocol import LAUNCH_PLAN, LAUNCH_RECORD_DIR, LAUNCH_RUN_DIR, LAUNCH_RUN_ID

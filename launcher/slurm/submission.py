@@ -337,7 +337,7 @@ def _plan_snapshot(spec: JobSpec, chosen: JobOptions) -> "Plan | None":
     snapshot = config.cluster.machine or config.machine.snapshot
     if snapshot is None:
         return None
-    from launcher.config.request import load_snapshot, make_request
+    from launcher.config.start import load_snapshot, make_request
     from launcher.plan.planner import plan
 
     ranks = config.nproc_per_node

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from launcher.config import training
 from launcher.config.compose import compose, resolve
 from launcher.config.program import find_program
-from launcher.config.sources import find_sources
+from launcher.config.words import find_sources
 from launcher.runs.memory_records import fingerprint_ranks
 from launcher.slurm.job_request import make_job_request, read_job_request, write_job_request
 from tests.data_files import DATA

@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from launcher.cli import doctor, job_warnings, run
-from launcher.config.request import make_request
 from launcher.config.settings import Settings
+from launcher.config.start import make_request
 from launcher.doctor.model import Facts, PathFacts
 from launcher.launch.job import JobSpec
 from launcher.plan.model import Request
 from launcher.preflight.checks import NodeAnswer, PreflightRequest
-from launcher.probe import health
+from launcher.probe import limits
 from launcher.protocol import name_host
 from tests.seam import Launch, clean_environ, run_outside
 from tests.specify import specify
@@ -46,7 +46,7 @@ def test_programs_that_share_gpu_memory_are_warned_of_in_a_container_that_may_no
     assert "pytorch/issues/165685" in contained.err and "--cap-add=SYS_PTRACE to have both" in contained.err
     monkeypatch.setattr(job_warnings, "CONTAINER_MARKS", ("/",))
     for capabilities in (0, 1 << 19):
-        monkeypatch.setattr(health, "read_capabilities", lambda _, found=capabilities: found)
+        monkeypatch.setattr(limits, "read_capabilities", lambda _, found=capabilities: found)
         said = launch("nproc_per_node=1", "dry_run=true", "--", "echo", "verl.trainer").err
         assert ("165685" in said) == (capabilities == 0)
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from launcher.config.overrides import quote_value
+from launcher.config.words import quote_value
 from launcher.plan.model import machine_to_json, parse_machine
 from launcher.report import machine
 from tests.plan.lab_machines import fsroot, load

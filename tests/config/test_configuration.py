@@ -17,12 +17,10 @@ from submitit import AutoExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
 from launcher.config.compose import compose, resolve
-from launcher.config.mistakes import read_tables
 from launcher.config.program import resolve_program
-from launcher.config.request import make_request
 from launcher.config.settings import Settings, list_choices, settle_words
-from launcher.config.sources import find_sources
-from launcher.config.start import choose_cluster
+from launcher.config.start import choose_cluster, make_request
+from launcher.config.words import find_sources, read_tables
 from launcher.errors import UsageError
 from tests.seam import Launch, drop_powers, run_outside
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from launcher import files
-from launcher.config.environment_files import read_variables
-from launcher.config.sources import MOST_BYTES
+from launcher.config.program import read_variables
+from launcher.config.words import MOST_BYTES
 from launcher.launch.job import JobSpec
 from launcher.slurm.job_request import JobRequest, read_job_request, write_job_request
 from tests.seam import LAUNCH, Launch, clean_environ, run_outside

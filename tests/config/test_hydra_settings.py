@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from launcher.config.compose import compose, resolve
-from launcher.config.sources import find_sources
 from launcher.config.sweep import expand_sweep, read_multirun
+from launcher.config.words import find_sources
 from launcher.errors import UsageError
 from tests.seam import Launch, run_outside
 

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from launcher.config.overrides import quote_value
+from launcher.config.words import quote_value
 from tests.data_files import DATA
 from tests.seam import Result, clean_environ, run_inside, run_outside
 

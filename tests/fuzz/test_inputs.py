@@ -7,8 +7,8 @@ from pathlib import Path
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from launcher.config.environment_files import read_variables
-from launcher.config.request import load_snapshot
+from launcher.config.program import read_variables
+from launcher.config.start import load_snapshot
 from launcher.errors import UsageError
 from launcher.rank.entry import PlacementError, PlanEntry, read_plan_file
 from tests.fuzzing import scalars, texts

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from launcher.plan.allocator import ALLOCATOR_VARIABLES, KEYS, find_fault
+from launcher.plan.variables import ALLOCATOR_VARIABLES, KEYS, find_fault
 from tests.gpu.proof import PROGRAMS, Proof, together
 from tests.plan.test_allocator_keys import CORE, LAX, RIGHT, WRONG
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.plan.allocator import KEYS, find_fault, format_settings, parse_settings, read_settings
+from launcher.plan.variables import KEYS, find_fault, format_settings, parse_settings, read_settings
 from tests.seam import clean_environ
 
 CORE = (

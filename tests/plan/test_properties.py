@@ -11,7 +11,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from launcher.errors import LaunchError
-from launcher.plan.cpu_sets import cut_evenly
 from launcher.plan.devices import resolve_visible
 from launcher.plan.model import (
     BINDINGS,
@@ -26,7 +25,7 @@ from launcher.plan.model import (
     parse_machine,
 )
 from launcher.plan.planner import plan
-from launcher.plan.topology import build_topology, find_usable
+from launcher.plan.topology import build_topology, cut_evenly, find_usable
 from launcher.plan.variables import COUNTS
 
 from .lab_machines import ask, convert, describe_machine, describe_overlap

@@ -16,10 +16,18 @@ import pytest
 
 from launcher.doctor.job import judge_nodes
 from launcher.doctor.model import Facts, GpuProcess, Unchecked, Wanted
-from launcher.probe import gpu_facts
-from launcher.probe.gpu_facts import RECOVERY_ACTIONS, read_gpu_facts
+from launcher.probe import nvml as nvml_module
 from launcher.probe.node import read_node_facts
-from launcher.probe.nvml import DEAD, REASONS, SM_UTIL, XID, GpuSampler, import_nvml
+from launcher.probe.nvml import (
+    DEAD,
+    REASONS,
+    RECOVERY_ACTIONS,
+    SM_UTIL,
+    XID,
+    GpuSampler,
+    import_nvml,
+    read_gpu_facts,
+)
 from launcher.probe.sysfs import Tree
 from launcher.watch.model import GpuSample
 from launcher.watch.ranks import GpuReader, read_planned_gpus
@@ -369,11 +377,11 @@ def test_names_and_numbers_are_pynvmls() -> None:
     request = nvml.c_nvmlGpmMetricsGet_t()
     request.metrics[0].metricId = SM_UTIL
     assert request.metrics[0].nvmlReturn == nvml.NVML_SUCCESS
-    assert pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION == gpu_facts.RECOVERY_ACTION
+    assert pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION == nvml_module.RECOVERY_ACTION
     assert (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED) == DEAD
     numbers = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
-    assert numbers == (gpu_facts.UNCORRECTED, gpu_facts.VOLATILE)
-    assert (pynvml.NVML_P2P_CAPS_INDEX_WRITE, pynvml.NVML_P2P_STATUS_OK) == (gpu_facts.WRITE, 0)
+    assert numbers == (nvml_module.UNCORRECTED, nvml_module.VOLATILE)
+    assert (pynvml.NVML_P2P_CAPS_INDEX_WRITE, pynvml.NVML_P2P_STATUS_OK) == (nvml_module.WRITE, 0)
     for number, action in enumerate(RECOVERY_ACTIONS):
         assert getattr(pynvml, f"NVML_GPU_RECOVERY_ACTION_{action.upper()}", number) == number
 

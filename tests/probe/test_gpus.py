@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launcher.probe.gpus import read_driver
+from launcher.probe.devices import read_driver
 from launcher.probe.sysfs import Tree
 
 from .machine_trees import GPUS, put, spoilt, write_small
@@ -32,12 +32,12 @@ print(json.dumps([gpu.memory_mib for gpu in read_nvml(Tree())]))
 """
 PROBE = """
 import json, sys
-import launcher.probe.gpus
+import launcher.probe.devices
 from launcher.probe.machine import probe
-launcher.probe.gpus.NVIDIA_SIGNS = ("proc/self/status",)
+launcher.probe.devices.NVIDIA_SIGNS = ("proc/self/status",)
 if len(sys.argv) > 2:
-    launcher.probe.gpus.GPUS = sys.argv[2]
-    launcher.probe.gpus.DEVICE = sys.argv[3]
+    launcher.probe.devices.GPUS = sys.argv[2]
+    launcher.probe.devices.DEVICE = sys.argv[3]
 machine = probe("/", quick=sys.argv[1] == "quick")
 gpus = [(g.index, g.pci, g.uuid, g.node, sorted(g.local_cpus)) for g in machine.gpus]
 print(json.dumps({"gpus": gpus, "warnings": machine.warnings, "pynvml": "pynvml" in sys.modules}))
@@ -195,10 +195,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         text = f"Model: \t\t X\nGPU UUID: \t GPU-{minor}\nDevice Minor: \t {minor}"
         put(tmp_path, f"gpus/0000:{bus}:00.0/information", text)
         put(tmp_path, f"nvidia{minor}", "")
-    monkeypatch.setattr("launcher.probe.gpus.GPUS", f"{tmp_path}/gpus/"[1:])
-    monkeypatch.setattr("launcher.probe.gpus.CAPABILITIES", f"{tmp_path}/capabilities"[1:])
-    monkeypatch.setattr("launcher.probe.gpus.DEVICE", f"{tmp_path}/nvidia")
-    monkeypatch.setattr("launcher.probe.gpus.BOUND", "proc/nothing/")
+    monkeypatch.setattr("launcher.probe.devices.GPUS", f"{tmp_path}/gpus/"[1:])
+    monkeypatch.setattr("launcher.probe.devices.CAPABILITIES", f"{tmp_path}/capabilities"[1:])
+    monkeypatch.setattr("launcher.probe.devices.DEVICE", f"{tmp_path}/nvidia")
+    monkeypatch.setattr("launcher.probe.devices.BOUND", "proc/nothing/")
     return tmp_path
 
 
@@ -241,6 +241,6 @@ def test_a_device_that_may_not_be_opened_is_not_the_jobs(
 
     monkeypatch.setattr(os, "access", answer)
     assert [gpu.uuid for gpu in read_driver(Tree()) or ()] == ["GPU-1", "GPU-0"]
-    monkeypatch.setattr("launcher.probe.gpus.GPUS", "proc/driver/nvidia/gpus/")
+    monkeypatch.setattr("launcher.probe.devices.GPUS", "proc/driver/nvidia/gpus/")
     put(files, f"tree/{GPUS}/0000:07:00.0/information", "GPU UUID: \t GPU-1\nDevice Minor: \t 99")
     assert [gpu.uuid for gpu in read_driver(Tree(files / "tree")) or ()] == ["GPU-1"]

@@ -9,7 +9,7 @@ import pytest
 
 from launcher.errors import UsageError
 from launcher.plan.model import Gpu
-from launcher.probe.gpus import list_gpus
+from launcher.probe.devices import list_gpus
 from launcher.probe.limits import count_oom_kills
 from launcher.probe.machine import probe
 from launcher.probe.sysfs import PAGE, SIZE_LIMIT, Tree, normalise_pci, parse_number, split_path
@@ -81,9 +81,9 @@ def test_amds_gpus_count_only_with_the_compute_drivers_device(
 ) -> None:
     """Without /dev/kfd it is a graphics card for the screen, which no program could compute on."""
     gpu = Gpu(0, "", "0000:06:00.0", None, vendor="amd")
-    monkeypatch.setattr("launcher.probe.gpus.NVIDIA_SIGNS", ())
-    monkeypatch.setattr("launcher.probe.gpus.AMD_SIGN", "proc/self/status" if sign else "proc/nothing")
-    monkeypatch.setattr("launcher.probe.gpus.read_amd", lambda tree: (gpu,))
+    monkeypatch.setattr("launcher.probe.devices.NVIDIA_SIGNS", ())
+    monkeypatch.setattr("launcher.probe.devices.AMD_SIGN", "proc/self/status" if sign else "proc/nothing")
+    monkeypatch.setattr("launcher.probe.devices.read_amd", lambda tree: (gpu,))
     assert list_gpus(Tree(), quick=False) == ((gpu,) if sign else ())
 
 

@@ -14,7 +14,7 @@ import pytest
 import launcher
 from launcher.config.compose import compose, resolve
 from launcher.config.settings import NotifyConfig, Settings
-from launcher.config.sources import find_sources
+from launcher.config.words import find_sources
 from launcher.errors import MachineError
 from launcher.launch.job import Job, JobSpec
 from launcher.protocol import LAUNCH_SECRETS

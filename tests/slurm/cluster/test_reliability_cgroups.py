@@ -45,7 +45,7 @@ ENDS = {
 """How a rank ends: by itself, as a shell that tells of its child, as a program that needs its child."""
 OPEN = """
 import errno, json, os, sys, time
-import launcher.probe.gpus as nvidia
+import launcher.probe.devices as nvidia
 from launcher.probe.sysfs import Tree
 nvidia.DEVICE, me, other = sys.argv[1:]
 seen = {"variable": os.environ.get("CUDA_VISIBLE_DEVICES"), "open": [], "probe": []}
