@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,24 +50,24 @@ def show_logs(call: Call) -> int:
 def _follow_output(path: Path, tail: RunOutputReader, writer: "OutputWriter") -> None:
     """Print what comes, over all attempts, until the run has ended; Ctrl-C ends it earlier."""
     said, changed, lived = "", time.monotonic(), False
-    with closing(RunWatch([path])) as watch:
-        while True:
-            (run,) = watch.update()
-            lived = lived or run.is_live
-            if writer.write(tail.read_lines()) or run.is_live:
-                changed = time.monotonic()
-            # Lines of a job on other machines that ended while it was followed may still come.
-            elif time.monotonic() - changed >= (NETWORK_SECONDS if lived and run.job_id else 0):
-                break
-            text = describe_run_state(run)
-            if run.state == "queued" and run.slurm_state and run.reason and text != said:
-                logger.info(text)
-                said = text
-            time.sleep(LOG_SECONDS)
-        writer.write(tail.read_lines(final=True))
-        if open_stream("stdout").is_same_file(open_stream("stderr")):
-            writer.end_line()
-        logger.info(describe_run_state(run))
+    watch = RunWatch([path])
+    while True:
+        (run,) = watch.update()
+        lived = lived or run.is_live
+        if writer.write(tail.read_lines()) or run.is_live:
+            changed = time.monotonic()
+        # Lines of a job on other machines that ended while it was followed may still come.
+        elif time.monotonic() - changed >= (NETWORK_SECONDS if lived and run.job_id else 0):
+            break
+        text = describe_run_state(run)
+        if run.state == "queued" and run.slurm_state and run.reason and text != said:
+            logger.info(text)
+            said = text
+        time.sleep(LOG_SECONDS)
+    writer.write(tail.read_lines(final=True))
+    if open_stream("stdout").is_same_file(open_stream("stderr")):
+        writer.end_line()
+    logger.info(describe_run_state(run))
 
 
 @dataclass(slots=True)

@@ -25,9 +25,9 @@ from launcher.runs.run_directory import RunDir
 from launcher.runs.run_lookup import RunLookupError, choose_runs, list_runs, name_run
 from launcher.runs.run_process import check_process, open_process
 from launcher.runs.run_status import RunStatus, add_progress, read_status
-from launcher.slurm.commands import ENDED, ask_queue, run_slurm
+from launcher.slurm.commands import ENDED, WAITING, ask_queue, run_slurm
 from launcher.slurm.notation import expand_hosts, fold_hosts
-from launcher.slurm.run_states import WAITING, explain_reason, find_run_states
+from launcher.slurm.run_states import explain_reason, find_run_states
 from launcher.text import describe_time, escape_text, print_text
 
 logger = logging.getLogger(__name__)

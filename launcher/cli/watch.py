@@ -128,7 +128,6 @@ def watch_live(path: Path, rank: int | None) -> "View":
         ended_by = app.run(mouse=False)
     finally:
         restore_log()
-        states.close()
     if app.error:
         raise app.error
     if ended_by == signal.SIGINT:

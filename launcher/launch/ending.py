@@ -17,7 +17,7 @@ from launcher.launch.processes import Death, RankProcess
 from launcher.launch.signals import name_signal
 from launcher.runs.manifest import stamp_time, write_manifest
 from launcher.runs.node_records import RankFailure, read_error
-from launcher.runs.progress import LONG_BEFORE, CleanEnd, EarlyEnd, describe_progress, find_early_exits
+from launcher.runs.progress import LONG_BEFORE, CleanEnd, describe_progress, explain_early_exits
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.run_directory import RunDir, release_space
 from launcher.runs.run_records import compare_applied
@@ -189,9 +189,9 @@ def report_end(monitor: RankMonitor, end: NodeEnd, seconds: float) -> int:
     # What came before the first failure, and what that failure means to this job.
     codes = monitor.job.config.cluster.requeue.exit_codes
     requested = bool(end.failure and end.failure.status in codes)
-    early = None if requested or end.status == 0 else find_early(monitor, end)
+    early = "" if requested or end.status == 0 else find_early(monitor, end)
     asking = requested or any(death.exitcode in codes for death in end.last_deaths)
-    events = tuple(filter(None, (trouble, early.describe() if early else "")))
+    events = tuple(filter(None, (trouble, early)))
     end = replace(end, requested=requested, asking=asking, early=bool(early), events=events)
     written = complete_manifest(monitor, end)
     # How it went: the first failure or what was not as planned, the result, the run directory.
@@ -208,11 +208,11 @@ def report_end(monitor: RankMonitor, end: NodeEnd, seconds: float) -> int:
     return end.status
 
 
-def find_early(monitor: RankMonitor, end: NodeEnd) -> EarlyEnd | None:
-    """Return the ranks that ended with 0 before the first failure, or long before all were stopped."""
+def find_early(monitor: RankMonitor, end: NodeEnd) -> str:
+    """Say which ranks ended with 0 before the first failure, or long before all were stopped."""
     before = end.failure.time if end.failure else end.signal_time - LONG_BEFORE
     ends = [CleanEnd(d.process.rank, monitor.job.host, d.time, d.process.attempt) for d in end.clean]
-    return find_early_exits(monitor.run, ends, before, len(monitor.job.plan.ranks))
+    return explain_early_exits(monitor.run, ends, before, len(monitor.job.plan.ranks))
 
 
 def complete_manifest(monitor: RankMonitor, end: NodeEnd) -> dict[str, object]:

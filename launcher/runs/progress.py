@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from glob import iglob
 from itertools import islice
 from pathlib import Path
@@ -10,8 +11,7 @@ from pathlib import Path
 from launcher.files import read_file
 from launcher.runs.rank_logs import (
     decode_line,
-    find_agent_logs,
-    find_job_logs,
+    find_logs,
     list_attempts,
     read_from,
     read_tail,
@@ -150,24 +150,15 @@ def measure_attempt(run: RunDir, patterns: Sequence[str] = ()) -> AttemptProgres
     """
     numbers = sorted(number for number in list_attempts(run.path) if number >= run.first_attempt)
     logs = [path for number in numbers for path in list_own_logs(run, number)]
-    lines = (raw for path in logs for raw in read_from(path, 0)[0].split(b"\n"))
-    first = next((step for raw in lines if (step := parse_progress(decode_line(raw)))), None)
-    last = None
-    for path in reversed(logs):
-        for step in islice(read_last(path), MOST_STEPS):
-            last = merge_steps(step, last) if last else step
-        if last:
-            break
+    begins = (raw for path in logs for raw in read_from(path, 0)[0].split(b"\n"))
+    last = find_last_step(run, numbers)
+    first = next((step for raw in begins if (step := parse_progress(decode_line(raw)))), last)
     begun = read_mtime(run.path / "config.yaml") or 0.0
-    elsewhere = [
-        Path(name)
-        for pattern in patterns
-        for name in islice(iglob(pattern, recursive=True), MOST_ENTRIES)  # noqa: PTH207 - it is absolute
-    ]
-    times = [time for path in elsewhere for time in (read_mtime(path), find_newest(path)) if time]
-    times = [time for time in times if time > begun]
+    found = (Path(name) for each in patterns for name in islice(iglob(each, recursive=True), MOST_ENTRIES))  # noqa: PTH207 - it is absolute
+    elsewhere = [time for path in found for time in (read_mtime(path), find_newest(path)) if time]
+    times = [time for time in elsewhere if time > begun]
     times += filter(None, [find_newest(run.path / "checkpoints")])
-    return AttemptProgress((first or last, last) if last else (), max(times, default=None))
+    return AttemptProgress((first, last) if first and last else (), max(times, default=None))
 
 
 def list_own_logs(run: RunDir, attempt: int, rank: int = 0) -> list[Path]:
@@ -175,23 +166,26 @@ def list_own_logs(run: RunDir, attempt: int, rank: int = 0) -> list[Path]:
     return [run.rank_log(rank, attempt, ending) for ending in ("err", "out")]
 
 
-def read_last(path: Path, count: int = LINES) -> Iterator[Progress]:
-    """Give the steps in the last lines of a log, the last one first."""
-    return (step for line in reversed(read_tail(path, count)) if (step := parse_progress(line)))
-
-
 def find_last_step(
-    run: RunDir, rank: int, attempt: int, count: int = LINES, metric: str = ""
+    run: RunDir, attempts: Iterable[int], rank: int = 0, count: int = LINES, metric: str = ""
 ) -> Progress | None:
-    """Return the newest step that a rank printed in an attempt, with a metric if one is named.
+    """Return the newest step that a rank printed in the newest attempt that has one, by its last lines.
 
-    None if there is none in its last lines.
+    It has the newest value of each metric; with `metric`, a step without that one is none.
     """
-    found: list[Progress] = []
-    for path in list_own_logs(run, attempt, rank):
-        steps = (step for step in read_last(path, count) if not metric or metric in dict(step.metrics))
-        found += filter(None, [next(steps, None)])
-    return max(found, key=lambda step: step.step, default=None)
+    for attempt in sorted(attempts, reverse=True):
+        found = []
+        for path in list_own_logs(run, attempt, rank):
+            steps = [*filter(None, map(parse_progress, read_tail(path, count)))]
+            found += [reduce(merge_steps, steps)] if steps else []
+        if known := [step for step in found if not metric or metric in dict(step.metrics)]:
+            return max(known, key=lambda step: step.step)
+    return None
+
+
+def find_printed_step(path: Path) -> Progress | None:
+    """Return a run's newest step; until the newest attempt has come to one, that of the one before it."""
+    return find_last_step(RunDir(path), list_attempts(path), count=TAIL)
 
 
 def read_mtime(path: Path) -> float | None:
@@ -213,24 +207,18 @@ def find_newest(folder: Path) -> float | None:
         return None
 
 
-def find_latest(path: Path) -> tuple[Progress | None, str]:
-    """Return a run's newest step and its last line, of the log that was written to last; None and empty."""
-    run, attempt = RunDir(path), max(list_attempts(path), default=None)
-    own = [] if attempt is None else [log for log in list_own_logs(run, attempt) if log.exists()]
-    # If no rank has printed any: the job's log, or else the agents'.
-    for logs in (own, find_job_logs(path), find_agent_logs(path)):
+def find_last_line(path: Path) -> str:
+    """Return a run's last line, of the log that was written to last; empty if there is none."""
+    attempt = max(list_attempts(path), default=None)
+    own = [] if attempt is None else list_own_logs(RunDir(path), attempt)
+    # If rank 0 has not printed any: the job's log, or else the agents'.
+    for logs in (own, find_logs(path, "slurm-"), find_logs(path, "agent-")):
         for log in sorted(logs, key=lambda log: read_mtime(log) or 0, reverse=True):
             for line in reversed(read_tail(log, TAIL)):
                 text = strip_sequences(line).strip()
                 if text and not text.startswith(PASSED_OVER):
-                    return find_printed_step(path), text
-    return find_printed_step(path), ""
-
-
-def find_printed_step(path: Path) -> Progress | None:
-    """Return a run's newest step; until the newest attempt has come to one, that of the one before it."""
-    run, attempts = RunDir(path), sorted(list_attempts(path), reverse=True)
-    return next((found for number in attempts if (found := find_last_step(run, 0, number, TAIL))), None)
+                    return text
+    return ""
 
 
 FILE = "objective.txt"
@@ -253,9 +241,8 @@ def read_objective(path: Path, kind: str) -> float | list[float]:
     """
     file = path / FILE
     if kind == LOSS:
-        for attempt in sorted(list_attempts(path), reverse=True):
-            if last := find_last_step(RunDir(path), 0, attempt, metric="loss"):
-                return float(dict(last.metrics)["loss"].replace(",", "").removesuffix("%"))
+        if last := find_last_step(RunDir(path), list_attempts(path), metric="loss"):
+            return float(dict(last.metrics)["loss"].replace(",", "").removesuffix("%"))
         raise ObjectiveError(
             f"rank 0 has printed no loss, and there is {file}: set objective={FROM_FILE}"
             if file.exists()
@@ -293,46 +280,24 @@ class CleanEnd:
     """Whose folder has its logs."""
 
 
-@dataclass(frozen=True, slots=True)
-class EarlyEnd:
-    """The ranks that ended with 0 before the first failure."""
+def explain_early_exits(run: RunDir, ends: Iterable[CleanEnd], before: float, world: int) -> str:
+    """Say `rank 3 on n1 ended with 0 at step 40 while 7 ranks went on`, of ranks that ended before a time.
 
-    ranks: tuple[int, ...]
-    hosts: tuple[str, ...]
-    others: int
-    """Ranks that went on; 0 if that is not known."""
-    step: int | None
-    """The last one that these ranks have printed; None if they print none."""
-    reached: int | None
-    """The last one of rank 0, if they print none."""
-
-    def describe(self) -> str:
-        """Say it: `rank 3 on n1 ended with 0 at step 40 while 7 ranks went on`."""
-        who = f"rank{'' if len(self.ranks) == 1 else 's'} {name_some([*map(str, self.ranks)], MOST_NAMED)}"
-        at = "" if self.step is None else f" at step {self.step}"
-        others = {0: "others", 1: "1 rank"}.get(self.others, f"{self.others} ranks")
-        came = "" if self.reached is None else f" (rank 0 came to step {self.reached})"
-        return f"{who} on {name_some(self.hosts, MOST_NAMED)} ended with 0{at} while {others} went on{came}"
-
-
-def find_early_exits(run: RunDir, ends: Iterable[CleanEnd], before: float, world: int) -> EarlyEnd | None:
-    """Return the ranks that ended with 0 before a time (seconds since the epoch); None if none did.
-
-    `world` is the number of ranks, 0 if it is not known. Ranks that have printed their last step have
-    ended as they should.
+    Empty if none did. `before` are seconds since the epoch; `world` is the number of ranks, 0 if it is not
+    known. Ranks that have printed their last step have ended as they should.
     """
     early = sorted((end for end in ends if end.time < before), key=lambda end: end.rank)
     if not early or len(early) == world:
-        return None
+        return ""
     first = min(early, key=lambda end: end.time)
-    step = find_last_step(run, first.rank, first.attempt)
+    step, came = find_last_step(run, [first.attempt], first.rank), ""
     if step and step.total is not None and step.step >= step.total:
-        return None
-    reached = None if step else find_last_step(run, 0, first.attempt)
-    return EarlyEnd(
-        tuple(end.rank for end in early),
-        tuple(dict.fromkeys(end.host for end in early)),
-        max(world - len(early), 0),
-        step.step if step else None,
-        reached.step if reached else None,
-    )
+        return ""
+    if step is None and (reached := find_last_step(run, [first.attempt])):
+        came = f" (rank 0 came to step {reached.step})"
+    who = f"rank{'' if len(early) == 1 else 's'} {name_some([str(end.rank) for end in early], MOST_NAMED)}"
+    where = name_some([*dict.fromkeys(end.host for end in early)], MOST_NAMED)
+    left = max(world - len(early), 0)
+    others = {0: "others", 1: "1 rank"}.get(left, f"{left} ranks")
+    at = f" at step {step.step}" if step else ""
+    return f"{who} on {where} ended with 0{at} while {others} went on{came}"

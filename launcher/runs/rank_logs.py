@@ -13,7 +13,7 @@ from launcher.runs.run_records import AppliedReader
 
 CHUNK = 1 << 20
 """Bytes that are read at once."""
-LONGEST = 64 << 20
+LONGEST = 4 << 20
 """Bytes of a line that are kept in memory; a longer one comes in pieces."""
 BACKWARDS = 16 << 20
 """Bytes that are searched for the beginning of the last lines."""
@@ -70,7 +70,7 @@ class Follower:
         for path in list(self.offsets):
             rank, stream = read_rank(path), path.suffix[1:]
             while data := self.read_chunk(path):
-                yield Chunk(rank, stream, data)
+                yield Chunk(rank or 0, stream, data)
                 if len(data) < CHUNK or data.endswith(b"\n"):
                     break
 
@@ -91,53 +91,36 @@ class Follower:
 class LineFollower(Follower):
     """Puts lines together from what is added to files."""
 
-    partial: dict[Path, bytearray] = field(default_factory=dict)
+    partial: dict[Path, bytes] = field(default_factory=dict)
     """Beginnings of lines that have no end yet."""
 
     def read_lines(self, *, final: bool = False) -> Iterator[Output]:
-        """Give the new whole lines; `final` gives all that is left, an unfinished last line too."""
+        """Give some new whole lines of each file; `final` gives all that is left, unfinished lines too.
+
+        Of a line without end that is drawn again and again, such as a progress bar's, the last state is
+        kept, and the others come as a piece; so does the beginning of a very long line.
+        """
         for path in list(self.offsets):
             rank, stream = read_rank(path), path.suffix[1:]
-            while lines := self.read_new(path):
-                yield from (Output(raw, rank, stream) for raw in lines)
-                if not final:
+            while True:
+                begin = self.offsets[path]
+                data = self.read_chunk(path)
+                if self.offsets[path] < begin + len(data):  # the file has been cut
+                    self.partial.pop(path, None)
+                if not data:
+                    break
+                data = self.partial.pop(path, b"") + data
+                end = data.rfind(b"\n") + 1
+                if len(data) - end > CHUNK:
+                    end = data.rfind(b"\r", end, -1) + 1 or end
+                if len(data) - end > LONGEST:
+                    end = len(data)
+                self.partial[path] = data[end:]
+                yield from (Output(raw, rank, stream) for raw in io.BytesIO(data[:end]).readlines())
+                if end and not final:
                     break
             if final and (rest := self.partial.pop(path, b"")):
-                yield Output(bytes(rest), rank, stream)
-
-    def read_new(self, path: Path) -> list[bytes]:
-        """Return some new lines of one file, with their ends."""
-        lines: list[bytes] = []
-        while not lines:
-            begin = self.offsets[path]
-            data = self.read_chunk(path)
-            if not data:
-                break
-            if self.offsets[path] < begin + len(data):  # the file has been cut
-                self.partial.pop(path, None)
-            lines = self.join_lines(path, data)
-        return lines
-
-    def join_lines(self, path: Path, data: bytes) -> list[bytes]:
-        """Return the lines that some bytes of a file complete, and keep what is left.
-
-        Of a line without end that is drawn anew again and again, such as a progress bar's, the last state is
-        kept, and the others come as a piece.
-        """
-        lines = io.BytesIO(data).readlines()
-        rest = b"" if data.endswith(b"\n") else lines.pop()
-        partial = self.partial.setdefault(path, bytearray())
-        if lines:
-            lines[0] = bytes(partial) + lines[0]
-            partial.clear()
-        partial += rest
-        if len(partial) > CHUNK and (at := partial.rfind(b"\r", 0, -1)) >= 0:
-            lines.append(bytes(partial[: at + 1]))
-            del partial[: at + 1]
-        if len(partial) > LONGEST:
-            lines.append(bytes(partial))
-            partial.clear()
-        return lines
+                yield Output(rest, rank, stream)
 
 
 def decode_line(raw: bytes | bytearray) -> str:
@@ -200,7 +183,7 @@ def read_tail(path: Path, count: int, begin: int = 0) -> list[str]:
     return [decode_line(raw) for raw in lines[len(lines) - min(count, len(lines)) :]] if any(lines) else []
 
 
-RANK_LOG = re.compile(r"rank-[0-9]{1,9}\.(?:out|err)")
+RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.(?:out|err)")
 
 
 @dataclass(slots=True)
@@ -216,7 +199,7 @@ class RunOutputReader:
     """The attempt that is read; None before there is one."""
     follower: LineFollower = field(default_factory=LineFollower)
     reader: AppliedReader = field(init=False)
-    hosts: dict[int, str] = field(default_factory=dict)
+    hosts: dict[int | None, str] = field(default_factory=dict)
     """Where each rank of the attempt runs."""
 
     def __post_init__(self) -> None:
@@ -225,8 +208,7 @@ class RunOutputReader:
 
     def read_lines(self, *, final: bool = False) -> Iterator[Output]:
         """Give the new lines; `final` gives all that is left, and how a job ended that never had a rank."""
-        attempts = self.find_attempts()
-        first = self.attempt is None
+        attempts, first = self.find_attempts(), self.attempt is None
         for attempt, logs in attempts.items():
             if attempt != self.attempt:  # the one before it has been read to its end
                 self.follower = LineFollower()
@@ -239,35 +221,27 @@ class RunOutputReader:
                 self.follower.watch(log, begin)
             self.hosts |= {record.rank: record.host for record in self.reader.read_new()}
             for line in self.follower.read_lines(final=final or attempt != max(attempts)):
-                yield replace(line, host=self.hosts.get(line.rank or 0, "?"))
+                yield replace(line, host=self.hosts.get(line.rank, "?"))
         newest = max(list_attempts(self.path), default=None)
-        if final and (newest is None or not self.list_rank_logs(newest)):
+        if final and (newest is None or not list_rank_logs(self.path, newest)):
             # What there is to know is in the job's own log; else in what torchrun's agents said.
-            found = [log for log in find_job_logs(self.path) if measure_file(log)]
-            found = found or [log for log in find_agent_logs(self.path) if measure_file(log)]
+            found = [log for log in find_logs(self.path, "slurm-") if measure_file(log)]
+            found = found or [log for log in find_logs(self.path, "agent-") if measure_file(log)]
             for log in found:
                 if len(found) > 1:
                     yield Output(os.fsencode(f"{log.name}:"), remark=True)
-                follower = LineFollower(offsets={log: find_tail(log, self.lines) if self.lines else 0})
-                while lines := follower.read_new(log):
-                    yield from map(Output, lines)
-                if rest := follower.partial.get(log):
-                    yield Output(bytes(rest))
+                begin = find_tail(log, self.lines) if self.lines else 0
+                yield from LineFollower(offsets={log: begin}).read_lines(final=True)
 
     def find_attempts(self) -> dict[int, list[Path]]:
         """Return the ranks' logs by attempt, from the one that is read; at first, of the last alone."""
         found: dict[int, list[Path]] = {}
         for attempt in sorted(list_attempts(self.path)):
             if self.attempt is None or attempt >= self.attempt:
-                logs = [log for log in self.list_rank_logs(attempt) if self.rank in (None, read_rank(log))]
-                if logs:
+                logs = list_rank_logs(self.path, attempt)
+                if logs := [log for log in logs if self.rank in (None, read_rank(log))]:
                     found[attempt] = sorted(logs, key=lambda log: (read_rank(log), log.suffix != ".out"))
         return {attempt: found[attempt] for attempt in [*found][-1 if self.attempt is None else 0 :]}
-
-    def list_rank_logs(self, attempt: int) -> list[Path]:
-        """Return the logs of the ranks of an attempt."""
-        names = list_logs(self.path, str(attempt))
-        return [self.path / "logs" / str(attempt) / name for name in names if RANK_LOG.fullmatch(name)]
 
 
 def list_attempts(path: Path) -> list[int]:
@@ -275,18 +249,19 @@ def list_attempts(path: Path) -> list[int]:
     return [int(name) for name in list_logs(path) if name.isdecimal()]
 
 
-def read_rank(log: Path) -> int:
-    """Return the rank whose log this is."""
-    return int(log.stem.partition("-")[2])
+def list_rank_logs(path: Path, attempt: int) -> list[Path]:
+    """Return the logs of the ranks of an attempt."""
+    names = list_logs(path, str(attempt))
+    return [path / "logs" / str(attempt) / name for name in names if RANK_LOG.fullmatch(name)]
 
 
-def find_job_logs(path: Path) -> list[Path]:
-    """Return the logs of a run's jobs."""
-    names = sorted(list_logs(path))
-    return [path / "logs" / name for name in names if name.startswith("slurm-") and name.endswith(".out")]
+def read_rank(log: Path) -> int | None:
+    """Return the rank whose log this is; None for a log of ours."""
+    found = RANK_LOG.fullmatch(log.name)
+    return int(found[1]) if found else None
 
 
-def find_agent_logs(path: Path) -> list[Path]:
-    """Return the logs of torchrun's agents."""
-    names = sorted(list_logs(path))
-    return [path / "logs" / name for name in names if name.startswith("agent-") and name.endswith(".log")]
+def find_logs(path: Path, prefix: str) -> list[Path]:
+    """Return the logs of a run's jobs (`slurm-`), or of torchrun's agents (`agent-`)."""
+    names = [name for name in sorted(list_logs(path)) if name.startswith(prefix)]
+    return [path / "logs" / name for name in names if name.endswith((".out", ".log"))]

@@ -15,7 +15,7 @@ from launcher.runs.manifest import (
     take_earlier,
     take_list,
 )
-from launcher.runs.progress import find_latest, find_newest
+from launcher.runs.progress import find_last_line, find_newest, find_printed_step
 from launcher.runs.rank_logs import list_attempts
 from launcher.runs.run_directory import FULL, RunDir, is_full
 from launcher.runs.run_lookup import name_run
@@ -190,7 +190,7 @@ def read_attempts(manifest: Mapping[str, object]) -> tuple[AttemptStatus, ...]:
 
 def add_progress(status: RunStatus) -> RunStatus:
     """Add what rank 0 has printed last: its step, and its last line."""
-    step, last = find_latest(Path(status.path))
-    if step is None:
-        return replace(status, last_line=last)
-    return replace(status, step=step.step, total=step.total, last_line=last)
+    path = Path(status.path)
+    step, last = find_printed_step(path), find_last_line(path)
+    number, total = (step.step, step.total) if step else (None, None)
+    return replace(status, step=number, total=total, last_line=last)

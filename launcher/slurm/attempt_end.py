@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.errors import EXIT_HANG, EXIT_MACHINE
 from launcher.launch.signals import STOPPING, name_signal
 from launcher.runs.node_records import NodeRecord, RankFailure
-from launcher.runs.progress import AttemptProgress, EarlyEnd
+from launcher.runs.progress import AttemptProgress
 from launcher.slurm.commands import RUNNING, JobState
 from launcher.text import describe_first_failed_rank, name_some
 
@@ -171,7 +171,7 @@ class AttemptEnd:
     """Nodes that are there, but whose task ended by itself without a record, and srun's word."""
     restart_requested: bool = False
     """The first rank that failed had an exit code that asks for another start (`exit_codes`)."""
-    early: EarlyEnd | None = None
+    early: str = ""
     """Ranks that ended with 0 before the first failure."""
     trouble: str = ""
     """What is wrong with the run directory, see `release_space`."""
@@ -207,7 +207,7 @@ class AttemptEnd:
     @property
     def first_events(self) -> list[str]:
         """What came before any failure: nothing could be written, or ranks ended with 0 before the others."""
-        return [*filter(None, (self.trouble, self.early.describe() if self.early else ""))]
+        return [*filter(None, (self.trouble, self.early))]
 
     def list_failure_lines(self) -> list[str]:
         """Say why the attempt ended, and which rank failed first, with the end of its log."""

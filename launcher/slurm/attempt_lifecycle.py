@@ -10,7 +10,7 @@ from launcher.errors import EXIT_MACHINE, SchedulerError
 from launcher.launch.ending import post_end
 from launcher.protocol import name_host
 from launcher.runs.manifest import stamp_time
-from launcher.runs.progress import LONG_BEFORE, CleanEnd, EarlyEnd, describe_progress, find_early_exits
+from launcher.runs.progress import LONG_BEFORE, CleanEnd, describe_progress, explain_early_exits
 from launcher.runs.run_directory import release_space
 from launcher.slurm.attempt import Attempt, claim_end, has_advanced, list_past_attempts
 from launcher.slurm.attempt_end import (
@@ -106,7 +106,7 @@ def diagnose(
     facts["lost"] = lost or facts.get("lost")
     cause = classify_end([name for name, holds in facts.items() if holds], kill)
     asks = asks and cause in ("requested", "timeout")
-    early = find_early_end(attempt, step) if step and not asks and cause not in (None, "stopped") else None
+    early = find_early_end(attempt, step) if step and not asks and cause not in (None, "stopped") else ""
     return AttemptEnd(step, cause, advance, kill, lost, killed_tasks, asks, early, trouble)
 
 
@@ -124,19 +124,19 @@ def was_stopped_from_outside(attempt: Attempt, step: StepReport) -> bool:
     return not (attempt.is_elastic and first and failed_by_itself(first[1]))
 
 
-def find_early_end(attempt: Attempt, step: StepReport) -> EarlyEnd | None:
-    """Return the ranks that ended with 0 before the first failure, or long before all were stopped."""
+def find_early_end(attempt: Attempt, step: StepReport) -> str:
+    """Say which ranks ended with 0 before the first failure, or long before all were stopped."""
     first = find_first_failure(step.records)
     before = first[1].time if first else max((when - LONG_BEFORE for _, when in step.signals), default=None)
     if before is None:
-        return None
+        return ""
     ends = [
         CleanEnd(rank, record.host, moment, attempt.run.first_attempt + record.restarts)
         for record in step.records
         for rank, moment in record.clean
     ]
     world = 0 if step.missing else sum(record.ranks for record in step.records)
-    return find_early_exits(attempt.run, ends, before, world)
+    return explain_early_exits(attempt.run, ends, before, world)
 
 
 def has_succeeded(attempt: Attempt, step: StepReport) -> bool:

@@ -8,11 +8,14 @@ import re
 import signal
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 from launcher.errors import SchedulerError
+from launcher.runs.manifest import read_time
 
 logger = logging.getLogger(__name__)
 
@@ -22,23 +25,9 @@ FIXED_VARIABLES = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}
 """Numbers and times look the same everywhere, and those of an array's members are shown in full."""
 TIMEOUT = 60.0
 """Seconds that a command has; slurmctld itself gives up on a request after less (MessageTimeout)."""
-ENDED = frozenset(
-    {
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "LAUNCH_FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "RECONFIG_FAIL",
-        "REVOKED",
-        "TIMEOUT",
-    }
-)
-"""States from which a job does not come back (squeue(1), "JOB STATE CODES")."""
+STATES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("states.toml").read_text(encoding="utf-8"))
+"""SLURM's words for states, and what they mean."""
+ENDED, WAITING, RUNNING = (frozenset(STATES[name]) for name in ("ended", "waiting", "running"))
 SQUEUE_FIELDS = (
     *("JobArrayID", "State", "Partition", "NumNodes", "NodeList", "StartTime", "RestartCnt", "exit_code"),
     *("EndTime", "PreemptTime", "TimeLimit", "Reason"),
@@ -49,10 +38,6 @@ SACCT = ("sacct", "--parsable2", "--noheader", "--allocations")
 SINFO = ("sinfo", "--noheader", "--Node")
 CONFIG_LINE = re.compile(r"^(\w+)\s*=\s*(.*?)\s*$", re.MULTILINE)
 NODE_FIELD = re.compile(r"(?:^|\s)(\w+)=(\S+)")
-NO_VALUES = ("", "N/A", "None", "Unknown", "None assigned", "(null)", "NONE")
-"""How SLURM writes that there is no such thing."""
-RUNNING = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
-"""States of a job that SLURM has not begun to end."""
 SHORT_TIMEOUT = 4.0
 """Seconds for one question: a job that is being ended has KillWait in all, 30 s by default."""
 LONG_TIMEOUT = 20.0
@@ -61,8 +46,6 @@ RETRY, LONGEST_RETRY = 0.5, 5.0
 """Seconds between two tries to requeue: the first two, and at most."""
 ANSWERED = 60.0
 """Seconds in which slurmctld answers other questions, after which any complaint of its is a refusal."""
-DOWN = ("down", "fail", "error", "unknown", "reboot", "power")
-"""Beginnings of sinfo's states of a node that is not there; one that does not respond ends in `*`."""
 REFUSAL = re.compile(
     "presently disabled|Invalid (job|user) id|permission denied|Only batch|not supported|already complet",
     re.IGNORECASE,
@@ -142,37 +125,32 @@ def ask_queue(
     Jobs that it no longer knows are left out: it forgets one MinJobAge seconds after its end. Raises
     SchedulerError if it does not answer.
     """
-    if not job_ids:
-        return {}
     argv = [*SQUEUE, f"--jobs={','.join(job_ids)}", f"--Format={':|,'.join(SQUEUE_FIELDS)}:|"]
     try:
-        text = run_slurm(argv, environ, timeout=timeout)
+        text = run_slurm(argv, environ, timeout=timeout) if job_ids else ""
     except SchedulerError as error:
         # Of one job that it does not know it says so; in a list it passes over such.
         if "Invalid job id" in str(error):
             return {}
         raise
     found = {}
-    for row in split_rows(text, len(SQUEUE_FIELDS)):
-        job_id, state, partition, nodes, nodelist, start, restarts, status, end, preempted, limit, reason = (
-            row
-        )
-        least = nodes.partition("-")[0]  # a range before the start
-        code = None
-        if state in ENDED and status.isdecimal():
-            code = 128 + (int(status) & 127) if int(status) & 127 else int(status) >> 8 & 255
+    for job_id, state, *row in split_rows(text, len(SQUEUE_FIELDS)):
+        partition, nodes, nodelist, start, restarts, status, end, preempted, limit, reason = row
+        code = int(status) if state in ENDED and status.isdecimal() else None
+        if code is not None:
+            code = 128 + (code & 127) if code & 127 else code >> 8 & 255
         found[job_id] = JobState(
             job_id,
             state,
             reason,
             partition,
-            int(least) if least.isdecimal() else 0,
+            read_number(nodes.partition("-")[0]),  # a range before the start
             nodelist,
             start,
-            int(restarts) if restarts.isdecimal() else 0,
+            read_number(restarts),
             code,
-            end_time=math.inf if limit == "UNLIMITED" else parse_slurm_time(end),
-            preempted=parse_slurm_time(preempted) is not None,
+            end_time=math.inf if limit == "UNLIMITED" else read_time(end),
+            preempted=read_time(preempted) is not None,
         )
     return found
 
@@ -189,7 +167,7 @@ def split_rows(text: str, count: int) -> Iterator[list[str]]:
     for line in text.splitlines():
         row = [cell.strip() for cell in line.removesuffix("|").split("|", count - 1)]
         if len(row) == count:
-            yield [("" if cell in NO_VALUES else cell) for cell in row]
+            yield [("" if cell in STATES["none"] else cell) for cell in row]
 
 
 def name_job(environ: Mapping[str, str]) -> str:
@@ -198,12 +176,14 @@ def name_job(environ: Mapping[str, str]) -> str:
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID", "")
 
 
-def parse_slurm_time(text: str) -> float | None:
-    """Read SLURM's local time, in seconds since the epoch; None for `N/A` and such."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
+def read_number(text: str) -> int:
+    """Return a number of SLURM's; 0 for what is none."""
+    return int(text) if text.isdecimal() else 0
+
+
+def count_restarts(environ: Mapping[str, str]) -> int:
+    """Return how often the job had been requeued when this start of it began."""
+    return read_number(environ.get("SLURM_RESTART_COUNT", ""))
 
 
 def ask_config(environ: Mapping[str, str] | None = None, timeout: float = SHORT_TIMEOUT) -> dict[str, str]:
@@ -233,19 +213,18 @@ def ask_node_states(
 
 def is_down(state: str) -> bool:
     """Tell whether a node in this state is not there."""
-    return state.startswith(DOWN) or state.endswith("*")
+    return state.startswith(tuple(STATES["down"])) or state.endswith("*")
 
 
 def ask_last_end(job_id: str, environ: Mapping[str, str]) -> str:
     """Return the state in which accounting has the job's attempt before this one; empty if it has none."""
     argv = [*SACCT, "--duplicates", f"--jobs={job_id}", "--format=State,Start"]
-    with contextlib.suppress(SchedulerError):
-        text = run_slurm(argv, environ, timeout=SHORT_TIMEOUT)
-        ended = [
-            state.split()[0] for state, _ in split_rows(text, 2) if state not in ("", "RUNNING", "PENDING")
-        ]
-        return ended[-1] if ended else ""
-    return ""
+    try:
+        rows = split_rows(run_slurm(argv, environ, timeout=SHORT_TIMEOUT), 2)
+    except SchedulerError:
+        return ""
+    ended = [state.split()[0] for state, _ in rows if state not in ("", "RUNNING", "PENDING")]
+    return ended[-1] if ended else ""
 
 
 @contextlib.contextmanager
@@ -270,13 +249,11 @@ def requeue_job(job_id: str, environ: Mapping[str, str], timeout: float = math.i
     If somebody else has requeued the job meanwhile, or the answer to a request was lost, that counts.
     """
     end, answered, pause = time.monotonic() + timeout, math.inf, RETRY
+    longest = LONG_TIMEOUT if timeout == math.inf else SHORT_TIMEOUT
     while True:
         try:
-            run_slurm(
-                ["scontrol", "requeue", job_id],
-                environ,
-                timeout=LONG_TIMEOUT if end == math.inf else SHORT_TIMEOUT,
-            )
+            run_slurm(["scontrol", "requeue", job_id], environ, timeout=longest)
+            return
         except MissingCommandError:
             raise
         except SchedulerError as error:
@@ -292,16 +269,8 @@ def requeue_job(job_id: str, environ: Mapping[str, str], timeout: float = math.i
                 raise
             if pause == RETRY:
                 logger.warning(f"the requeue is tried again until SLURM answers: {error}")
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_RETRY)
-        else:
-            return
-
-
-def count_restarts(environ: Mapping[str, str]) -> int:
-    """Return how often the job had been requeued when this start of it began."""
-    count = environ.get("SLURM_RESTART_COUNT", "")
-    return int(count) if count.isdecimal() else 0
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_RETRY)
 
 
 @ignore_stops()

@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +23,7 @@ from launcher.report.viewer import ViewOptions
 from launcher.runs.manifest import CLOSED
 from launcher.runs.rank_logs import Follower
 from launcher.runs.run_status import RunStatus
-from launcher.slurm.commands import run_slurm
+from launcher.slurm.commands import STATES, run_slurm
 from launcher.slurm.run_states import RunWatch, describe_run_state, explain_reason
 
 TICK = 0.1
@@ -42,7 +41,7 @@ RANKS = Source(0, "out", b"")
 """The log has the ranks' lines with their origin already."""
 MOST_KEPT = 1 << 16
 """Bytes of a line of launch's; a longer one is none."""
-PASSING = (None, "COMPLETING", "STAGE_OUT", "SIGNALING", "REQUEUED")
+PASSING = (None, *STATES["passing"])
 """SLURM's states that pass by themselves; None before its first answer."""
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -116,7 +115,7 @@ def follow_jobs(jobs: Sequence[tuple[Path, str]]) -> int:
     if len(jobs) == 1:
         path, job_id = jobs[0]
         log = JobLog(path / "logs" / f"slurm-{job_id}.out", console)
-    with catch_signals() as inbox, closing(watch):
+    with catch_signals() as inbox:
         try:
             return Following(jobs, inbox, console, watch, log).run_loop()
         finally:
@@ -218,7 +217,7 @@ class Following:
                 self.say(f"{error}: not cancelled")
                 return None
             self.cancelling = True
-            self.watch.ask_now()
+            self.watch.due = 0.0
             self.say("cancelled; waiting for the end (Ctrl-C detaches)")
             return None
         back = f"launch logs -f {shlex.quote(str(self.jobs[0][0]))}" if self.log else "launch status"

@@ -1,54 +1,26 @@
 """How runs stand: what their directories tell, against what SLURM says of their jobs."""
 
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import SimpleQueue
 
 from launcher.errors import SchedulerError, UsageError
 from launcher.runs.manifest import CLOSED, OPEN, read_job, read_own_manifest, take_dict
-from launcher.runs.rank_logs import find_job_logs
+from launcher.runs.rank_logs import find_logs
 from launcher.runs.run_directory import FULL, RunDir, is_full
 from launcher.runs.run_process import check_process
 from launcher.runs.run_status import RunStatus, mark_lost, read_status
-from launcher.slurm.commands import ENDED, JobState, ask_queue, name_job
+from launcher.slurm.commands import ENDED, STATES, WAITING, JobState, ask_queue, name_job
 from launcher.text import quote_word
 
 logger = logging.getLogger(__name__)
 
-WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
-"""SLURM's states of a job that is to start, or to start again."""
-ENDINGS = {
-    "COMPLETED": ("succeeded", ""),
-    "CANCELLED": ("stopped", "cancelled"),
-    "TIMEOUT": ("failed", "time limit"),
-    "PREEMPTED": ("failed", "preempted"),
-    "NODE_FAIL": ("failed", "a node was lost"),
-    "OUT_OF_MEMORY": ("failed", "out of memory: ask for more with cluster.mem"),
-}
-"""What SLURM's final states say of a run that did not come to write how it ended; the others: failed."""
-REASONS = {
-    "Priority": "jobs of higher priority go first",
-    "Resources": "the next in line, until enough nodes are free",
-    "BeginTime": "its earliest start is still to come",
-    "Dependency": "jobs that it depends on have not ended",
-    "DependencyNeverSatisfied": "a job that it depends on ended otherwise: it never starts, cancel it",
-    "JobArrayTaskLimit": "as many members of the array run as cluster.array_parallelism allows",
-    "JobHeldUser": "held: `scontrol release` lets it go",
-    "JobHeldAdmin": "held by an administrator",
-    "PartitionDown": "the partition is closed",
-    "PartitionNodeLimit": "it asks for more nodes than the partition gives to one job",
-    "PartitionTimeLimit": "cluster.time is above the partition's limit",
-    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
-    "AssocGrp": "the account's jobs together have come to a limit",
-    "AssocMax": "it is above what the account allows to one job or user",
-    "QOSGrp": "the QOS's jobs together have come to a limit",
-    "QOSMax": "it is above what the QOS allows to one job, user or account",
-}
-"""SLURM's reasons (squeue(1), "JOB REASON CODES") that people meet most, or their beginnings, in words."""
 STATE_SECONDS = 0.5
 """Seconds between two looks at the manifests of runs that are followed."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 20.0
@@ -108,9 +80,9 @@ def resolve_run(run: RunStatus, job: JobState | None) -> RunStatus:
         # While its nodes are cleared, the manifest tells whether it is to begin again.
         state = run.state if job.state == "COMPLETING" else "running"
         return replace(run, state=state, reason="" if job.state == "RUNNING" else job.state.lower())
-    state, text = ENDINGS.get(job.state, ("failed", job.state))
+    state, text = STATES["endings"].get(job.state, ("failed", job.state))
     parts = [text, "" if job.reason == "NonZeroExitCode" else job.reason]
-    if job.state not in ENDINGS and job.exit_code:
+    if job.state not in STATES["endings"] and job.exit_code:
         parts.append(f"exit code {job.exit_code}")
     parts.append(FULL if is_full(RunDir(Path(run.path))) else "")
     reason = "; ".join(filter(None, parts))
@@ -121,7 +93,7 @@ def explain_forgotten(run: RunStatus) -> str:
     """Say what it means that SLURM no longer knows a job whose end nobody has written down."""
     if run.state != "queued" or run.attempts:
         return f"SLURM no longer knows job {run.job_id}, and how it ended was not written down"
-    if find_job_logs(Path(run.path)):
+    if find_logs(Path(run.path), "slurm-"):
         return f"job {run.job_id} ended before it came to the program (cluster.setup?): see launch logs"
     return f"SLURM no longer knows job {run.job_id}, which never began: it was cancelled in the queue"
 
@@ -135,14 +107,14 @@ def describe_run_state(run: RunStatus) -> str:
 
 def explain_reason(reason: str) -> str:
     """Return SLURM's reason, with an explanation if there is one: `Priority (jobs of … go first)`."""
-    word = reason.partition(",")[0].strip()
-    text = REASONS.get(word) or next((REASONS[name] for name in REASONS if word.startswith(name)), "")
+    word, known = reason.partition(",")[0].strip(), STATES["reasons"]
+    text = known.get(word) or next((known[name] for name in known if word.startswith(name)), "")
     return f"{reason} ({text})" if text else reason
 
 
 @dataclass(slots=True)
 class RunWatch:
-    """How runs that are followed stand, by their manifests and by SLURM, which a thread asks."""
+    """How runs that are followed stand, by their manifests and by SLURM, which is asked in threads."""
 
     paths: Sequence[Path]
     say: Callable[[str], None] = logger.info
@@ -152,61 +124,52 @@ class RunWatch:
     runs: list[RunStatus] = field(default_factory=list)
     updated: float = 0.0
     """When the manifests were read, in monotonic seconds."""
-    job_ids: tuple[str, ...] = ()
-    """What is asked about."""
     answer: Mapping[str, JobState | None] = field(default_factory=dict)
     """What SLURM has said of each job that it was asked about."""
-    errors: list[str] = field(default_factory=list)
-    """Since its last answer; the second one is told, once."""
-    wake: threading.Event = field(default_factory=threading.Event)
-    thread: threading.Thread | None = None
-    closing: bool = False
+    replies: SimpleQueue[dict[str, JobState | None] | SchedulerError] = field(default_factory=SimpleQueue)
+    """What threads have brought."""
+    due: float = 0.0
+    """When SLURM is to be asked next, in monotonic seconds; infinite while it is asked."""
+    pause: float = 0.0
+    """Seconds between two questions."""
+    errors: int = 0
+    """Since its last answer; the second one is told."""
 
     def update(self) -> list[RunStatus]:
-        """Return how the runs stand; of answers that do not come, the second is told."""
-        if self.runs and time.monotonic() - self.updated < STATE_SECONDS:
+        """Return how the runs stand."""
+        now = time.monotonic()
+        if self.runs and now - self.updated < STATE_SECONDS:
             return self.runs
         ended = {run.path: run for run in self.runs if run.state in CLOSED and not run.slurm_state}
         found = [ended.get(str(path.absolute())) or read_status(path) for path in self.paths]
-        self.updated, answer = time.monotonic(), self.answer
-        self.job_ids = tuple(run.job_id for run in found if run.job_id and run.is_live)
-        if self.job_ids and not self.thread:
-            self.thread = threading.Thread(target=self._ask, daemon=True)
-            self.thread.start()
-        errors = self.errors  # the thread begins another list
-        if len(errors) > 1 and errors[1]:
-            self.say(f"{errors[1]}; {self.error_note}, and SLURM asked again")
-            errors[1] = ""
+        if not self.replies.empty():
+            reply = self.replies.get()
+            if isinstance(reply, SchedulerError):
+                self.errors += 1
+                if self.errors == 2:
+                    self.say(f"{reply}; {self.error_note}, and SLURM asked again")
+            else:
+                self.pause = FIRST_PAUSE if reply != self.answer else min(1.5 * self.pause, LONGEST_PAUSE)
+                self.answer, self.errors = reply, 0
+            self.due = now + (self.pause or FIRST_PAUSE)
+        job_ids = tuple(run.job_id for run in found if run.job_id and run.is_live)
+        if job_ids and now >= self.due:
+            self.due = math.inf
+            threading.Thread(target=self._ask, args=(job_ids,), daemon=True).start()
+        self.updated, answer = now, self.answer
         self.runs = [
             update_run(run, answer[job_id]) if (job_id := run.job_id or "") in answer else run
             for run in found
         ]
         return self.runs
 
-    def _ask(self) -> None:
-        """Ask, wait, and ask again: the thread's body."""
-        pause = FIRST_PAUSE
-        while not self.closing:
-            job_ids = self.job_ids
-            try:
-                jobs = ask_queue(job_ids) if job_ids else {}
-            except SchedulerError as error:
-                self.errors.append(str(error))
-            else:
-                found = {job_id: jobs.get(job_id) for job_id in job_ids}
-                pause = FIRST_PAUSE if found != self.answer else min(1.5 * pause, LONGEST_PAUSE)
-                self.answer, self.errors = found, []
-            self.wake.wait(pause)
-            self.wake.clear()
-
-    def ask_now(self) -> None:
-        """Ask without waiting, since something is known to have changed."""
-        self.wake.set()
-
-    def close(self) -> None:
-        """Ask no more."""
-        self.closing = True
-        self.wake.set()
+    def _ask(self, job_ids: Sequence[str]) -> None:
+        """Ask once: a thread's body."""
+        try:
+            jobs = ask_queue(job_ids)
+            self.replies.put({job_id: jobs.get(job_id) for job_id in job_ids})
+        except SchedulerError as error:
+            self.replies.put(error)
 
 
 def refuse_run_in_use(path: Path, *, submits: bool) -> None:
