@@ -49,7 +49,9 @@ def show_watch(call: Call) -> int:
     from launcher.report.console import make_console
     from launcher.report.watch import print_once
 
-    if run.is_live and open_stream("stdout").is_screen:
+    # The screen is drawn on stderr, and its keys are read from stdin.
+    has_keys = sys.stdin is not None and sys.stdin.isatty()
+    if run.is_live and has_keys and all(open_stream(name).is_screen for name in ("stdout", "stderr")):
         view, rank = watch_live(path, rank), None
         if view.run.is_live:
             return 0

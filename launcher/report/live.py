@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import os
+import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -119,7 +122,11 @@ class WatchApp(App[int]):
 
     def _look_again_and_again(self) -> None:
         """Look, and wait: the thread's body."""
+        terminal = select.poll()
+        terminal.register(sys.__stderr__ or 2, 0)
         while not self._closing:
+            if terminal.poll(0):  # it is gone, and Textual waits for good to write to it
+                os._exit(128 + signal.SIGHUP)
             asks, self._asks_stack = self._asks_stack, False
             self._looking_since = time.monotonic()
             try:

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from tests.cli.watched_run import (
     write_watch,
 )
 from tests.launch.terminals import COLUMNS, ROWS, Terminal, open_terminal
-from tests.seam import LAUNCH, PATIENCE, Launch, run_outside, start, wait_for, write_program
+from tests.seam import LAUNCH, PATIENCE, Launch, clean_environ, run_outside, start, wait_for, write_program
 
 
 def read_screen(terminal: Terminal, rows: int = ROWS, columns: int = COLUMNS) -> list[str]:
@@ -221,6 +222,26 @@ def test_it_ends_by_a_key_or_a_signal_and_the_terminal_is_as_before(watch: Termi
         os.kill(watch.process.pid, number)
         assert watch.finish() == -number
     assert watch.is_restored() and b"\x1b[?1049l\x1b[?25h" in watch.seen[-60:]
+
+
+def test_without_keys_there_is_one_view_and_without_its_terminal_it_ends(here: Path, run: Path) -> None:
+    """A screen without keys took a core, and one whose terminal had gone stayed for good."""
+    with open_terminal(here, "sh", "-c", shlex.join([*LAUNCH, "watch"]) + " </dev/null") as terminal:
+        assert terminal.finish() == 0 and "rank" in terminal.text() and "\x1b[?1049h" not in terminal.text()
+    master, slave = os.openpty()
+    command, environ = [*LAUNCH, "watch"], {**clean_environ(), "TERM": "xterm"}
+    with subprocess.Popen(
+        command, cwd=here, env=environ, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+    ) as process:
+        os.close(slave)
+        seen = b""
+        while b"quit" not in seen:
+            seen += os.read(master, 65536)
+        os.close(master)  # nobody sends a signal: the terminal was not its session's own
+        try:
+            assert process.wait(PATIENCE) == 128 + signal.SIGHUP
+        finally:
+            process.kill()
 
 
 def test_it_ends_with_the_run_and_says_how(watch: Terminal, run: Path) -> None:
