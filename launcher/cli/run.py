@@ -299,7 +299,7 @@ def _execute_here(
     `helpers` are PIDs of processes of ours.
     """
     from launcher.launch import local_run
-    from launcher.launch.torchrun_agent import check_open_files
+    from launcher.launch.agents import check_open_files
     from launcher.probe.limits import count_oom_kills
 
     check_open_files()
@@ -368,7 +368,7 @@ def _describe_agent(job: Job) -> str:
 
 def _make_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
     """Return what shows a job that runs on this machine."""
-    from launcher.launch.monitor import STARTING, describe_job
+    from launcher.launch.job import STARTING, describe_job
     from launcher.report.viewer import OutputViewer, ViewOptions
     from launcher.runs.rank_logs import Follower, measure_logs
 

@@ -25,12 +25,11 @@ from launcher.config.run_path import choose_run_path, render_config
 from launcher.config.settings import Settings
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_file
+from launcher.launch.agents import check_open_files, make_agent
 from launcher.launch.ending import complete_manifest, explain_failure
 from launcher.launch.job import Job, JobSpec, build_agent_environ, render_start
-from launcher.launch.local_run import make_agent, prepare_run, write_plan
-from launcher.launch.monitor import RankMonitor
+from launcher.launch.local_run import prepare_run, write_plan
 from launcher.launch.supervisor import Supervisor
-from launcher.launch.torchrun_agent import check_open_files
 from launcher.plan.model import plan_to_json
 from launcher.probe.limits import count_oom_kills, find_usable_memory, is_memory_low
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
@@ -361,22 +360,25 @@ class Tuning:
         write_plan(trial, run, job.host, plan_to_json(job.plan))
         (run.path / RECORDS).mkdir(mode=0o700)
         viewer = TrialViewer(f"trying {self.search.argument(value)} …")
-        monitor = RankMonitor(job, run, viewer, count_oom_kills, manifest)
         environ = build_agent_environ(job.config, job.cluster, job.environ, run, job.host)
         timeout = trial.config.tune.timeout
         supervisor = Supervisor(
-            monitor,
-            make_agent(monitor, environ),
+            job,
+            run,
+            viewer,
+            make_agent(job, run, environ),
+            count_oom_kills,
+            manifest,
             deadline=time.monotonic() + timeout,
             is_starved=is_memory_low,
         )
         try:
-            ending = supervisor.run()
+            ending = supervisor.run_to_end()
         except OSError as error:
             raise MachineError(f"the ranks could not be started ({error}): see {run.path}") from None
         finally:
             viewer.close()
-        complete_manifest(monitor, ending)
+        complete_manifest(job, run, manifest, ending, ending.state)
         if ending.signal is not None and not supervisor.timed_out:
             raise KeyboardInterrupt(ending.signal)
         ranks = len(job.plan.ranks)
@@ -384,7 +386,7 @@ class Tuning:
         reason = find_memory_error(line for log in logs for line in read_tail(log, LOG_LINES))
         if not reason and supervisor.starved:
             reason = "the machine's memory ran out, so it was ended"
-        elif not reason and monitor.count_new_oom_kills() > 0:
+        elif not reason and ending.memory:
             reason = "the kernel killed a process for memory"
         if reason:
             return Trial(value, verdict=TOO_LARGE, reason=reason)
@@ -393,7 +395,7 @@ class Tuning:
                 f"not measured within tune.timeout={timeout:g} s: give more time, or a smaller task"
             )
         if ending.status:
-            lines = explain_failure(monitor, ending, output_shown=False)
+            lines = explain_failure(job, run, ending)
             raise MeasureError("\n".join(lines), ending.status)
         return self.search.measure(read_records(run.path / RECORDS), value, ranks)
 

@@ -1,10 +1,10 @@
-"""Decides when all ranks of a job start, start anew and end: events in, orders out.
+"""Decides when all ranks of a job start, start again and end: events in, orders out.
 
-It has no clock, files or processes. It runs on the job's first node: the nodes report by `note_*`, and what
-these return is for all nodes of the job.
+It has no clock, files or processes. It runs on the job's first node: the nodes report by `note`, and what
+it returns is for all nodes of the job.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 LOSS_PATIENCE = 10.0
@@ -94,37 +94,32 @@ class Coordinator:
         start = self.start
         return tuple(host for host in self.find_ready() if start and start.find_group_rank(host) is None)
 
-    def note_ready(self, host: str, local_size: int) -> Order | None:
-        """Take that a node can start ranks; the last one that was waited for gives a start."""
-        if host not in self.hosts or local_size < 1:
-            return None
-        self.sizes[host] = local_size
-        return self.begin() if self.is_waiting and not self.is_over else None
+    def note(self, kind: str, host: str, restart: int = 0, local_size: int = 0) -> Order | None:
+        """Take a node's report, and return the order that follows from it.
 
-    def note_failure(self, host: str, restart: int) -> Order | None:
-        """Take that a rank has failed on a node; what an earlier start has left is no news."""
-        if not self.is_current(host, restart):
+        `ready`: it can start `local_size` ranks; the last node that was waited for gives a start. `failed`: a
+        rank has failed; `ended`: all of its ranks have ended with 0, and the last node's report ends the job;
+        `taken`: another process has the port of a start, which is none of the restarts that are counted.
+        What an earlier start has left is no news.
+        """
+        if kind == "ready":
+            if host not in self.hosts or local_size < 1:
+                return None
+            self.sizes[host] = local_size
+            return self.begin() if self.is_waiting and not self.is_over else None
+        if kind not in ("failed", "ended", "taken") or not self.is_current(host, restart):
             return None
-        if self.restarts >= self.max_restarts:
-            return self.finish(failed=True)
-        self.restarts += 1
-        self.taken = 0
-        return self.begin() or self.finish(failed=True)
-
-    def note_taken_port(self, host: str, restart: int) -> Order | None:
-        """Take that another process has the port of a start: it is none of the restarts that are counted."""
-        if not self.is_current(host, restart):
-            return None
-        self.taken += 1
-        return (self.begin() if self.taken <= PORT_TRIALS else None) or self.finish(failed=True)
-
-    def note_end(self, host: str, restart: int) -> Order | None:
-        """Take that all ranks of a node have ended with 0; the last node's report ends the job."""
-        if not self.is_current(host, restart):
-            return None
-        self.ended.add(host)
-        taking_part = {node.host for node in self.start.nodes} if self.start else set()
-        return self.finish(failed=False) if self.ended == taking_part else None
+        if kind == "ended":
+            self.ended.add(host)
+            taking_part = {node.host for node in self.start.nodes} if self.start else set()
+            return self.finish(failed=False) if self.ended == taking_part else None
+        if kind == "taken":
+            self.taken += 1
+            goes_on = self.taken <= PORT_TRIALS
+        elif goes_on := self.restarts < self.max_restarts:
+            self.restarts += 1
+            self.taken = 0
+        return (self.begin() if goes_on else None) or self.finish(failed=True)
 
     def note_loss(self, host: str) -> Order | None:
         """Take that a node is lost; if it takes part, its ranks go to a spare node, or the job ends."""
@@ -166,27 +161,22 @@ class Coordinator:
         """Return the nodes that can start ranks."""
         return [host for host in self.hosts if host in self.sizes and host not in self.lost]
 
-    def choose_nodes(self) -> Sequence[str] | None:
-        """Return the hosts of the next start in the order of ranks; None if there are too few as yet.
+    def begin(self) -> GroupStart | None:
+        """Make the next start the newest one, and return it; None if nodes are missing.
 
         A node that takes part keeps its place, and a spare one takes the place of the one that was lost: so
         most ranks stay on their nodes.
         """
         places = [node.host for node in self.start.nodes] if self.start else list(self.hosts[: self.nodes])
-        spares = [host for host in self.find_ready() if host not in places]
-        chosen = [spares.pop(0) if host in self.lost and spares else host for host in places]
-        return chosen if all(host in self.sizes and host not in self.lost for host in chosen) else None
-
-    def begin(self) -> GroupStart | None:
-        """Make the next start the newest one, and return it; None if nodes are missing."""
-        hosts = self.choose_nodes()
-        if hosts is None:
+        ready = self.find_ready()
+        spares = [host for host in ready if host not in places]
+        hosts = [spares.pop(0) if host in self.lost and spares else host for host in places]
+        if not {*hosts} <= {*ready}:
             return None
         number = self.start.restart + 1 if self.start else 0
+        patience = LOSS_PATIENCE if self.start and hosts != places else None
         address, port = self.find_endpoint(hosts[0], number)
         nodes = tuple(GroupNode(host, self.sizes[host]) for host in hosts)
-        is_replaced = self.start is not None and [node.host for node in self.start.nodes] != [*hosts]
-        patience = LOSS_PATIENCE if is_replaced else None
         self.start, self.ended = GroupStart(number, nodes, address, port, patience), set()
         return self.start
 

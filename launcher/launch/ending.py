@@ -1,5 +1,6 @@
 """The end of a job on this node: which rank failed first and why, exit code, manifest, and the last words."""
 
+import contextlib
 import logging
 import os
 import re
@@ -9,19 +10,20 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from launcher.codec import load
 from launcher.config.settings import SLURM_KINDS, NotifyConfig
 from launcher.errors import EXIT_HANG, EXIT_MACHINE
+from launcher.files import LARGEST, read_file
 from launcher.launch.job import Job
-from launcher.launch.monitor import RankMonitor
 from launcher.launch.processes import Death, RankProcess
 from launcher.launch.signals import name_signal
+from launcher.protocol import name_applied_file
 from launcher.runs.manifest import stamp_time, write_manifest
 from launcher.runs.node_records import RankFailure, read_error
-from launcher.runs.progress import LONG_BEFORE, CleanEnd, describe_progress, explain_early_exits
 from launcher.runs.rank_logs import read_tail
-from launcher.runs.run_directory import RunDir, release_space
-from launcher.runs.run_records import compare_applied
-from launcher.text import describe_first_failed_rank, describe_time
+from launcher.runs.run_directory import RunDir
+from launcher.runs.run_records import Applied, compare_applied
+from launcher.text import describe_first_failed_rank
 
 logger = logging.getLogger(__name__)
 
@@ -79,23 +81,13 @@ class NodeEnd:
     agent_log: tuple[str, ...] = ()
     memory: str = ""
     """What the kernel has killed for memory on this node, in words; empty if it has killed nothing."""
-    requested: bool = False
-    """The first rank that failed had one of the exit codes that ask for another start."""
-    asking: bool = False
-    """The same, or a rank had one of them that was stopped."""
-    early: bool = False
-    """Ranks had ended with 0 before the first failure."""
-    events: tuple[str, ...] = ()
-    """What came before the first failure, in words."""
 
     @property
     def state(self) -> str:
-        """`succeeded`, `failed`, or `stopped`: by a signal to `launch` before any failure, or as asked."""
+        """`succeeded`, `failed`, or `stopped` by a signal to `launch` before any failure."""
         if self.status == 0:
             return "succeeded"
-        if self.hang:
-            return "failed"
-        return "stopped" if self.requested or (self.signal and not self.failure) else "failed"
+        return "stopped" if self.signal and not (self.failure or self.hang) else "failed"
 
     @property
     def last_deaths(self) -> list[Death]:
@@ -183,78 +175,53 @@ def add_oom_kills(end: NodeEnd, job: Job, killed: int) -> NodeEnd:
     return replace(end, memory=f"out of memory: the kernel killed {processes} {where}{fix}")
 
 
-def report_end(monitor: RankMonitor, end: NodeEnd, seconds: float) -> int:
-    """Write how the job ended, say it, and return the exit code."""
-    trouble = release_space(monitor.run)
-    # What came before the first failure, and what that failure means to this job.
-    codes = monitor.job.config.cluster.requeue.exit_codes
-    requested = bool(end.failure and end.failure.status in codes)
-    early = "" if requested or end.status == 0 else find_early(monitor, end)
-    asking = requested or any(death.exitcode in codes for death in end.last_deaths)
-    events = tuple(filter(None, (trouble, early)))
-    end = replace(end, requested=requested, asking=asking, early=bool(early), events=events)
-    written = complete_manifest(monitor, end)
-    # How it went: the first failure or what was not as planned, the result, the run directory.
-    result = describe_progress(monitor.viewer.finish(patient=end.signal is None))
-    if end.state == "failed":
-        lines = explain_failure(monitor, end, output_shown=monitor.job.config.logs.console != "none")
-    else:
-        lines = check_success(monitor, end) if end.state == "succeeded" else explain_stop(monitor, end)
-    for line in lines:
-        logger.log(logging.WARNING if end.state == "succeeded" else logging.INFO, line)
-    logger.info(f"{end.state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
-    logger.info(f"run directory {monitor.run.path}")
-    post_end(monitor.job.config.notify, monitor.run, monitor.job.host, written)
-    return end.status
-
-
-def find_early(monitor: RankMonitor, end: NodeEnd) -> str:
-    """Say which ranks ended with 0 before the first failure, or long before all were stopped."""
-    before = end.failure.time if end.failure else end.signal_time - LONG_BEFORE
-    ends = [CleanEnd(d.process.rank, monitor.job.host, d.time, d.process.attempt) for d in end.clean]
-    return explain_early_exits(monitor.run, ends, before, len(monitor.job.plan.ranks))
-
-
-def complete_manifest(monitor: RankMonitor, end: NodeEnd) -> dict[str, object]:
+def complete_manifest(
+    job: Job, run: RunDir, manifest: dict[str, object], end: NodeEnd, state: str, events: Sequence[str] = ()
+) -> dict[str, object]:
     """Complete the manifest, and return its outcome."""
-    failure = describe_failure(monitor, end)
-    manifest = monitor.manifest if monitor.manifest is not None else {}
+    failure = describe_failure(job, run, end)
     manifest["ended"] = stamp_time()
     written: dict[str, object] = {
-        "state": end.state,
+        "state": state,
         **({"cause": "hang", "reason": end.hang} if end.hang else {}),
         "exit_code": end.status,
         "signal": name_signal(end.signal) if end.signal else None,
-        "events": list(end.events),
-        "first_failure": failure and failure.to_json(monitor.job.host),
-        "attempts": 1 + max((d.process.attempt for d in end.deaths), default=monitor.run.first_attempt),
+        "events": list(events),
+        "first_failure": failure and failure.to_json(job.host),
+        "attempts": 1 + max((d.process.attempt for d in end.deaths), default=run.first_attempt),
     }
     manifest["outcome"] = written
     try:
-        write_manifest(monitor.run, manifest)
+        write_manifest(run, manifest)
     except OSError as error:
         logger.warning(f"the manifest could not be written ({error})")
     return written
 
 
-def describe_failure(monitor: RankMonitor, end: NodeEnd) -> RankFailure | None:
+def describe_failure(job: Job, run: RunDir, end: NodeEnd) -> RankFailure | None:
     """Return the first failure with its reason and last lines; None if no rank failed."""
     if (death := end.failure) is None or death.exitcode is None:
         return None
     rank, attempt = death.process.rank, death.process.attempt
-    log, lines = tail_rank(monitor.run, death.process, monitor.job.config.logs.tail)
-    error = read_error(monitor.run, rank, attempt)
-    if any(line.startswith("bdb.BdbQuit") for line in lines[-1:]) and monitor.job.world_size > 1:
+    # The last words of stderr; those of stdout if it is empty.
+    log, lines, count = run.rank_log(rank, attempt, "err"), list[str](), job.config.logs.tail
+    for path in (log, run.rank_log(rank, attempt, "out")):
+        found = [line for line in read_tail(path, count + 5) if not line.startswith(SHIM_LINES)]
+        if any(line.strip() for line in found):
+            log, lines = path, found[-count:]
+            break
+    error = read_error(run, rank, attempt)
+    if any(line.startswith("bdb.BdbQuit") for line in lines[-1:]) and job.world_size > 1:
         error = "breakpoint() needs a terminal, which only a single rank has: nproc_per_node=1"
     cause = end.memory
-    if not cause and (found := next(filter(None, map(MISMATCH.search, reversed(lines))), None)):
+    if not cause and (mismatch := next(filter(None, map(MISMATCH.search, reversed(lines))), None)):
         cause = (
             "ranks have called different collectives as one, or one with different shapes: another rank sent"
-            f" {found[1]} bytes where {found[2]} were due"
+            f" {mismatch[1]} bytes where {mismatch[2]} were due"
         )
     reason = describe_exit(death.exitcode, cause) + (f": {error}" if error else "")
     local_rank = death.process.local_rank
-    return RankFailure(rank, local_rank, death.time, death.exitcode, reason, log, tuple(lines), attempt)
+    return RankFailure(rank, local_rank, death.time, death.exitcode, reason, str(log), tuple(lines), attempt)
 
 
 def describe_exit(exitcode: int, cause: str = "") -> str:
@@ -275,52 +242,27 @@ def describe_exit(exitcode: int, cause: str = "") -> str:
     return f"was killed by {name} (signal {number})" + (f", {hint}" if hint else "")
 
 
-def tail_rank(run: RunDir, process: RankProcess, count: int) -> tuple[str, list[str]]:
-    """Return the log with the first failed rank's last words, and these; stdout if stderr is empty."""
-    for stream in ("err", "out"):
-        path = run.rank_log(process.rank, process.attempt, stream)
-        lines = [line for line in read_tail(path, count + 5) if not line.startswith(SHIM_LINES)]
-        if any(line.strip() for line in lines):
-            return str(path), lines[-count:]
-    return str(run.rank_log(process.rank, process.attempt, "err")), []
-
-
-def check_success(monitor: RankMonitor, end: NodeEnd) -> list[str]:
+def check_success(job: Job, run: RunDir, end: NodeEnd) -> list[str]:
     """Say what was not as planned in a job that succeeded."""
-    planned = monitor.job.plan.ranks if monitor.ranks else ()  # a spare node has none
-    lines = [*end.events, *compare_applied(planned, monitor.read_applied())]
+    records = []
+    for rank in {death.process.rank for death in end.deaths}:
+        with contextlib.suppress(OSError, ValueError):
+            records.append(load(Applied, read_file(run.path / name_applied_file(rank), LARGEST, own=True)))
+    planned = job.plan.ranks if end.deaths else ()  # a spare node has none
+    lines = compare_applied(planned, [record for record in records if record.host == job.host])
     lines += [f"{name} outlived the program, and was ended" for name in end.leftovers]
     return [*lines, end.memory] if end.memory else lines
 
 
-def explain_stop(monitor: RankMonitor, end: NodeEnd) -> list[str]:
-    """Say who asks for another start, and how to go on."""
-    lines = list(end.events)
-    if end.failure:
-        who = f"rank {end.failure.process.rank} on {monitor.job.host}"
-        lines.append(f"{who} ended with {end.failure.status}, and asks for another start")
-    if end.asking:
-        lines.append(f"the same command with run_dir={monitor.run.path} goes on")
-    return lines
-
-
-def explain_failure(monitor: RankMonitor, end: NodeEnd, *, output_shown: bool) -> list[str]:
-    """Say who failed first and show the end of its log; or what the agent said, if no rank failed.
-
-    With `output_shown` the console has shown what the ranks printed, and a single rank's is not repeated.
-    """
-    failure, host = describe_failure(monitor, end), monitor.job.host
+def explain_failure(job: Job, run: RunDir, end: NodeEnd, what: str = "failed first") -> list[str]:
+    """Say who failed first and show the end of its log; or what the agent said, if no rank failed."""
+    failure, host = describe_failure(job, run, end), job.host
     if end.hang:
-        return [*end.events, f"ended for a hang: {end.hang}"]
+        return [f"ended for a hang: {end.hang}"]
     if failure is None:
-        said = f"no rank failed, but {end.describe_agent()}"
-        return [*end.events, said, f"its log is {monitor.run.agent_log(host)}"]
-    if monitor.job.world_size == 1 and output_shown and failure.lines:
-        return [*end.events, f"rank 0 on {host} {failure.reason}"]
+        return [f"no rank failed, but {end.describe_agent()}", f"its log is {run.agent_log(host)}"]
     where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
-    what = "failed after that" if end.early else "failed first"
-    told = describe_first_failed_rank(where, failure.reason, failure.log, failure.lines, what)
-    return [*end.events, *told]
+    return describe_first_failed_rank(where, failure.reason, failure.log, failure.lines, what)
 
 
 def post_end(

@@ -2,11 +2,13 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.config.settings import Settings
+from launcher.config.settings import SLURM_KINDS, Settings
+from launcher.config.start import check_port_free
+from launcher.errors import MachineError
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.protocol import (
     LAUNCH_ATTEMPT,
@@ -35,6 +37,18 @@ HANG_RESTARTS = 3
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Makes torchrun give restarted ranks a store of their own; in the agents' shared one they find the addresses
 of the ranks before them, and fail to connect (github.com/pytorch/pytorch/issues/135712; torch 2.13 still)."""
+
+STARTING = "starting the ranks: their program and its imports take a few seconds to load"
+"""Until the first line of a rank there are seconds, most of them torch's import."""
+LOOPBACK = "127.0.0.1"
+"""torchrun's default of --master-addr."""
+DEFAULT_LOCAL = (32768, 60999)
+"""The kernel's own ports for outgoing connections (ip(7), ip_local_port_range), if it cannot be read."""
+LOWEST = 10240
+"""Below are the services of the system, SLURM's own (6817 to 6819) among them."""
+FEWEST = 1000
+"""Ports of a range that is worth the name."""
+TRIALS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +142,10 @@ def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
     }
     # torchrun fills in `${local_rank}` by string.Template, for which `$$` is `$`.
     program = [word.replace("$", "$$") for word in job.program]
-    return render_torchrun(sys.executable, options, (sys.executable, "-I", "-S", str(SHIM)), program)
+    return render_torchrun(options, program)
 
 
-def render_torchrun(
-    python: str, options: Mapping[str, object], shim: Sequence[str], program: Sequence[str]
-) -> tuple[str, ...]:
+def render_torchrun(options: Mapping[str, object], program: Sequence[str]) -> tuple[str, ...]:
     """Return the agent's command: torchrun's options, then the shim, then the program's words as they are.
 
     An option that is None is left out, so that torchrun takes it from `PET_*` or its own default; a mapping
@@ -147,7 +159,8 @@ def render_torchrun(
             pairs = value.items() if isinstance(value, Mapping) else ()
             text = ",".join(f"{key}={item}" for key, item in pairs) if pairs else value
             rendered.append(f"--{name.replace('_', '-')}={text}")
-    return (python, "-P", "-m", "torch.distributed.run", *rendered, "--no-python", "--", *shim, *program)
+    torchrun = (sys.executable, "-P", "-m", "torch.distributed.run", *rendered, "--no-python", "--")
+    return (*torchrun, sys.executable, "-I", "-S", str(SHIM), *program)
 
 
 def parse_pairs(text: str) -> dict[str, str]:
@@ -210,3 +223,68 @@ def build_agent_environ(
         LAUNCH_ATTEMPT: str(run.first_attempt),
         **({LAUNCH_WATCH: watch_folder} if watch_folder else {}),
     }
+
+
+def describe_job(job: Job, run: RunDir) -> tuple[str, ...]:
+    """Say what was chosen and why."""
+    count = len(job.plan.ranks)
+    first = f", the first of {job.cluster.max_nodes} nodes" if job.cluster.kind in SLURM_KINDS else ""
+    ranks = (
+        f"{count} rank{'s' if count > 1 else ''} on {job.host}{first if job.cluster.max_nodes > 1 else ''}"
+    )
+    lines = [f"{ranks} (cluster={job.cluster.kind}: {job.cluster.why}), run directory {run.path}"]
+    if job.cluster.max_nodes > 1:
+        lines.append(f"the ranks start when {job.cluster.min_nodes} nodes have met at {job.cluster.endpoint}")
+    return tuple(lines)
+
+
+def make_endpoint_finder(given: tuple[str, int] | None) -> Callable[[str, int], tuple[str, int]]:
+    """Return what gives MASTER_ADDR and MASTER_PORT for a start of this machine's ranks, by its number.
+
+    A `given` one is for the first start; a port of 0 there is any free one. Each restart takes another port,
+    since peers of an earlier start must not meet this one.
+    """
+
+    def find(_host: str, restart: int) -> tuple[str, int]:
+        address, port = given or (LOOPBACK, 0)
+        return address, port if port and restart == 0 else find_free_port()
+
+    return find
+
+
+def find_free_port() -> int:
+    """Return a port that nobody serves, outside of those that the kernel gives to outgoing connections.
+
+    Rank 0 serves it a second or more later, once it has imported torch: it is to be free then too. Raises
+    OSError if there is none.
+    """
+    ports = list_ports(*read_client_ports())
+    for _ in range(TRIALS):
+        port = ports[int.from_bytes(os.urandom(4)) % len(ports)]
+        if is_port_free(port):
+            return port
+    raise OSError(f"no port of {ports.start} to {ports.stop - 1} is free")
+
+
+def read_client_ports(root: Path = Path("/proc/sys")) -> tuple[int, int]:
+    """Return the first and the last port that the kernel gives to outgoing connections."""
+    try:
+        low, high = map(int, (root / "net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
+    except (OSError, ValueError):
+        return DEFAULT_LOCAL
+    return low, high
+
+
+def list_ports(first: int, last: int) -> range:
+    """Return the larger range below or above those ports; all but the system's if neither is of use."""
+    ports = max(range(LOWEST, min(first, 65536)), range(max(LOWEST, last + 1), 65536), key=len)
+    return ports if len(ports) >= FEWEST else range(LOWEST, 65536)
+
+
+def is_port_free(port: int) -> bool:
+    """Tell whether this host can listen on a port, in all of its address families."""
+    try:
+        check_port_free(port)
+    except MachineError:
+        return False
+    return True

@@ -1,21 +1,28 @@
 """Carries a job out on this node: run directory, agent, console, and the account of how it ended."""
 
 import contextlib
+import logging
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from launcher.errors import EXIT_MACHINE, MachineError
-from launcher.launch.direct_agent import TakeWarm, make_local_agent
-from launcher.launch.ending import report_end
-from launcher.launch.job import Job, JobSpec, build_agent_environ, render_agent, shares_terminal
-from launcher.launch.monitor import RankMonitor, Viewer
-from launcher.launch.supervisor import Agent, Supervisor
-from launcher.launch.torchrun_agent import TorchrunAgent
+from launcher.launch.agents import TakeWarm, make_agent
+from launcher.launch.ending import (
+    NodeEnd,
+    check_success,
+    complete_manifest,
+    describe_failure,
+    explain_failure,
+    post_end,
+)
+from launcher.launch.job import Job, JobSpec, build_agent_environ
+from launcher.launch.supervisor import Supervisor, Viewer
+from launcher.launch.terminal import open_terminal
 from launcher.launch.watching import keep_watch_folder, watch_node
 from launcher.runs.manifest import describe_start, write_manifest
+from launcher.runs.progress import LONG_BEFORE, CleanEnd, describe_progress, explain_early_exits
 from launcher.runs.run_directory import (
     RunDir,
     create_run_dir,
@@ -26,6 +33,9 @@ from launcher.runs.run_directory import (
     write_private,
 )
 from launcher.runs.run_process import hold_directory, identify_process
+from launcher.text import describe_time
+
+logger = logging.getLogger(__name__)
 
 
 def execute_job(
@@ -43,20 +53,34 @@ def execute_job(
     The run directory holds the plan. `take_warm` gives a warm process that was started before this, if there
     is one for the program; `helpers` are PIDs of processes of ours.
     """
-    monitor = RankMonitor(job, run, make_viewer(job, run), count_oom_kills, manifest)
+    viewer, config, terminal = make_viewer(job, run), job.config, None
     started = time.monotonic()
     reserve_space(run)
-    with keep_watch_folder(job.environ, enabled=job.config.watch.enabled) as folder:
-        watching = watch_node(job, run, folder, job.config.node_rank or 0) if folder else None
+    with keep_watch_folder(job.environ, enabled=config.watch.enabled) as folder:
+        watching = watch_node(job, run, folder, config.node_rank or 0) if folder else None
         try:
             environ = build_agent_environ(
-                job.config, job.cluster, job.environ, run, job.host, watch_folder=folder
+                config, job.cluster, job.environ, run, job.host, watch_folder=folder
             )
             # The job's one rank has a terminal as if there was no launcher.
-            if job.world_size == 1 and job.config.logs.console != "none":
-                monitor.use_terminal()
-            agent = make_agent(monitor, environ, take_warm)
-            end = Supervisor(monitor, agent, watching=watching, helpers=helpers).run()
+            if job.world_size == 1 and config.logs.console != "none":
+                terminal = open_terminal(
+                    lambda attempt: run.rank_log(0, attempt, "out"), run.first_attempt, viewer.notify
+                )
+            if opened := terminal:
+                viewer.use_terminal(opened.take, lambda: opened.is_raw)
+            agent = make_agent(job, run, environ, terminal, take_warm)
+            end = Supervisor(
+                job,
+                run,
+                viewer,
+                agent,
+                count_oom_kills,
+                manifest,
+                terminal,
+                watching=watching,
+                helpers=helpers,
+            ).run_to_end()
         except OSError as error:
             release_space(run)
             manifest["outcome"] = {"state": "failed", "exit_code": EXIT_MACHINE, "reason": str(error)}
@@ -64,30 +88,57 @@ def execute_job(
                 write_manifest(run, manifest)
             raise MachineError(f"the ranks could not be started ({error}): see {run.path}") from None
         finally:
-            if monitor.terminal:
-                monitor.terminal.finish()
+            if terminal:
+                terminal.finish()
             if watching:
                 watching.close()
-    if watching and watching.hangs:
-        manifest["hangs"] = watching.hangs
-    if watching and watching.stragglers:
-        manifest["stragglers"] = watching.stragglers
-    status = report_end(monitor, end, time.monotonic() - started)
-    if not monitor.viewer.close():
-        os._exit(status)  # a thread is stuck in a write, and the interpreter's own end would wait for it
-    return status
+    for name, found in watching.found.items() if watching else ():
+        if found:
+            manifest[name] = found
+    report_end(job, run, manifest, viewer, end, time.monotonic() - started)
+    if not viewer.close():
+        os._exit(end.status)  # a thread is stuck in a write, and the interpreter's own end would wait for it
+    return end.status
 
 
-def make_agent(monitor: RankMonitor, environ: Mapping[str, str], take_warm: TakeWarm | None = None) -> Agent:
-    """Return what starts a job's ranks on this machine, with variables of `build_agent_environ`."""
-    job, run, terminal = monitor.job, monitor.run, monitor.terminal
-    environ = {**environ, **(terminal.variables if terminal else {})}
-    if job.agent.kind == "direct":
-        return make_local_agent(job, run, environ, take_warm, has_terminal=terminal is not None)
-    stdin = subprocess.DEVNULL if shares_terminal(job) else None
-    return TorchrunAgent(
-        render_agent(job, run.id), environ, run.agent_log(job.host), stdin, monitor.find_ranks
-    )
+def report_end(
+    job: Job, run: RunDir, manifest: dict[str, object], viewer: Viewer, end: NodeEnd, seconds: float
+) -> None:
+    """Write how the job ended, and say it."""
+    trouble, failure = release_space(run), describe_failure(job, run, end)
+    codes = job.config.cluster.requeue.exit_codes
+    is_requested = bool(failure and failure.status in codes)
+    # The console has shown what a single rank printed, and it is not repeated.
+    is_shown = job.world_size == 1 and job.config.logs.console != "none"
+    early = ""
+    if end.status and not is_requested:  # ranks that ended before the first failure, or long before a stop
+        before = end.failure.time if end.failure else end.signal_time - LONG_BEFORE
+        ends = [CleanEnd(d.process.rank, job.host, d.time, d.process.attempt) for d in end.clean]
+        early = explain_early_exits(run, ends, before, len(job.plan.ranks))
+    events = [*filter(None, (trouble, early))]
+    state = "stopped" if is_requested and not end.hang else end.state
+    written = complete_manifest(job, run, manifest, end, state, events)
+    # How it went: the first failure or what was not as planned, the result, the run directory.
+    result = describe_progress(viewer.finish(patient=end.signal is None))
+    lines, level = events, logging.INFO
+    if state == "succeeded":
+        level = logging.WARNING
+        lines += check_success(job, run, end)
+    elif state == "stopped":
+        if failure:
+            who = f"rank {failure.rank} on {job.host}"
+            lines.append(f"{who} ended with {failure.status}, and asks for another start")
+        if is_requested or any(death.exitcode in codes for death in end.last_deaths):
+            lines.append(f"the same command with run_dir={run.path} goes on")
+    elif failure and failure.lines and is_shown and not end.hang:
+        lines.append(f"rank 0 on {job.host} {failure.reason}")  # the console has shown what it printed
+    else:
+        lines += explain_failure(job, run, end, "failed after that" if early else "failed first")
+    for line in lines:
+        logger.log(level, line)
+    logger.info(f"{state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
+    logger.info(f"run directory {run.path}")
+    post_end(job.config.notify, run, job.host, written)
 
 
 def prepare_run(spec: JobSpec, argv: Sequence[str], hosts: Sequence[str]) -> tuple[RunDir, dict[str, object]]:
@@ -97,7 +148,10 @@ def prepare_run(spec: JobSpec, argv: Sequence[str], hosts: Sequence[str]) -> tup
     """
     run = None
     try:
-        run = open_target(spec)
+        if spec.run_key == "runs_dir":
+            run = create_run_dir(spec.run_path)
+        else:
+            run = open_run_dir(spec.run_path, spec.config.node_rank)
         write_private(run.path / "config.yaml", spec.config_text)
         manifest = describe_start(run, ["launch", *argv], spec.choices)
         manifest["hosts"] = list(hosts)
@@ -114,13 +168,6 @@ def prepare_run(spec: JobSpec, argv: Sequence[str], hosts: Sequence[str]) -> tup
             remove_run(run)
         raise refuse_run(spec, error) from None
     return run, manifest
-
-
-def open_target(spec: JobSpec) -> RunDir:
-    """Make or open the run directory; raises OSError or RunIdTakenError."""
-    if spec.run_key == "runs_dir":
-        return create_run_dir(spec.run_path)
-    return open_run_dir(spec.run_path, spec.config.node_rank)
 
 
 def write_plan(spec: JobSpec, run: RunDir, host: str, plan: Mapping[str, object]) -> None:

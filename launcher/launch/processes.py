@@ -82,12 +82,20 @@ class RankSet:
     alive: dict[int, RankProcess] = field(default_factory=dict)
     """By pidfd; by -PID if the kernel gives none (before Linux 5.3)."""
     deaths: list[Death] = field(default_factory=list)
+    known: dict[int, RankProcess] = field(default_factory=dict)
+    """All that were added, by PID."""
+    fresh: list[RankProcess] = field(default_factory=list)
+    """Those that nobody has taken note of yet."""
     epoll: select.epoll = field(default_factory=select.epoll)
 
     def add(self, processes: Iterable[RankProcess]) -> None:
-        """Start to watch; a process that is gone already is a death."""
+        """Start to watch those that are new; a process that is gone already is a death."""
         for process in processes:
             key = -process.pid
+            if self.known.get(process.pid) == process:
+                continue
+            self.known[process.pid] = process
+            self.fresh.append(process)
             try:
                 key = os.pidfd_open(process.pid)
                 self.epoll.register(key, select.EPOLLIN)

@@ -1,4 +1,9 @@
-"""Signals that `launch` gets: collected instead of died of, and passed on in stages."""
+"""Signals that `launch` gets, from the kernel or from a SLURM job's first node, and the stages of a stop.
+
+The first node has a channel to its nodes' tasks: names of signals and orders, one a line. srun gives each
+task a copy of its stdin (`--input=all`). So a signal that is meant for the ranks reaches them alone; SLURM's
+own also reach the agent and DataLoader workers.
+"""
 
 import contextlib
 import os
@@ -23,7 +28,14 @@ SLURM_GRACE = 20.0
 SLURM_MARGIN = KILL_GRACE + 2.0
 """Seconds before the end of a shorter KillWait in which ranks are killed from here, and recorded: SLURM's own
 SIGKILL ends this process, and if SLURM does not track by cgroup, neither agent nor ranks."""
-
+GREETING = "HELLO"
+"""First line of the channel. Without it, the end of the channel says nothing: there was none."""
+LOST = "LOST"
+"""A node of an elastic job was lost."""
+KILL_WAIT = "KILLWAIT"
+"""`KILLWAIT 30`: seconds from SLURM's SIGTERM to its SIGKILL, as this cluster has it (slurm.conf)."""
+READ_SIZE = 1 << 16
+"""Bytes that are read at once: an order to a thousand nodes names them all."""
 
 early_signals: list[int] = []
 """What came since `note_early_signals` and before somebody collects signals."""
@@ -122,3 +134,86 @@ def name_signal(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+@dataclass(slots=True)
+class SignalChannel:
+    """The tasks' end of the channel from the first node."""
+
+    descriptor: int | None
+    """It does not block; None once it has ended."""
+    partial: bytes = b""
+    greeted: bool = False
+    lost_at: float | None = None
+    """Monotonic time of the word that a node was lost, until somebody has acted on it."""
+    kill_wait: float | None = None
+    """SLURM's patience in seconds; None if the first node has not sent it."""
+    lines: list[str] = field(default_factory=list)
+    """What is neither a signal nor any of the words above: orders for the node's agent."""
+    added: list[int] = field(default_factory=list)
+    """Signals that an order of the first node stands for."""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What to poll."""
+        return () if self.descriptor is None else (self.descriptor,)
+
+    @property
+    def is_cut(self) -> bool:
+        """Tell whether the first node's process, or srun's daemon on this node, was there and is gone."""
+        return self.greeted and self.descriptor is None
+
+    def read_signals(self) -> list[int]:
+        """Return the signals that the first node asks for; SIGTERM if its process is gone."""
+        found, self.added = self.added, []
+        if self.descriptor is None:
+            return found
+        try:
+            data = os.read(self.descriptor, READ_SIZE)
+        except BlockingIOError:
+            return found
+        except OSError:
+            data = b""
+        if not data:
+            self.descriptor = None
+            return [*found, signal.SIGTERM] if self.greeted else found
+        *lines, self.partial = (self.partial + data).split(b"\n")
+        for word in (line.decode("ascii", "replace").strip() for line in lines):
+            name, _, value = word.partition(" ")
+            if word == GREETING:
+                self.greeted = True
+            elif word == LOST:
+                self.lost_at = time.monotonic()
+            elif name == KILL_WAIT and value.isdecimal():
+                self.kill_wait = float(value)
+            elif value:
+                self.lines.append(word)
+            elif name in signal.Signals.__members__:
+                found.append(signal.Signals[name])
+        return found
+
+    def take_lines(self) -> list[str]:
+        """Return the orders that have come since the last call."""
+        taken, self.lines = self.lines, []
+        return taken
+
+
+def open_signal_channel(descriptor: int) -> SignalChannel:
+    """Return the channel behind a descriptor, which is read without waiting."""
+    os.set_blocking(descriptor, False)
+    return SignalChannel(descriptor)
+
+
+def make_signal_channel() -> tuple[int, int]:
+    """Return the descriptors of a new channel: what srun reads, and what the first node writes to."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    os.write(writing, f"{GREETING}\n".encode())
+    return reading, writing
+
+
+def write_line_to_tasks(descriptor: int, word: str) -> None:
+    """Send the tasks a line; nothing happens if the tasks are gone."""
+    data = f"{word}\n".encode()
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(descriptor, data) :]

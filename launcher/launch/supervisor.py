@@ -6,32 +6,35 @@ import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Thread
+from typing import Protocol
 
-from launcher.launch.direct_agent import DirectAgent
+from launcher.launch.agents import Agent, TorchrunAgent
 from launcher.launch.ending import NodeEnd, add_oom_kills, judge_end
-from launcher.launch.job import may_restart
-from launcher.launch.monitor import RankMonitor
+from launcher.launch.job import Job, may_restart
 from launcher.launch.processes import Death, RankSet, adopt_orphans, end_leftovers, reap_orphans
-from launcher.launch.signal_channel import SignalChannel
 from launcher.launch.signals import (
     FORWARDED,
     HARD,
     KILL_GRACE,
     STOPPING,
+    SignalChannel,
     SignalQueue,
     StopStages,
     catch_signals,
     limit_grace,
     name_signal,
 )
-from launcher.launch.torchrun_agent import TorchrunAgent
+from launcher.launch.terminal import Terminal
 from launcher.launch.watching import Watching
+from launcher.runs.progress import Progress
+from launcher.runs.provenance import describe_sources
 from launcher.runs.rank_logs import measure_file, read_tail
+from launcher.runs.run_directory import RunDir
 
 logger = logging.getLogger(__name__)
 
-Agent = DirectAgent | TorchrunAgent
-"""Starts a node's ranks, waits for them, ends all if one has failed, and starts them again."""
 TICK = 0.05
 """Seconds between two looks for new ranks and signals."""
 LOST_GRACE = 10.0
@@ -42,12 +45,45 @@ HEARING = 0.5
 """Seconds in which an agent says that it was sent a signal."""
 
 
+class Viewer(Protocol):
+    """Shows what the ranks print, and what is logged."""
+
+    def start(self) -> None:
+        """Begin to show; the agent is on its way."""
+
+    def use_terminal(self, read: Callable[[], bytes], is_raw: Callable[[], bool]) -> None:
+        """Show what the program prints on its pseudo-terminal; to be called before the start."""
+
+    def notify(self) -> None:
+        """Show at once what the program has printed on its terminal."""
+
+    def watch_rank(self, rank: int, attempt: int, *, has_terminal: bool = False) -> None:
+        """Show what a rank prints; with `has_terminal`, its stdout comes from its terminal."""
+
+    def release_log(self) -> None:
+        """Let what is logged go to stderr again: something has failed that nobody has foreseen."""
+
+    def finish(self, *, patient: bool = True) -> Sequence[Progress]:
+        """Show what the ranks have printed to its end; return the first and the last logging step."""
+
+    def close(self) -> bool:
+        """Show what was logged last; False if the reader of our output takes none."""
+
+
 @dataclass(slots=True)
 class Supervisor:
     """Runs one agent and its ranks to their end."""
 
-    monitor: RankMonitor
+    job: Job
+    run: RunDir
+    viewer: Viewer
     agent: Agent
+    count_oom_kills: Callable[[], int]
+    """Returns the processes that the kernel has killed for memory in this process's cgroup."""
+    manifest: dict[str, object] | None = None
+    """It is completed with the sources' versions while the job runs; None if another process writes it."""
+    terminal: Terminal | None = None
+    """If the program has the user's terminal."""
     control: SignalChannel | None = None
     """Commands from the job's first node; None outside of a step of SLURM's."""
     watching: Watching | None = None
@@ -58,6 +94,8 @@ class Supervisor:
     """Monotonic time at which the job is ended as by SIGTERM to `launch`."""
     is_starved: Callable[[], bool] | None = None
     """Asked again and again; once it is true, the ranks are killed."""
+    on_stop: Callable[[int, bool], None] = lambda *_: None
+    """Called once, with the first stopping signal, and whether the job's first node sent it."""
 
     starved: bool = False
     """That has happened."""
@@ -73,7 +111,7 @@ class Supervisor:
     killed_at: float = math.inf
     """When ranks were ended for a lost node's or a hang's sake, in seconds since the epoch."""
     hang: str = ""
-    """The hang for which ranks were ended, until they have started anew."""
+    """The hang for which ranks were ended, until they have started again."""
     agent_heard: bool = False
     """SLURM has sent the agent the stopping signal by itself."""
 
@@ -85,29 +123,43 @@ class Supervisor:
     @property
     def grace(self) -> float:
         """Seconds that ranks have after the first stopping signal; then SIGTERM, then SIGKILL."""
-        return self.monitor.job.config.torchrun.shutdown_timeout
+        return self.job.config.torchrun.shutdown_timeout
 
     @property
     def timed_out(self) -> bool:
         """Whether the deadline has passed."""
         return self.deadline < 0
 
-    def run(self) -> NodeEnd:
+    def run_to_end(self) -> NodeEnd:
         """Run the agent to its end, and judge that; raises OSError if it cannot be started."""
         adopt_orphans()
-        agent, job = self.agent, self.monitor.job
-        log = self.monitor.run.agent_log(job.host)
+        agent, job, log = self.agent, self.job, self.run.agent_log(self.job.host)
+        # Asks git and the package index, which can take seconds on a network filesystem.
+        sources = Thread(target=self.find_sources, daemon=True)
         log_begin = measure_file(log)
         with catch_signals() as inbox:
             try:
                 agent.begin()
-                self.monitor.start()
-                self.monitor_ranks(inbox)
+                oom_kills = self.count_oom_kills()
+                self.viewer.start()
+                if self.manifest is not None:
+                    sources.start()
+                if self.terminal:
+                    self.terminal.start()
+                # Before the agent ends others for one that has failed: the kernel then has their order.
+                self.watch_new_ranks()
+                while agent.poll() is None:
+                    self.attend(inbox)
+                    if not sources.is_alive():  # the supervisor must not reap its git with the ranks
+                        reap_orphans({*agent.children, *self.list_own()})
+                self.watch_new_ranks()
+                self.ranks.poll((), 0)
                 if self.watching:
                     self.watching.finish()
-                self.monitor.end()
+                if self.manifest is not None:
+                    sources.join()
             except BaseException:
-                self.monitor.viewer.release_log()
+                self.viewer.release_log()
                 raise
             finally:
                 left = end_leftovers(KILL_GRACE, self.list_own())
@@ -120,48 +172,47 @@ class Supervisor:
             deaths = tuple(replace(death, exitcode=death.exitcode or 0) for death in deaths)
         end = NodeEnd(code, deaths, self.first_signal, self.signal_time, tuple(left), self.hang, agent.label)
         # In a job of several nodes, a node has done its part if its ranks have, whatever the others need.
-        ranks = len(job.plan.ranks) if self.control else 0
-        end = judge_end(end, read_tail(log, AGENT_LINES, log_begin), ranks)
-        return add_oom_kills(end, job, self.monitor.count_new_oom_kills())
+        end = judge_end(
+            end, read_tail(log, AGENT_LINES, log_begin), len(job.plan.ranks) if self.control else 0
+        )
+        return add_oom_kills(end, job, self.count_oom_kills() - oom_kills)
+
+    def find_sources(self) -> None:
+        """Complete the manifest with the git commit of the working directory, and package versions."""
+        if self.manifest is not None:
+            self.manifest.update(describe_sources(Path(str(self.manifest["directory"]))))
 
     def list_own(self) -> set[int]:
         """Return the PIDs of processes of the launcher's own."""
         return {*self.helpers, *self.agent.pids, *(self.watching.pids if self.watching else ())}
 
-    def monitor_ranks(self, inbox: SignalQueue) -> None:
-        """Watch ranks and pass on signals until the agent ends."""
+    def attend(self, inbox: SignalQueue) -> None:
+        """Wait a moment for what happens, and act on it."""
         agent, ranks = self.agent, self.ranks
-        # Before the agent ends others for one that has failed: the kernel then has the order of their ends.
-        self.watch_new_ranks()
-        while agent.poll() is None:
-            # None comes while they end, and looking for it takes time in which the agent reaps others.
-            if len(ranks.alive) < len(self.monitor.job.plan.ranks) and self.stop is None:
-                self.watch_new_ranks()
-            known = len(ranks.deaths)
-            channels = self.control.descriptors if self.control else ()
-            ranks.poll((inbox.wakeup, *channels, *agent.descriptors), TICK)
-            fresh = ranks.deaths[known:]
-            self.handle_key_signals(fresh)
-            self.report_failures(fresh)
-            if self.control and self.stop is None and fresh and self.has_agent_heard():
-                self.handle_slurm_signal(signal.SIGTERM)  # the agent alone got it, and has ended a rank
-            self.handle_signals(inbox)
-            self.handle_commands()
-            self.restart_without_lost_node()
-            if time.monotonic() > self.deadline >= 0:
-                self.deadline = -1.0
-                signal.raise_signal(signal.SIGTERM)
-            if self.is_starved and not self.starved and self.is_starved():
-                self.starved = ranks.signal_groups(signal.SIGKILL)
-            self.attend_watcher()
-            if not self.monitor.is_busy():
-                reap_orphans({*agent.children, *self.list_own()})
-        self.watch_new_ranks()
-        ranks.poll((), 0)
+        # None comes while they end, and looking for it takes time in which the agent reaps others.
+        if (ranks.fresh or len(ranks.alive) < len(self.job.plan.ranks)) and self.stop is None:
+            self.watch_new_ranks()
+        known = len(ranks.deaths)
+        channels = self.control.descriptors if self.control else ()
+        ranks.poll((inbox.wakeup, *channels, *agent.descriptors), TICK)
+        fresh = ranks.deaths[known:]
+        self.handle_key_signals(fresh)
+        self.report_failures(fresh)
+        if self.control and self.stop is None and fresh and self.has_agent_heard():
+            self.handle_slurm_signal(signal.SIGTERM)  # the agent alone got it, and has ended a rank
+        self.handle_signals(inbox)
+        self.handle_commands()
+        self.restart_without_lost_node()
+        if time.monotonic() > self.deadline >= 0:
+            self.deadline = -1.0
+            signal.raise_signal(signal.SIGTERM)
+        if self.is_starved and not self.starved and self.is_starved():
+            self.starved = ranks.signal_groups(signal.SIGKILL)
+        self.attend_watcher()
 
     def handle_key_signals(self, deaths: Sequence[Death]) -> None:
         """Take the end of a program by the user's Ctrl-C for a stop, after which nothing restarts."""
-        pressed = self.monitor.terminal.pressed if self.monitor.terminal else {}
+        pressed = self.terminal.pressed if self.terminal else {}
         for death in deaths:
             number = max(death.status - 128, 0)  # or one that the program reports as a shell does
             if number in pressed and self.stop is None:
@@ -172,7 +223,7 @@ class Supervisor:
 
     def report_failures(self, deaths: Sequence[Death]) -> None:
         """Say at once that a rank has failed, since its peers may take long to end; not what follows it."""
-        job = self.monitor.job
+        job = self.job
         if job.world_size == 1 and not may_restart(job.config, job.cluster, job.environ):
             return  # the end is at hand, and says it
         for death in deaths:
@@ -188,7 +239,9 @@ class Supervisor:
 
     def watch_new_ranks(self) -> None:
         """Watch ranks that have started, and tell of a restart of the worker group."""
-        fresh = self.monitor.add_ranks(self.agent.list_ranks())
+        ranks = self.ranks
+        ranks.add(self.agent.list_ranks())
+        fresh, ranks.fresh = ranks.fresh, []
         if not fresh:
             return
         self.rank_seen_at = time.monotonic()
@@ -197,7 +250,8 @@ class Supervisor:
             logger.info(f"the ranks were started anew: attempt {newest}")
             self.hang = ""
         self.newest = max(newest, self.newest or 0)
-        self.ranks.add(fresh)
+        for process in fresh:
+            self.viewer.watch_rank(process.rank, process.attempt, has_terminal=process.has_terminal)
         if self.watching:
             self.watching.add_ranks(fresh)
 
@@ -255,7 +309,7 @@ class Supervisor:
         if self.first_signal is None:
             self.first_signal, self.signal_time = number, time.time() if when is None else when
             self.hang = ""  # the user's stop comes first
-            self.monitor.on_stop(number, by_first_node)
+            self.on_stop(number, by_first_node)
 
     def handle_slurm_signal(self, number: int) -> None:
         """Stop by SLURM's signal, which the agent may have got as well, and then is not to get from here.

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.codec import convert
+from launcher.codec import DecodeError, load
 from launcher.launch.job import Job
 from launcher.launch.processes import Death, RankProcess
 from launcher.runs.rank_logs import read_tail
@@ -106,12 +107,18 @@ def remove_stale(parent: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class HangOrder:
-    """What is to be done because of a hang."""
+class WatcherMessage:
+    """What the watcher says."""
 
-    action: str
-    """`restart` or `stop`."""
-    sentence: str
+    event: str
+    lines: tuple[str, ...] = ()
+    hang: dict[str, Any] | None = None
+    """`watch.model.Hang`."""
+    straggler: dict[str, Any] | None = None
+    """`watch.model.Straggler`."""
+    action: str = ""
+    """What is to be done because of a hang: `restart` or `stop`; empty if nothing."""
+    sentence: str = ""
     ranks: tuple[int, ...] = ()
     """Ranks to kill for a restart; none for all of this node."""
     pids: tuple[int, ...] = ()
@@ -122,24 +129,6 @@ class HangOrder:
         return any(process.pid not in self.pids for process in running)
 
 
-@dataclass(frozen=True, slots=True)
-class WatcherMessage:
-    """What the watcher says."""
-
-    event: str
-    lines: tuple[str, ...] = ()
-    hang: dict[str, Any] | None = None
-    """`watch.model.Hang`."""
-    straggler: dict[str, Any] | None = None
-    """`watch.model.Straggler`."""
-
-
-def decode_order(message: object) -> HangOrder:
-    """Return what a message asks for; raises DecodeError."""
-    order = convert(HangOrder, message)
-    return replace(order, sentence=escape_text(order.sentence))
-
-
 @dataclass(slots=True)
 class Watching:
     """Starts the watcher, tells it of ranks, and takes its messages."""
@@ -147,11 +136,11 @@ class Watching:
     folder: str
     settings: Mapping[str, object]
     """Its first line: `watch.model.WatcherSettings`."""
-    hangs: list[dict[str, object]] = field(default_factory=list)
-    """Those that this node has told of, as `watch.model.Hang`."""
-    stragglers: list[dict[str, object]] = field(default_factory=list)
-    """Those that this node has told of, as `watch.model.Straggler`."""
+    found: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"hangs": [], "stragglers": []})
+    """What this node has told of, as `watch.model.Hang` and `watch.model.Straggler`."""
     process: "subprocess.Popen[bytes] | None" = None
+    channel: socket.socket | None = None
+    """The other end is its stdin and stdout."""
     begin: float = float("inf")
     """Monotonic time of its start."""
     given_up: bool = False
@@ -170,58 +159,49 @@ class Watching:
             self.begin = min(self.begin, time.monotonic() + DELAY)
             self.tell({"found": found})
 
-    def attend(self, deaths: Sequence[Death]) -> list[HangOrder]:
+    def attend(self, deaths: Sequence[Death]) -> list[WatcherMessage]:
         """Start it when it is time, tell it of the ranks' ends, and return what its messages ask for.
 
         `deaths` are all of them so far.
         """
+        orders: list[WatcherMessage] = []
         try:
-            return self.exchange(deaths)
+            if fresh := deaths[self.told_deaths :]:
+                self.told_deaths = len(deaths)
+                self.tell({"ended": [{**asdict(one.process), "exit_code": one.exitcode} for one in fresh]})
+            if self.process and not self.given_up:
+                is_over = self.process.poll() is not None
+                self.flush()
+                orders = self.read_messages()
+                if is_over:
+                    said = read_tail(Path(self.folder) / LOG, 1)
+                    last = f": {said[0].strip()}" if said else ""
+                    self.give_up(f"it ended with code {self.process.returncode}{last}")
+            elif time.monotonic() >= self.begin and not self.given_up:
+                self.start()
         except Exception as error:
             self.give_up(repr(error))
-            return []
-
-    def exchange(self, deaths: Sequence[Death]) -> list[HangOrder]:
-        """Do what `attend` says; may raise what nobody has foreseen."""
-        fresh, self.told_deaths = deaths[self.told_deaths :], len(deaths)
-        if fresh:
-            self.tell({"ended": [{**asdict(death.process), "exit_code": death.exitcode} for death in fresh]})
-        if self.process is None:
-            if time.monotonic() >= self.begin and not self.given_up:
-                self.start()
-            return []
-        is_over = self.process.poll() is not None
-        if self.given_up:
-            return []
-        self.flush()
-        orders = self.read_messages(self.process)
-        if is_over:
-            said = read_tail(Path(self.folder) / LOG, 1)
-            last = f": {said[0].strip()}" if said else ""
-            self.give_up(f"it ended with code {self.process.returncode}{last}")
         return orders
 
     def start(self) -> None:
         """Start it in a session of its own, which a terminal's Ctrl-C does not reach."""
+        self.channel, other = socket.socketpair()
+        self.channel.setblocking(False)
         try:
-            with open(f"{self.folder}/{LOG}", "ab") as log:
+            with other, open(f"{self.folder}/{LOG}", "ab") as log:
                 self.process = subprocess.Popen(
                     (sys.executable, "-P", "-m", "launcher.watch"),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
+                    stdin=other.fileno(),
+                    stdout=other.fileno(),
                     stderr=log,
                     cwd="/",  # the working directory may be on a filesystem that hangs
-                    env={
-                        **os.environ,
-                        "OPENBLAS_NUM_THREADS": "1",
-                    },  # NumPy would start a thread for each core
+                    # NumPy would start a thread for each core
+                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                     start_new_session=True,
                 )
         except OSError as error:
             self.give_up(f"it could not be started: {error}")
             return
-        for stream in filter(None, (self.process.stdin, self.process.stdout)):
-            os.set_blocking(stream.fileno(), False)
         self.outbox[:0] = json.dumps(self.settings).encode() + b"\n"
         self.flush()
 
@@ -231,40 +211,37 @@ class Watching:
             self.outbox += json.dumps(message).encode() + b"\n"
 
     def flush(self) -> None:
-        """Write what the pipe takes."""
-        stdin = self.process.stdin if self.process else None
-        if not self.outbox or stdin is None or stdin.closed:
-            return
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            del self.outbox[: os.write(stdin.fileno(), self.outbox)]
-        if len(self.outbox) > MOST_WAITING:
-            self.give_up("it does not take what it is told")
+        """Write what the channel takes."""
+        if self.channel and self.outbox:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                del self.outbox[: self.channel.send(self.outbox)]
+            if len(self.outbox) > MOST_WAITING:
+                self.give_up("it does not take what it is told")
 
-    def read_messages(self, process: "subprocess.Popen[bytes]") -> list[HangOrder]:
-        """Take what it has said in whole lines, and return the orders; what is no message is left out."""
-        if process.stdout is None:
-            return []
-        with contextlib.suppress(BlockingIOError):
-            self.partial += os.read(process.stdout.fileno(), MOST_WAITING)
+    def read_messages(self) -> list[WatcherMessage]:
+        """Take its messages, whole lines, and return those that ask for an action; others are left out."""
+        if self.channel:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                self.partial += self.channel.recv(MOST_WAITING)
         if len(self.partial) > 2 * MOST_WAITING:
             self.partial = b""
         *lines, self.partial = self.partial.split(b"\n")
         orders = []
         for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):
-                found = json.loads(line)
-                message = convert(WatcherMessage, found)
-                level = logging.WARNING if message.event == "warning" else logging.INFO
-                for text in message.lines[:MOST_LINES]:
-                    logger.log(level, escape_text(text))
-                if message.hang and message.event != "act":  # one, or what has become of it
-                    number = message.hang.get("number")
-                    others = [one for one in self.hangs if one.get("number") != number]
-                    self.hangs = [*others, message.hang][-MOST_HANGS:]
-                if message.straggler:
-                    self.stragglers = [*self.stragglers, message.straggler][-MOST_HANGS:]
-                if message.event == "act":
-                    orders.append(decode_order(found))
+            try:
+                message = load(WatcherMessage, line)
+            except DecodeError:
+                continue
+            level = logging.WARNING if message.event == "warning" else logging.INFO
+            for text in message.lines[:MOST_LINES]:
+                logger.log(level, escape_text(text))
+            if message.action in ("restart", "stop"):
+                orders.append(replace(message, sentence=escape_text(message.sentence)))
+            elif hang := message.hang:  # one, or what has become of it
+                others = [one for one in self.found["hangs"] if one.get("number") != hang.get("number")]
+                self.found["hangs"] = [*others, hang][-MOST_HANGS:]
+            if message.straggler:
+                self.found["stragglers"] = [*self.found["stragglers"], message.straggler][-MOST_HANGS:]
         return orders
 
     def give_up(self, reason: str) -> None:
@@ -276,11 +253,10 @@ class Watching:
 
     def finish(self) -> None:
         """Tell it that the job has ended; it has a moment to write its last report."""
-        if not self.given_up:
-            self.flush()
-        if self.process and self.process.stdin:
+        self.flush()
+        if self.channel:
             with contextlib.suppress(OSError):
-                self.process.stdin.close()
+                self.channel.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """End it for good, and take its last messages.
@@ -290,13 +266,15 @@ class Watching:
         try:
             self.finish()
             if process := self.process:
-                for seconds in (PATIENCE, PATIENCE):
+                for _ in range(2):
                     with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(seconds)
+                        process.wait(PATIENCE)
                         break
                     process.kill()
-                if not self.given_up:
-                    self.read_messages(process)
+            if not self.given_up:
+                self.read_messages()
+            if self.channel:
+                self.channel.close()
         except Exception as error:
             self.give_up(repr(error))
 

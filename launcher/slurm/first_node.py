@@ -15,8 +15,7 @@ from launcher.config.start import parse_endpoint
 from launcher.errors import EXIT_MACHINE, EXIT_SCHEDULER, LaunchError, MachineError, SchedulerError
 from launcher.files import open_below
 from launcher.launch.coordinator import Coordinator
-from launcher.launch.endpoint import is_port_free, read_client_ports
-from launcher.launch.job import choose_restarts
+from launcher.launch.job import choose_restarts, is_port_free, read_client_ports
 from launcher.launch.processes import adopt_orphans, end_leftovers
 from launcher.launch.signals import KILL_GRACE, catch_signals, name_signal
 from launcher.runs.node_records import node_path, read_nodes, refuse_node

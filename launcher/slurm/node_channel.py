@@ -1,7 +1,7 @@
 """The lines between a SLURM job's first node and its tasks that start, watch and end the ranks together.
 
 A report is a line of a task's stderr, which srun brings to the first node; an order is a line of the tasks'
-stdin, of which srun gives each task a copy (see `launcher.launch.signal_channel`).
+stdin, of which srun gives each task a copy (see `launcher.launch.signals`).
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 
 from launcher.codec import load
 from launcher.launch.coordinator import GroupStart, JobEnd, Order
-from launcher.launch.signal_channel import SignalChannel
+from launcher.launch.signals import SignalChannel
 from launcher.slurm.liveness import ALIVE_PERIOD
 
 logger = logging.getLogger(__name__)
@@ -91,24 +91,14 @@ class NodeControl:
     has_failed: bool = False
     """A rank of the newest start has failed here."""
 
-    def report_ready(self, local_size: int) -> None:
-        """Say that this node can start so many ranks."""
-        self.send("ready", number=local_size)
-
-    def report_failure(self, restart: int, rank: int, _exitcode: int) -> None:
-        """Say that a rank has failed; the order is another start, or the end."""
-        self.has_failed = self.newest is not None and restart == self.newest.restart
-        if self.may_restart:
-            self.send("failed", restart, rank)
+    def report(self, kind: str, restart: int = 0, number: int = 0) -> None:
+        """Say what has become of this node's ranks, unless that is the end, since nothing starts again."""
+        if kind == "failed":
+            self.has_failed = self.newest is not None and restart == self.newest.restart
+        if kind == "ready" or self.may_restart:
+            self.send(kind, restart, number)
         else:
-            self.orders.append(JobEnd(failed=True))
-
-    def report_end(self, restart: int) -> None:
-        """Say that all ranks of this node have ended with 0; it may have to start anew with the others."""
-        if self.may_restart:
-            self.send("ended", restart)
-        else:
-            self.orders.append(JobEnd(failed=False))
+            self.orders.append(JobEnd(failed=kind == "failed"))
 
     def take_orders(self) -> Iterable[Order]:
         """Return the orders since the last call."""
@@ -129,7 +119,7 @@ class NodeControl:
         if isinstance(order, JobEnd):
             takes_part = self.newest and self.newest.find_group_rank(self.host) is not None
             if order.failed and takes_part and not self.has_failed:
-                self.channel.add_signal(signal.SIGTERM)  # they end as by any stop that the first node sends
+                self.channel.added.append(signal.SIGTERM)  # they end as by any stop that the first node sends
                 return
         else:
             serves = order.restart and order.find_group_rank(self.host) == 0

@@ -19,11 +19,16 @@ from launcher.config.program import find_program
 from launcher.config.settings import SLURM_KINDS, Settings
 from launcher.config.start import AgentChoice, Cluster, check_port_free, parse_endpoint
 from launcher.errors import MachineError
-from launcher.launch.job import Job, build_agent_environ, choose_restarts, render_agent
-from launcher.launch.monitor import STARTING, RankMonitor, describe_job
-from launcher.launch.signal_channel import SignalChannel, open_signal_channel
-from launcher.launch.signals import name_signal
-from launcher.launch.torchrun_agent import TorchrunAgent, check_open_files
+from launcher.launch.agents import TorchrunAgent, check_open_files
+from launcher.launch.job import (
+    STARTING,
+    Job,
+    build_agent_environ,
+    choose_restarts,
+    describe_job,
+    is_port_free,
+)
+from launcher.launch.signals import name_signal, open_signal_channel
 from launcher.launch.warm.read_ahead import reading_ahead
 from launcher.launch.watching import keep_watch_folder, watch_node
 from launcher.plan.model import Plan
@@ -36,8 +41,9 @@ from launcher.slurm.node_channel import NodeReport, start_alive_sender, write_re
 from launcher.slurm.slurm_environ import PORT_TAKEN, TaskIdentity, drop_task_variables, read_task_identity
 
 if TYPE_CHECKING:
+    from launcher.launch.agents import Agent
     from launcher.launch.ending import NodeEnd
-    from launcher.launch.supervisor import Agent
+    from launcher.launch.supervisor import Supervisor
     from launcher.report.viewer import OutputViewer
 
 logger = logging.getLogger(__name__)
@@ -102,17 +108,13 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
                 raise MachineError(
                     f"{path} cannot be written ({error.strerror}): is there room, and is it shared?"
                 ) from None
-            monitor = RankMonitor(job, run, make_node_viewer(job, run, task), count_oom_kills)
-            control = open_signal_channel(0)
+            viewer, control = make_node_viewer(job, run, task), open_signal_channel(0)
             reserve_space(run, RECORD_SIZE)
-            recorder = NodeRecorder(monitor, task, control, started)
-            monitor.on_stop = recorder.record_stop
             watching = watch_node(job, run, folder, task.node_rank) if folder else None
             signal.signal(signal.SIGTERM, lambda *_: None)  # now the supervisor's, and nothing after it
             agent: Agent
             if request.agent == "direct":
-                from launcher.launch.direct_agent import DirectAgent
-                from launcher.launch.endpoint import is_port_free
+                from launcher.launch.agents import DirectAgent
                 from launcher.slurm.node_channel import NodeControl
 
                 may_restart = bool(choose_restarts(job.config, job.environ) or job.config.cluster.spares)
@@ -120,17 +122,20 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
                 agent = DirectAgent(job, run, variables, run_id, orders, warm, may_restart)
             else:
                 # stdin brings the first node's commands, which are not for the agent.
-                command, log = render_agent(job, run_id), run.agent_log(task.host)
-                agent = TorchrunAgent(command, variables, log, subprocess.DEVNULL, monitor.find_ranks)
-            supervisor = Supervisor(monitor, agent, control, watching, helpers)
-            end = supervisor.run()
+                agent = TorchrunAgent(job, run, variables, run_id, subprocess.DEVNULL)
+            supervisor = Supervisor(
+                job, run, viewer, agent, count_oom_kills, control=control, watching=watching, helpers=helpers
+            )
+            recorder = NodeRecorder(supervisor, task, started)
+            supervisor.on_stop = recorder.record_stop
+            end = supervisor.run_to_end()
             if watching:
                 watching.close()
             state = recorder.write_end(end)
             # To srun, the first task that fails is the end of all: others may still have time to stop.
             status = 0 if state == "stopped" and supervisor.commanded else end.status
-            monitor.viewer.finish(patient=end.signal is None)
-            if not monitor.viewer.close():
+            viewer.finish(patient=end.signal is None)
+            if not viewer.close():
                 os._exit(status)  # a thread is stuck in a write, and the interpreter's end would wait for it
             return status
 
@@ -229,9 +234,8 @@ def make_node_viewer(job: Job, run: RunDir, task: TaskIdentity) -> "OutputViewer
 class NodeRecorder:
     """Writes the record of how one node's part of an attempt ended."""
 
-    monitor: RankMonitor
+    supervisor: "Supervisor"
     task: TaskIdentity
-    control: SignalChannel
     started: float
     """Seconds since the epoch."""
 
@@ -246,17 +250,17 @@ class NodeRecorder:
         """Record how this node's part ended, and say what was not as planned; returns the kept state."""
         from launcher.launch.ending import check_success, describe_failure
 
-        number = end.signal
+        job, run, number = self.supervisor.job, self.supervisor.run, end.signal
         if number and end.failure and end.failure.exitcode == -signal.SIGTERM:
             end = replace(end, failure=None)  # SLURM sent it to the rank too
         state = "stopped" if number and not (end.failure or end.hang) and end.status else end.state
         said = "" if end.failure or end.hang or state != "failed" else end.describe_agent()
-        for line in check_success(self.monitor, end) if state == "succeeded" else ():
+        for line in check_success(job, run, end) if state == "succeeded" else ():
             logger.warning(line)
         clean = tuple((death.process.rank, death.time) for death in end.clean)
-        trouble = release_space(self.monitor.run)
+        trouble = release_space(run)
         try:
-            record = self.describe(state, end.status, number, said, describe_failure(self.monitor, end))
+            record = self.describe(state, end.status, number, said, describe_failure(job, run, end))
             self.write(replace(record, clean=clean, hang=end.hang, trouble=trouble))
         except OSError as error:
             logger.warning(f"its record could not be written ({error})")
@@ -267,8 +271,7 @@ class NodeRecorder:
         self, state: str, status: int, number: int | None, said: str, failure: RankFailure | None = None
     ) -> NodeRecord:
         """Return this node's record as of now."""
-        monitor, task = self.monitor, self.task
-        newest = max((process.attempt for process in monitor.ranks.values()), default=task.attempt)
+        task, newest = self.task, self.supervisor.newest
         return NodeRecord(
             task.host,
             task.node_rank,
@@ -277,10 +280,10 @@ class NodeRecorder:
             name_signal(number) if number else None,
             said,
             failure,
-            newest - task.attempt,
+            0 if newest is None else newest - task.attempt,
             self.started,
             time.time(),
-            len(monitor.job.plan.ranks),
+            len(self.supervisor.job.plan.ranks),
         )
 
     def write(self, record: NodeRecord) -> None:
@@ -289,5 +292,6 @@ class NodeRecorder:
         Nothing is written once this task is cut off from the job: if the daemon behind it is gone, the node
         is lost to the job, which a record would hide.
         """
-        if not self.control.is_cut:
-            write_node(self.monitor.run.path, self.task.attempt, record)
+        control = self.supervisor.control
+        if not (control and control.is_cut):
+            write_node(self.supervisor.run.path, self.task.attempt, record)

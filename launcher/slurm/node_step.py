@@ -18,8 +18,14 @@ from queue import SimpleQueue
 from launcher.errors import SchedulerError
 from launcher.launch.coordinator import Coordinator, GroupStart, JobEnd, Order
 from launcher.launch.processes import prepare_agent
-from launcher.launch.signal_channel import KILL_WAIT, LOST, make_signal_channel, write_line_to_tasks
-from launcher.launch.signals import FORWARDED, STOPPING
+from launcher.launch.signals import (
+    FORWARDED,
+    KILL_WAIT,
+    LOST,
+    STOPPING,
+    make_signal_channel,
+    write_line_to_tasks,
+)
 from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER, LAUNCH_RENDEZVOUS
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.commands import ask_config
@@ -105,18 +111,13 @@ class StepGroup:
 
     def pass_report_on(self, report: NodeReport) -> None:
         """Tell the coordinator what a task has reported, and send the order that follows from it."""
-        note, host, restart = self.coordinator, report.host, report.restart
-        match report.kind:
-            case "ready":
-                self.decide(partial(note.note_ready, host, report.number), host)
-            case "failed":
-                what = f"rank {report.number} on {host} has ended"
-                self.decide(partial(note.note_failure, host, restart), what)
-            case "ended":
-                self.decide(partial(note.note_end, host, restart), host)
-            case "taken":
-                what = f"{host} cannot serve the ranks' port"
-                self.decide(partial(note.note_taken_port, host, restart), what)
+        host = report.host
+        reasons = {
+            "failed": f"rank {report.number} on {host} has ended",
+            "taken": f"{host} cannot serve the ranks' port",
+        }
+        note = partial(self.coordinator.note, report.kind, host, report.restart, report.number)
+        self.decide(note, reasons.get(report.kind, host))
 
     def take_losses(self, hosts: Iterable[str]) -> None:
         """Take that nodes are lost, and send the order that follows."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config.settings import Settings
-from launcher.launch.endpoint import read_client_ports
+from launcher.launch.job import read_client_ports
 from launcher.preflight.checks import (
     Answers,
     CheckedNodes,

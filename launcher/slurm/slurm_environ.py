@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launcher.launch.endpoint import list_ports
+from launcher.launch.job import list_ports
 from launcher.protocol import (
     LAUNCH_ATTEMPT,
     LAUNCH_NODE_ORDER,

@@ -1,6 +1,5 @@
 """What the coordinator orders after each sequence of events, as tables."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -36,15 +35,12 @@ def forget_patience(order: Order) -> Order:
 
 def tell(coordinator: Coordinator, event: Event) -> Order | None:
     kind, host, number = event
-    calls: dict[str, Callable[[], Order | None]] = {
-        "ready": lambda: coordinator.note_ready(host, number),
-        "failed": lambda: coordinator.note_failure(host, number),
-        "ended": lambda: coordinator.note_end(host, number),
-        "taken": lambda: coordinator.note_taken_port(host, number),
-        "lost": lambda: coordinator.note_loss(host),
-        "stop": coordinator.note_stop,
-    }
-    return calls[kind]()
+    if kind == "lost":
+        return coordinator.note_loss(host)
+    if kind == "stop":
+        coordinator.note_stop()
+        return None
+    return coordinator.note(kind, host, number, number)
 
 
 def run(coordinator: Coordinator, text: str) -> list[Order]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.launch.monitor import STARTING
+from launcher.launch.job import STARTING
 from tests.seam import LAUNCH, start, wait_for, write_program
 
 LONG = 8 << 20

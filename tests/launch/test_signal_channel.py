@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from launcher.launch.coordinator import GroupNode, GroupStart, JobEnd
 from launcher.launch.processes import RankSet, list_children, list_ranks, read_signals
-from launcher.launch.signal_channel import (
+from launcher.launch.signals import (
     KILL_WAIT,
     LOST,
+    StopStages,
+    limit_grace,
     make_signal_channel,
     open_signal_channel,
     write_line_to_tasks,
 )
-from launcher.launch.signals import StopStages, limit_grace
 from launcher.slurm.node_channel import (
     NodeReport,
     find_report,

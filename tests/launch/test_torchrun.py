@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from launcher.launch.job import render_torchrun
+from launcher.launch.job import SHIM, render_torchrun
 from tests.seam import run_outside
 
 OPTIONS = {
@@ -42,15 +42,10 @@ def abbreviations() -> list[str]:
 
 
 def test_torchrun_itself_reads_its_options_from_its_command_line() -> None:
-    assert render_torchrun("py", OPTIONS, ("shim",), ("prog", "a b", "--x", "", "é\n")) == (
-        *("py", "-P", "-m", "torch.distributed.run"),
-        *("--nnodes=1:1", "--monitor-interval=0.5", "--rdzv-conf=a=1,b=x y", "--no-python", "--"),
-        *("shim", "prog", "a b", "--x", "", "é\n"),
-    )
-    parsed = parse(render_torchrun("py", {**OPTIONS, "nproc_per_node": 2, "max_restarts": 3}, ("shim",), ()))
+    parsed = parse(render_torchrun({**OPTIONS, "nproc_per_node": 2, "max_restarts": 3}, ()))
     assert (parsed.nnodes, parsed.nproc_per_node, parsed.max_restarts) == ("1:1", "2", 3)
     assert (parsed.monitor_interval, parsed.rdzv_conf, parsed.no_python) == (0.5, "a=1,b=x y", True)
-    assert (parsed.training_script, parsed.training_script_args) == ("shim", [])
+    assert (parsed.training_script, parsed.training_script_args) == (sys.executable, ["-I", "-S", str(SHIM)])
 
 
 @given(st.data())
@@ -60,8 +55,8 @@ def test_the_programs_words_are_the_programs(abbreviations: list[str], data: st.
     valued = st.builds("{}={}".format, short, st.text())
     word = short | valued | st.sampled_from(["--", "", "-", "a"]) | st.text()
     program = data.draw(st.lists(word, max_size=6)) if data else [*abbreviations, "--", "--log=x", "--", ""]
-    parsed = parse(render_torchrun("py", OPTIONS, ("py", "-I", "shim"), ("prog", *program)))
-    assert [parsed.training_script, *parsed.training_script_args] == ["py", "-I", "shim", "prog", *program]
+    parsed = parse(render_torchrun(OPTIONS, ("prog", *program)))
+    assert parsed.training_script_args == ["-I", "-S", str(SHIM), "prog", *program]
     assert (parsed.nnodes, parsed.nproc_per_node) == ("1:1", "1")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.launch.direct_agent import close_on_exec, spawn_rank
+from launcher.launch.agents import close_on_exec, spawn_rank
 from launcher.launch.warm.process import WarmProcess
 from launcher.launch.warm.program import ExecNeededError
 from tests.seam import clean_environ

@@ -16,7 +16,7 @@ import pytest
 
 from launcher import files
 from launcher.config.run_path import choose_id
-from launcher.launch.torchrun_agent import open_log
+from launcher.launch.agents import open_log
 from launcher.runs.manifest import read_own_manifest
 from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.rank_logs import read_tail

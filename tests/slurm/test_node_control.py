@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from launcher.launch.coordinator import Coordinator, GroupNode, GroupStart, JobEnd
-from launcher.launch.signal_channel import make_signal_channel, open_signal_channel, write_line_to_tasks
+from launcher.launch.signals import make_signal_channel, open_signal_channel, write_line_to_tasks
 from launcher.slurm.node_channel import NodeControl, NodeReport, find_report, render_order
 from launcher.slurm.node_step import StepGroup, TaskWriter
 
@@ -54,13 +54,13 @@ def make_control(
 
 def test_reports_go_out_and_orders_come_in(ends: Ends) -> None:
     control = make_control(ends)
-    control.report_ready(2)
+    control.report("ready", number=2)
     assert list(control.take_orders()) == []
     ends.order(render_order(FIRST))
     assert control.channel.read_signals() == []
     assert list(control.take_orders()) == [FIRST]
-    control.report_failure(0, 3, -9)
-    control.report_end(0)
+    control.report("failed", 0, 3)
+    control.report("ended", 0)
     assert list(control.take_orders()) == [], "the first node decides"
     ends.order(render_order(SECOND), render_order(JobEnd(failed=False)))
     control.channel.read_signals()
@@ -74,9 +74,9 @@ def test_reports_go_out_and_orders_come_in(ends: Ends) -> None:
 
 def test_without_restarts_nobody_is_asked(ends: Ends) -> None:
     control = make_control(ends, restarts=False)
-    control.report_failure(0, 3, 1)
+    control.report("failed", 0, 3)
     assert list(control.take_orders()) == [JobEnd(failed=True)]
-    control.report_end(0)
+    control.report("ended", 0)
     assert list(control.take_orders()) == [JobEnd(failed=False)] and ends.read_reports() == []
 
 
@@ -85,12 +85,12 @@ def test_the_jobs_failure_elsewhere_ends_this_node_as_a_stop_does(ends: Ends) ->
     ends.order(render_order(FIRST), render_order(SECOND))
     control.channel.read_signals()
     assert list(control.take_orders()) == [FIRST, SECOND]
-    control.report_failure(0, 3, -15)  # of the earlier start: no failure of this one
+    control.report("failed", 0, 3)  # of the earlier start: no failure of this one
     ends.order(render_order(JobEnd(failed=True)))
     assert control.channel.read_signals() == []
     assert list(control.take_orders()) == []
     assert control.channel.read_signals() == [signal.SIGTERM]
-    control.report_failure(1, 2, 1)
+    control.report("failed", 1, 2)
     ends.order(render_order(JobEnd(failed=True)))
     control.channel.read_signals()
     assert list(control.take_orders()) == [JobEnd(failed=True)], "it has failed itself"
@@ -123,7 +123,7 @@ def test_a_report_that_nobody_can_take_waits(ends: Ends) -> None:
             pass
     except BlockingIOError:
         pass
-    control.report_ready(2)
+    control.report("ready", number=2)
     assert list(control.take_orders()) == []
     while ends.read_reports():
         pass

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from launcher.codec import convert
 from launcher.launch.processes import RankProcess
-from launcher.launch.watching import decode_order
+from launcher.launch.watching import WatcherMessage
 from launcher.runs.node_records import NodeRecord
 from launcher.watch.hang import HangJudge, choose_limit, list_orders, list_stalled
 from launcher.watch.job_view import Found, JobView, is_judge, make_job_view
@@ -107,7 +108,7 @@ def show(found: int | str | Hang | None) -> str:
 def test_what_a_node_does_about_a_hang(case: dict[str, Any]) -> None:
     pids = {int(rank): pid for rank, pid in case["pids"].items()}
     hang = replace(HANG, action=case["action"], recovered=case.get("recovered"))
-    orders = [decode_order(order) for order in list_orders((hang,), 0, pids)]
+    orders = [convert(WatcherMessage, order) for order in list_orders((hang,), 0, pids)]
     assert [" ".join(map(str, (order.action, *order.ranks))) for order in orders] == case["orders"]
     assert list(list_orders((hang,), hang.number, pids)) == [], "each hang once"
     for pending in orders:  # the supervisor drops one that comes after a restart
