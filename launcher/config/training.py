@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launcher.codec import DecodeError, convert
@@ -34,7 +35,6 @@ from launcher.fit.choice import (
 )
 from launcher.fit.counts import count_model_parameters
 from launcher.fit.gpus import find_gpu
-from launcher.fit.memory import estimate_memory
 from launcher.fit.training import (
     Device,
     Lora,
@@ -64,14 +64,20 @@ LARGEST_NUMBER = 10**9
 LARGEST_LAYERS = 10_000
 """The deepest published models have some hundred."""
 NUMBER = {"whole": True, "minimum": 1, "maximum": LARGEST_NUMBER, "words": (AUTO,)}
-PROGRAM_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "batch_size": NUMBER,
-    "grad_accumulation": NUMBER,
-    "seq_len": NUMBER,
-    "activation_checkpointing": {"choices": (AUTO, "none", "selective", "full")},
-    "parallel": {"choices": (AUTO, "ddp", "fsdp")},
+PROGRAM_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "fit.micro_batch": ("batch_size", NUMBER),
+    "fit.accumulation": ("grad_accumulation", NUMBER),
+    "fit.seq_len": ("seq_len", NUMBER),
+    "fit.checkpointing": ("activation_checkpointing", {"choices": (AUTO, "none", "selective", "full")}),
+    "parallel.framework": ("parallel", {"choices": (AUTO, "ddp", "fsdp")}),
 }
-"""What the bundled program's options take, as in launcher.programs.options; `auto` is chosen."""
+"""The bundled program's options by the keys that say the same, and what they take, as in
+launcher.programs.options; `auto` is chosen."""
+SPLITTING = (
+    *("parallel.tp", "parallel.pp", "parallel.cp"),
+    *("parallel.ep", "parallel.zero", "parallel.framework"),
+)
+"""Keys that leave nothing to choose of how the bundled program is parallel."""
 NOT_OF_THE_TRAINING = ("check", "gpu", "gpu_memory_gib", "tokens", "step_seconds", "grid", "timeout")
 """Keys of `fit` that ask about a training and do not describe it."""
 TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kM]?)(tokens)?")
@@ -162,13 +168,10 @@ def _check_dimensions(model: ModelDimensions) -> ModelDimensions:
     experts = model.experts
     for key, value, _ in list_settings(model, "model."):
         name = key.rpartition(".")[2]
-        least = 1 if name in AT_LEAST_ONE else 0
         most = LARGEST_LAYERS if name == "layers" else LARGEST_NUMBER
-        if isinstance(value, int) and not least <= value <= most:
-            shown = value if abs(value) < LARGEST_NUMBER**2 else "(too large)"
-            raise UsageError(f"{key}={shown}: give a number of at least {least} and at most {most}")
-        if name in WORDS and value not in WORDS[name]:
-            raise UsageError(f"{key}={value}: choose from {', '.join(WORDS[name])}")
+        takes = {"choices": WORDS.get(name), "minimum": int(name in AT_LEAST_ONE), "maximum": most}
+        if (name in WORDS or type(value) is int) and (fault := find_fault(value, takes)):
+            raise UsageError(f"{key}={show_value(value)}: {fault}")
     if model.latent_attention is None and model.heads % model.kv_heads:
         raise UsageError(f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
     if experts and experts.per_token > experts.count:
@@ -283,11 +286,10 @@ def make_request_on(
 ) -> Training:
     """Return what is asked of a job of `shape` (ranks of a node, nodes) on known devices; raises UsageError.
 
-    What is `auto` of the bundled program is chosen.
+    What is `auto` in `fit` and `parallel` is what the bundled program's option says, and what is `auto` there
+    too is chosen.
     """
-    on_gpu, ranks = device.kind == "gpu", shape[0] * shape[1]
-    gpu = find_gpu(device.name) if on_gpu else None
-    has_bf16 = on_gpu and (gpu is None or gpu.tf32 is not None)  # both came with the same generation
+    on_gpu, ranks, fit = device.kind == "gpu", shape[0] * shape[1], config.fit
     given, usual = (
         {
             key: value
@@ -298,27 +300,62 @@ def make_request_on(
         for every in (config, Settings())
     )
     fixed = tuple(key for key, value in given.items() if value != usual[key])
-    fit, parallel, free, sequences = config.fit, config.parallel, frozenset[str](), None
+    options = {key: _read_option(config.program, key) for key in PROGRAM_OPTIONS} if is_bundled else {}
+    chooses = is_bundled and all(given[key] == usual[key] for key in SPLITTING)
+    if not chooses:
+        options.pop("parallel.framework", None)
+    values = {key: options.get(key, AUTO) if value == AUTO else value for key, value in given.items()}
+    free = frozenset(key for key in OPTIONS if key in options and values[key] == AUTO)
+
+    def settle(key: str, default: T) -> T:
+        found: T = default if values[key] == AUTO else values[key]
+        return found
+
+    values["fit.seq_len"] = settle("fit.seq_len", min(model.max_seq_len, MAX_DEFAULT_SEQ_LEN))
+    computes_half, sequences = on_gpu, None
     if is_bundled:
-        fit, parallel, free, sequences = _describe_bundled(config, model, ranks, has_bf16=has_bf16)
-    layout, settings = _describe_training(fit, parallel, model, ranks, computes_half=on_gpu)
-    if is_bundled:
-        autocast = settings.precision == "mixed" and settings.framework == "ddp"
-        settings = replace(settings, autocast=autocast)
+        gpu, dtype = find_gpu(device.name) if on_gpu else None, config.program.get("dtype", AUTO)
+        has_bf16 = on_gpu and (gpu is None or gpu.tf32 is not None)  # both came with the same generation
+        computes_half = dtype == "bf16" or (dtype != "fp32" and has_bf16)
+        sequences = _find_sequences(config, model, values, ranks)
+        if fit.global_batch:
+            values["fit.accumulation"] = fit.accumulation
+    usual_zero = {"fsdp": 3, "zero": 1}.get(settle("parallel.framework", ""), 0)
+    zero: Any = settle("parallel.zero", usual_zero)
+    splits = prod(given[key] for key in SPLITTING[:3])
+    values["parallel.zero"] = 3 if zero == "fsdp" else int(zero)
+    values["parallel.dp"] = settle("parallel.dp", max(1, ranks // splits))
+    layout = ParallelLayout(**{each.name: values[f"parallel.{each.name}"] for each in fields(ParallelLayout)})
+    micro_batch, accumulation = solve_batch(
+        settle("fit.micro_batch", None), layout.dp, settle("fit.accumulation", None), fit.global_batch
+    )
+    precision = settle("fit.precision", "mixed" if computes_half else "fp32")
+    framework = settle("parallel.framework", "ddp" if chooses else find_framework(layout))
     # What the bundled program does not do is a question of the user's, and no ground to refuse a job.
     trains = is_bundled and model.experts is None and model.latent_attention is None and not fixed
+    settled: dict[str, Any] = {
+        "framework": framework,
+        "precision": precision,
+        "checkpointing": settle("fit.checkpointing", "none"),
+        "micro_batch": micro_batch,
+        "accumulation": accumulation,
+        "compile": settle("fit.compile", None),
+        "optimizer_fused": settle("fit.optimizer_fused", None),
+        "lora": Lora(fit.lora.rank, tuple(fit.lora.targets)) if fit.lora.rank else None,
+        "recompute_modules": tuple(fit.recompute_modules),
+        "autocast": is_bundled and precision == "mixed" and framework == "ddp",
+        "bundled": trains,
+        "expandable_segments": expandable,
+    }
+    rest = {
+        each.name: values[f"fit.{each.name}"] for each in fields(TrainingSettings) if each.name not in settled
+    }
     request = Training(
-        model=model,
-        layout=layout,
-        settings=replace(settings, bundled=trains, expandable_segments=expandable),
-        device=device,
-        gpus_per_node=shape[0],
-        nodes=shape[1],
-        node=node,
-        tokens=config.fit.tokens,
-        step_seconds=config.fit.step_seconds,
+        *(model, layout, TrainingSettings(**settled, **rest), device, *shape, node),
+        tokens=fit.tokens,
+        step_seconds=fit.step_seconds,
         is_bundled=trains,
-        global_batch=config.fit.global_batch,
+        global_batch=fit.global_batch,
         free=free,
         sequences=sequences,
         fixed=fixed,
@@ -326,106 +363,50 @@ def make_request_on(
     if not free:
         return request
     check_layout(request)
-    return choose_settings(request, lambda one: estimate_memory(one).total)
+    return choose_settings(request)
 
 
-def _describe_bundled(
-    config: Settings, model: ModelDimensions, ranks: int, *, has_bf16: bool
-) -> tuple[FitConfig, ParallelConfig, frozenset[str], int | None]:
-    """Return the bundled program's options as `fit` and `parallel` have them, whose own values win.
+def _find_sequences(
+    config: Settings, model: ModelDimensions, values: Mapping[str, Any], ranks: int
+) -> int | None:
+    """Return the sequences of a step of the bundled program, None if nobody says; raises UsageError.
 
-    What is free may be chosen. The usual global batch of a preset is for its size: a model that has been made
-    small has none. Raises UsageError.
+    The usual global batch of a preset is for its size: a model that has been made small has none.
     """
-    options, fit, parallel = config.program, config.fit, config.parallel
-    given = {name: _read_option(options, name) for name in PROGRAM_OPTIONS}
-    splits_data = parallel.tp == parallel.pp == parallel.cp == parallel.ep == 1
-    can_choose = splits_data and parallel.zero == AUTO and parallel.framework == AUTO
-    if can_choose:
-        parallel = replace(parallel, framework=_choose(given["parallel"], "ddp"))
-    dtype = options.get("dtype", AUTO)
-    computes_bf16 = dtype == "bf16" or (dtype != "fp32" and has_bf16)
-    micro_batch = _choose(fit.micro_batch, given["batch_size"])
-    accumulation = _choose(fit.accumulation, given["grad_accumulation"])
-    checkpointing = _choose(fit.checkpointing, given["activation_checkpointing"])
-    asked = replace(
-        fit,
-        precision=_choose(fit.precision, "mixed" if computes_bf16 else "fp32"),
-        checkpointing=checkpointing,
-        micro_batch=micro_batch,
-        accumulation=fit.accumulation if fit.global_batch else accumulation,
-        seq_len=_choose(_choose(fit.seq_len, given["seq_len"]), min(model.max_seq_len, MAX_DEFAULT_SEQ_LEN)),
+    asked, usual = config.program.get("global_batch"), config.model.get("global_batch")
+    asked = AUTO if asked is None else asked
+    if asked == AUTO and count_model_parameters(model) < FEWEST_PARAMETERS:
+        usual = None
+    sequences = config.fit.global_batch or _read_global_batch(
+        usual if asked == AUTO else asked, values["fit.seq_len"]
     )
-    batch = options.get("global_batch")
-    usual = config.model.get("global_batch") if count_model_parameters(model) >= FEWEST_PARAMETERS else None
-    sequences = fit.global_batch or _read_global_batch(
-        usual if batch in (None, AUTO) else batch, asked.seq_len
-    )
-    if AUTO not in (micro_batch, accumulation) and batch not in (None, AUTO):
-        product = micro_batch * accumulation * ranks
-        if product != sequences:
-            raise UsageError(
-                f"program.global_batch={batch} is {sequences} sequences, and program.batch_size={micro_batch}"
-                f" * program.grad_accumulation={accumulation} on {ranks} ranks is {product}: leave one out"
-            )
-    free = {key for key, option in OPTIONS.items() if given[option] == AUTO}
-    free -= {
-        f"fit.{name}"
-        for name in ("micro_batch", "accumulation", "checkpointing")
-        if getattr(fit, name) != AUTO
-    }
-    free -= set() if can_choose else {"parallel.framework"}
-    return asked, parallel, frozenset(free), sequences
+    micro_batch, accumulation = values["fit.micro_batch"], values["fit.accumulation"]
+    if AUTO not in (micro_batch, accumulation, asked) and micro_batch * accumulation * ranks != sequences:
+        raise UsageError(
+            f"program.global_batch={asked} is {sequences} sequences, and program.batch_size={micro_batch}"
+            f" * program.grad_accumulation={accumulation} on {ranks} ranks is"
+            f" {micro_batch * accumulation * ranks}: leave one out"
+        )
+    return sequences
 
 
-def _describe_training(
-    fit: FitConfig, parallel: ParallelConfig, model: ModelDimensions, ranks: int, *, computes_half: bool
-) -> tuple[ParallelLayout, TrainingSettings]:
-    """Return the layout and settings that `fit` and `parallel` give; raises UsageError.
-
-    Most have the same names; `auto` is settled here.
+def _read_option(options: Mapping[str, object], key: str) -> Any:  # noqa: ANN401 - a number or a word
+    """Return what an option of the program says for a key, or `auto`; raises UsageError for what it would
+    refuse.
     """
-    values: dict[str, Any] = {each.name: getattr(parallel, each.name) for each in fields(ParallelLayout)}
-    usual_zero = {"fsdp": 3, "zero": 1}.get(parallel.framework, 0)
-    values["dp"] = _choose(parallel.dp, max(1, ranks // (parallel.tp * parallel.pp * parallel.cp)))
-    values["zero"] = 3 if parallel.zero == "fsdp" else int(_choose(parallel.zero, usual_zero))
-    layout = ParallelLayout(**values)
-    names = {each.name for each in fields(TrainingSettings)} & {each.name for each in fields(FitConfig)}
-    values = {name: getattr(fit, name) for name in names}
-    values["framework"] = _choose(parallel.framework, find_framework(layout))
-    values["precision"] = _choose(fit.precision, "mixed" if computes_half else "fp32")
-    values["checkpointing"] = _choose(fit.checkpointing, "none")
-    values["micro_batch"], values["accumulation"] = solve_batch(
-        _choose(fit.micro_batch, None), layout.dp, _choose(fit.accumulation, None), fit.global_batch
-    )
-    values["seq_len"] = _choose(fit.seq_len, min(model.max_seq_len, MAX_DEFAULT_SEQ_LEN))
-    for name in ("compile", "optimizer_fused"):
-        values[name] = _choose(values[name], None)
-    values["lora"] = Lora(fit.lora.rank, tuple(fit.lora.targets)) if fit.lora.rank else None
-    values["recompute_modules"] = tuple(fit.recompute_modules)
-    return layout, TrainingSettings(**values)
-
-
-def _choose(value: Any, default: T) -> T:  # noqa: ANN401 - the schema's keys that may be `auto`
-    """Return a setting, or what `auto` stands for."""
-    chosen: T = default if value == AUTO else value
-    return chosen
-
-
-def _read_option(options: Mapping[str, object], name: str) -> Any:  # noqa: ANN401 - a number or a word
-    """Return the value of an option of the program, or `auto`; raises UsageError for what it would refuse."""
+    name, takes = PROGRAM_OPTIONS[key]
     value = options.get(name)
     if isinstance(value, bool) and name == "activation_checkpointing":
         value = "full" if value else "none"
     value = AUTO if value is None else value
-    if fault := find_fault(value, PROGRAM_OPTIONS[name]):
+    if fault := find_fault(value, takes):
         raise UsageError(f"program.{name}={show_value(value)}: {fault}")
     return value
 
 
 def _read_global_batch(value: object, seq_len: int) -> int | None:
     """Return the sequences of `program.global_batch`, as 256 or 4Mtokens; raises UsageError."""
-    if value is None or value == AUTO:
+    if value in (None, AUTO):
         return None
     found = TOKENS.fullmatch(str(value))
     if found and float(found[1]) > 0:
@@ -526,7 +507,11 @@ def settle_training(
         logger.warning(f"no estimate of memory: {error}")
         return config
     except Exception as error:
-        kept = f"; {KEPT}" if is_bundled and AUTO in map(config.program.get, PROGRAM_OPTIONS) else ""
+        kept = (
+            f"; {KEPT}"
+            if is_bundled and AUTO in [config.program.get(name) for name, _ in PROGRAM_OPTIONS.values()]
+            else ""
+        )
         if judges:
             logger.warning(f"no estimate of memory ({type(error).__name__}: {error}): report it{kept}")
         return config

@@ -11,12 +11,12 @@ precision.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.fit.counts import count_active_parameters, count_model_parameters, count_token_flops
 from launcher.fit.gpus import GpuType, find_gpu
 from launcher.fit.memory import count_kept
-from launcher.fit.training import ModelDimensions, Training
+from launcher.fit.training import Training
 from launcher.plan.resources import count_node_cores
 
 GIB = 1 << 30
@@ -71,48 +71,50 @@ class BudgetLine:
 
 
 def budget_node(training: Training) -> tuple[BudgetLine, ...]:
-    """Return a line for each resource of a node; for ranks on CPUs, memory and /dev/shm alone."""
-    lines = (_budget_memory(training), _budget_shared_memory(training))
-    return (_budget_cores(training), *lines) if training.on_gpu else lines
+    """Return a line for each resource of a node; for ranks on CPUs, memory and /dev/shm alone.
 
-
-def _budget_cores(training: Training) -> BudgetLine:
-    """Return the line of CPU cores: one for a rank's process and for each worker, and the system's."""
-    gpus, workers, cores = training.gpus_per_node, training.node.num_workers, training.node.cores
-    needed = count_node_cores(gpus, workers)
-    system = needed - gpus * (workers + 1)
-    note = f"{gpus} x (1 + {workers} workers) + {system}"
-    if training.settings.offload != "none":
-        note += "; more for the optimizer on CPUs"
-    if cores is None or cores >= needed:
-        return BudgetLine("CPU cores", needed, cores, "cores", True, note)
-    most, fix = max(0, (cores - system) // gpus - 1), f"ask for {needed} cores (cluster.cpus_per_task)"
-    fix = f"dataloader.num_workers={most}, or {fix}" if most < workers else fix
-    return BudgetLine("CPU cores", needed, cores, "cores", False, note, fix)
-
-
-def _budget_memory(training: Training) -> BudgetLine:
-    """Return the line of CPU memory, in GiB: what the job's parts sum to, and at least the GPUs' memory."""
+    CPU cores: one for a rank's process and for each worker, and the system's. CPU memory: what the job's
+    parts sum to, and at least the GPUs' memory; /dev/shm: batches of the workers, and NCCL's transports.
+    """
     node, ranks, layout, settings = training.node, training.gpus_per_node, training.layout, training.settings
-    parameters, parts = count_model_parameters(training.model), dict[str, float]()
-    if training.on_gpu:  # on CPUs, the ranks' memory is the estimate's
-        parts = {"system": SYSTEM_GIB, "ranks": ranks * PROCESS_GIB}
-    parts["workers"] = ranks * node.num_workers * (node.worker_gib or WORKER_GIB)
+    found, workers, on_gpu = list[BudgetLine](), node.num_workers, training.on_gpu
+
+    def add(name: str, needed: float, has: float | None, note: str, fix: str, unit: str = "GiB") -> None:
+        enough = has is None or has >= needed
+        found.append(BudgetLine(name, needed, has, unit, enough, note, "" if enough else fix))
+
+    if on_gpu:
+        needed = count_node_cores(ranks, workers)
+        system = needed - ranks * (workers + 1)
+        note = f"{ranks} x (1 + {workers} workers) + {system}"
+        note += "; more for the optimizer on CPUs" if settings.offload != "none" else ""
+        most = max(0, ((node.cores or 0) - system) // ranks - 1)
+        fix = f"dataloader.num_workers={most}, or " if most < workers else ""
+        add(
+            "CPU cores",
+            needed,
+            node.cores,
+            note,
+            f"{fix}ask for {needed} cores (cluster.cpus_per_task)",
+            "cores",
+        )
+    parameters = count_model_parameters(training.model)
     # States in CPU memory are pinned.
     share = min(1.0, ranks * (1 if layout.zero else layout.replicas) / layout.world_size)
-    parts["offload"] = OFFLOADED.get(settings.offload, 0) * parameters * share * PINNED_ROUNDING / GIB
-    if settings.activation_offload:
-        parts["activations"] = ranks * count_kept(training).expected * PINNED_ROUNDING / GIB
     # The bundled program saves by torch.distributed.checkpoint, Megatron its own shards.
     in_shards = training.is_bundled or settings.framework == "megatron" or layout.zero < 3
-    parts["checkpoint on rank 0"] = 0 if in_shards else MASTER_BYTES * parameters / GIB
-    needed = sum(parts.values())
+    kept = count_kept(training).expected if settings.activation_offload else 0
+    parts = {
+        # On CPUs, the ranks' memory is the estimate's.
+        **({"system": SYSTEM_GIB, "ranks": ranks * PROCESS_GIB} if on_gpu else {}),
+        "workers": ranks * workers * (node.worker_gib or WORKER_GIB),
+        "offload": OFFLOADED.get(settings.offload, 0) * parameters * share * PINNED_ROUNDING / GIB,
+        "activations": ranks * kept * PINNED_ROUNDING / GIB,
+        "checkpoint on rank 0": 0 if in_shards else MASTER_BYTES * parameters / GIB,
+    }
+    total, gpus = sum(parts.values()), ranks * training.device.memory_mib / 1024 if on_gpu else 0
     note = ", ".join(f"{name} {gib:.0f}" for name, gib in parts.items() if gib >= 0.5)
-    gpus = ranks * training.device.memory_mib / 1024 if training.on_gpu else 0
-    if gpus > needed:
-        needed, note = gpus, f"the GPUs' sum; {note}"
-    available = None if node.memory_kib is None else node.memory_kib / (1 << 20)
-    enough = available is None or available >= needed
+    has = None if node.memory_kib is None else node.memory_kib / (1 << 20)
     fixes = {
         "activations": "fit.activation_offload=false, or fit.checkpointing=full: less is kept",
         "offload": "more nodes share the states (nodes=N), or fit.offload=none",
@@ -120,20 +122,19 @@ def _budget_memory(training: Training) -> BudgetLine:
         "checkpoint on rank 0": "save in shards (torch.distributed.checkpoint)",
     }
     fix = fixes.get(max(parts, key=lambda name: parts[name]), "ask for more (cluster.mem=0 is all of a node)")
-    return BudgetLine("CPU memory", needed, available, "GiB", enough, note, "" if enough else fix)
-
-
-def _budget_shared_memory(training: Training) -> BudgetLine:
-    """Return the line of /dev/shm, in GiB: batches of the workers, and NCCL's transports."""
-    ranks, workers, settings = training.gpus_per_node, training.node.num_workers, training.settings
+    add("CPU memory", max(gpus, total), has, f"the GPUs' sum; {note}" if gpus > total else note, fix)
     batches = ranks * workers * PREFETCHED * settings.micro_batch * settings.seq_len * TOKEN_BYTES
-    nccl = ranks * NCCL_MIB << 20 if ranks > 1 and training.on_gpu else 0
-    needed = (batches + nccl) / GIB
-    available = None if training.node.shm_kib is None else training.node.shm_kib / (1 << 20)
-    enough = available is None or available >= needed
-    note = "batches of text, NCCL" if nccl else "batches of text"
-    fix = "" if enough else "a larger /dev/shm (docker: --shm-size), or dataloader.num_workers=0"
-    return BudgetLine(SHARED_MEMORY, needed, available, "GiB", enough, note, fix)
+    nccl = ranks * NCCL_MIB << 20 if ranks > 1 and on_gpu else 0
+    has = None if node.shm_kib is None else node.shm_kib / (1 << 20)
+    fix = "a larger /dev/shm (docker: --shm-size), or dataloader.num_workers=0"
+    add(
+        SHARED_MEMORY,
+        (batches + nccl) / GIB,
+        has,
+        "batches of text, NCCL" if nccl else "batches of text",
+        fix,
+    )
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +151,14 @@ class Advice:
 
 def advise(training: Training) -> tuple[Advice, ...]:
     """Give advice, warnings first."""
-    rules = (_advise_model, _advise_precision, _advise_links, _advise_pipeline, _advise_batch)
+    rules = (_advise_model, _advise_precision, _advise_links, _advise_schedule)
     found = [one for rule in rules for one in rule(training)]
     return tuple(sorted(found, key=lambda one: one.level != "warning"))
+
+
+def _advise(is_warning: bool, what: str, fix: str, gain: str = "") -> Advice:
+    """Make a warning, or a note."""
+    return Advice("warning" if is_warning else "note", what, fix, gain)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -161,68 +167,53 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _advise_model(training: Training) -> Iterator[Advice]:
-    """Advise on the model's dimensions."""
-    model, tp, length = training.model, training.layout.tp, training.settings.seq_len
-    if training.on_gpu:
-        yield from _advise_shapes(model, tp, length)
-    if tp > 1 and model.hidden_size // tp < NARROW:
-        yield Advice(
-            "note",
-            f"parallel.tp={tp} leaves each GPU {model.hidden_size // tp} of model.hidden_size="
-            f"{model.hidden_size}: its products are narrow",
-            "a smaller parallel.tp, with the states sharded by parallel.zero instead",
-        )
-    if length > model.max_seq_len:
-        yield Advice(
-            "warning",
-            f"fit.seq_len={length} is more than model.max_seq_len={model.max_seq_len}",
-            f"fit.seq_len={model.max_seq_len}, or a model whose rotary frequencies are scaled",
-        )
-
-
-def _advise_shapes(model: ModelDimensions, tp: int, seq_len: int) -> Iterator[Advice]:
     """Advise on the vocabulary, the width of a head, the hidden size, and widths inside MLP and experts."""
-    multiple = TILE * tp
-    if model.vocab_size % multiple:
-        share = 6 * model.vocab_size * model.hidden_size / count_token_flops(model, seq_len)
+    model, tp, length = training.model, training.layout.tp, training.settings.seq_len
+    head, widths, multiple = model.head_width, dict[str, tuple[int, int]](), TILE * tp
+    if training.on_gpu:
+        widths["model.hidden_size"] = (model.hidden_size, 1)
+        if model.experts is not None:
+            widths["model.experts.intermediate_size"] = (model.experts.intermediate_size, 1)
+        if model.experts is None or model.experts.dense_layers:
+            widths["model.intermediate_size"] = (model.intermediate_size, tp)
+    if training.on_gpu and model.vocab_size % multiple:
+        share = 6 * model.vocab_size * model.hidden_size / count_token_flops(model, length)
         gain, is_odd = f"the output layer is {share:.0%} of the operations", model.vocab_size % LEAST_MULTIPLE
-        if is_odd:
-            gain += "; 25% of GPT-2's step by 50257 to 50304 (A. Karpathy, nanoGPT)"
+        gain += "; 25% of GPT-2's step by 50257 to 50304 (A. Karpathy, nanoGPT)" if is_odd else ""
         of_tp = f" (64 * parallel.tp={tp})" if tp > 1 else ""
-        yield Advice(
-            "warning" if is_odd and share > 0.02 else "note",
-            f"model.vocab_size={model.vocab_size} is no multiple of {multiple}{of_tp}",
-            f"pad it to {_round_up(model.vocab_size, multiple)}",
-            gain,
-        )
-    heads = f"heads are {model.head_width} wide"
-    if model.head_width > LARGEST_HEAD:
-        what = f"{heads}, and FlashAttention-2 has none wider than {LARGEST_HEAD}"
-        yield Advice("warning", what, "more heads of 64 or 128")
-    elif model.head_width % LEAST_MULTIPLE:
-        what, gain = (
-            "no multiple of 8: attention does without fast kernels",
-            "up to 39% of a step by efficient shapes",
-        )
-        yield Advice("warning", f"{heads}, {what}", "heads of 64 or 128", f"{gain} (arXiv:2401.14489)")
-    elif model.head_width % TILE:
-        gain = "heads of 64 and 128 use tensor cores best (arXiv:2401.14489)"
-        yield Advice("note", f"{heads}, no multiple of 64", "heads of 64 or 128", gain)
-    widths = [("model.hidden_size", model.hidden_size, 1)]
-    if model.experts is not None:
-        widths.append(("model.experts.intermediate_size", model.experts.intermediate_size, 1))
-    if model.experts is None or model.experts.dense_layers:
-        widths.append(("model.intermediate_size", model.intermediate_size, tp))
-    for key, width, parts in widths:
-        if width % (TILE * parts) == 0:
-            continue
-        near, is_odd = max(1, round(width / (TILE * parts))) * TILE * parts, width % (LEAST_MULTIPLE * parts)
-        gain = "SwiGLU's 10922 to 10944: 273 to 398 TFLOPS on an H100 (S. Bekman)"
-        has_gain = model.mlp == "swiglu" and key.endswith("intermediate_size") and is_odd
-        what = f"{key}={width} is no multiple of {TILE}"
-        if parts > 1:
-            what = f"{key}={width} over parallel.tp={parts} is {width / parts:g}, no multiple of {TILE}"
-        yield Advice("warning" if is_odd else "note", what, f"{key}={near}", gain if has_gain else "")
+        what = f"model.vocab_size={model.vocab_size} is no multiple of {multiple}{of_tp}"
+        fix = f"pad it to {_round_up(model.vocab_size, multiple)}"
+        yield _advise(bool(is_odd) and share > 0.02, what, fix, gain)
+    if training.on_gpu and head > LARGEST_HEAD:
+        what = f"heads are {head} wide, and FlashAttention-2 has none wider than {LARGEST_HEAD}"
+        yield _advise(True, what, "more heads of 64 or 128")
+    elif training.on_gpu and head % TILE:
+        what, gain = "no multiple of 64", "heads of 64 and 128 use tensor cores best"
+        if is_odd := head % LEAST_MULTIPLE:
+            what, gain = (
+                "no multiple of 8: attention does without fast kernels",
+                "up to 39% of a step by efficient shapes",
+            )
+        what = f"heads are {head} wide, {what}"
+        yield _advise(bool(is_odd), what, "heads of 64 or 128", f"{gain} (arXiv:2401.14489)")
+    for key, (width, parts) in widths.items():
+        if width % (TILE * parts):
+            near, is_odd = (
+                max(1, round(width / (TILE * parts))) * TILE * parts,
+                width % (LEAST_MULTIPLE * parts),
+            )
+            has_gain = model.mlp == "swiglu" and key.endswith("intermediate_size") and is_odd
+            gain = "SwiGLU's 10922 to 10944: 273 to 398 TFLOPS on an H100 (S. Bekman)" if has_gain else ""
+            split = f" over parallel.tp={parts} is {width / parts:g}," if parts > 1 else " is"
+            yield _advise(bool(is_odd), f"{key}={width}{split} no multiple of {TILE}", f"{key}={near}", gain)
+    if tp > 1 and model.hidden_size // tp < NARROW:
+        part = f"{model.hidden_size // tp} of model.hidden_size={model.hidden_size}"
+        what = f"parallel.tp={tp} leaves each GPU {part}: its products are narrow"
+        yield _advise(False, what, "a smaller parallel.tp, with the states sharded by parallel.zero instead")
+    if length > model.max_seq_len:
+        what = f"fit.seq_len={length} is more than model.max_seq_len={model.max_seq_len}"
+        fix = f"fit.seq_len={model.max_seq_len}, or a model whose rotary frequencies are scaled"
+        yield _advise(True, what, fix)
 
 
 def _advise_precision(training: Training) -> Iterator[Advice]:
@@ -230,62 +221,58 @@ def _advise_precision(training: Training) -> Iterator[Advice]:
     precision, name = training.settings.precision, training.device.name
     gpu = find_gpu(name) if training.on_gpu else None
     if gpu and precision == "fp8" and gpu.fp8 is None:
-        yield Advice("warning", f"fit.precision=fp8, and a {name} computes no fp8", "fit.precision=mixed")
+        yield _advise(True, f"fit.precision=fp8, and a {name} computes no fp8", "fit.precision=mixed")
     if gpu and precision in ("bf16", "mixed") and "bf16" not in dict(gpu.peak_tflops):
         what = f"fit.precision={precision}, and a {name} has no fast bf16"
-        yield Advice("warning", what, "fp16 with loss scaling, which needs the same memory")
+        yield _advise(True, what, "fp16 with loss scaling, which needs the same memory")
     if gpu and gpu.tf32 and precision == "fp32":
-        yield Advice(
-            "note",
-            "fit.precision=fp32 leaves tensor cores unused",
-            'torch.set_float32_matmul_precision("high") for TF32, or fit.precision=mixed',
-            f"peaks: fp32 {gpu.fp32:g}, TF32 {gpu.tf32:g}, bf16 {gpu.bf16:g} TFLOPS",
-        )
+        fix = 'torch.set_float32_matmul_precision("high") for TF32, or fit.precision=mixed'
+        gain = f"peaks: fp32 {gpu.fp32:g}, TF32 {gpu.tf32:g}, bf16 {gpu.bf16:g} TFLOPS"
+        yield _advise(False, "fit.precision=fp32 leaves tensor cores unused", fix, gain)
     for key in ("hidden_size", "intermediate_size"):
         value = getattr(training.model, key)
         if precision == "fp8" and value % FP8_MULTIPLE:
             what = f"model.{key}={value} is no multiple of 16, which products in fp8 need"
-            yield Advice("warning", what, f"model.{key}={_round_up(value, FP8_MULTIPLE)}")
+            yield _advise(True, what, f"model.{key}={_round_up(value, FP8_MULTIPLE)}")
 
 
 def _advise_links(training: Training) -> Iterator[Advice]:
     """Advise on groups that cross nodes or NVLink's domain."""
-    layout, each = training.layout, training.gpus_per_node
+    layout, each, tp = training.layout, training.gpus_per_node, training.layout.tp
     domain = training.device.nvlink_domain or each
-    if layout.tp > domain:
-        within = layout.tp <= each and each % layout.tp == 0
-        yield Advice(
-            "warning",
-            f"parallel.tp={layout.tp} is more than the {domain} GPUs that NVLink or a node connects: four"
-            f" all-reduces of each layer go over {'PCIe' if within else 'the network'}",
+    if tp > domain:
+        links = "PCIe" if tp <= each and each % tp == 0 else "the network"
+        yield _advise(
+            True,
+            f"parallel.tp={tp} is more than the {domain} GPUs that NVLink or a node connects: four"
+            f" all-reduces of each layer go over {links}",
             f"parallel.tp={domain} or less, and parallel.pp or parallel.zero for the rest",
             "Megatron-LM keeps tp within a node (arXiv:2104.04473, section 5)",
         )
-    elif layout.tp > 1 and training.nodes > 1 and each % layout.tp and domain <= each:
-        what = f"parallel.tp={layout.tp} does not divide the {each} GPUs of a node: a group spans two nodes"
-        yield Advice("warning", what, "a divisor")
+    elif tp > 1 and training.nodes > 1 and each % tp and domain <= each:
+        what = f"parallel.tp={tp} does not divide the {each} GPUs of a node: a group spans two nodes"
+        yield _advise(True, what, "a divisor")
     overlap = "as long as the computation in DeepSeek-V3, which overlaps it (arXiv:2412.19437, 3.2.1)"
-    for name, level, what, gain in (
-        ("ep", "warning", "the all-to-alls of experts", overlap),
-        ("cp", "note", "the exchange of keys and values", ""),
+    for name, size, what, gain in (
+        ("ep", layout.ep, "the all-to-alls of experts", overlap),
+        ("cp", layout.cp, "the exchange of keys and values", ""),
     ):
-        size = getattr(layout, name)
-        if size > 1 and size * layout.tp > domain:
-            yield Advice(
-                level,
-                f"parallel.{name}={size} with parallel.tp={layout.tp} spans {size * layout.tp} GPUs,"
+        if size > 1 and size * tp > domain:
+            yield _advise(
+                name == "ep",
+                f"parallel.{name}={size} with parallel.tp={tp} spans {size * tp} GPUs,"
                 f" and NVLink or a node connects {domain}: {what} go over slower links",
-                f"parallel.{name}={max(1, domain // layout.tp)} or less, unless they are overlapped",
+                f"parallel.{name}={max(1, domain // tp)} or less, unless they are overlapped",
                 gain,
             )
 
 
-def _advise_pipeline(training: Training) -> Iterator[Advice]:
-    """Advise on the bubble of the pipeline, (pp - 1) / (v m + pp - 1), and on uneven stages."""
-    layout, steps, layers = training.layout, training.settings.accumulation, training.model.layers
-    if layout.pp == 1:
-        return
-    idle = layout.pp - 1
+def _advise_schedule(training: Training) -> Iterator[Advice]:
+    """Advise on the bubble of the pipeline, (pp - 1) / (v m + pp - 1), on uneven stages, on the micro-batch
+    and attention.
+    """
+    settings, layout, layers = training.settings, training.layout, training.model.layers
+    steps, chunks, idle = settings.accumulation, layout.pp * layout.virtual_stages, layout.pp - 1
     bubble = idle / (layout.virtual_stages * steps + idle)
     if bubble > LARGEST_BUBBLE:
         fix = f"fit.accumulation={-(-idle * 9 // layout.virtual_stages)} makes it 10%"
@@ -293,41 +280,29 @@ def _advise_pipeline(training: Training) -> Iterator[Advice]:
             fix += ", or parallel.virtual_stages=2"
         shown = f"{steps} micro-step{'s' * (steps > 1)}"
         what = f"the pipeline of {layout.pp} stages idles {bubble:.0%} of a step of {shown}"
-        yield Advice("warning", what, fix, "share (pp - 1) / (v m + pp - 1) (arXiv:2104.04473, section 2.2)")
-    if layout.virtual_stages > 1 and steps % layout.pp:
-        yield Advice(
-            "warning",
-            f"fit.accumulation={steps} is no multiple of parallel.pp={layout.pp}, which Megatron-LM's"
-            " interleaved schedule needs",
-            f"fit.accumulation={_round_up(steps, layout.pp)}",
-        )
-    chunks = layout.pp * layout.virtual_stages
-    if layers % chunks:
+        yield _advise(True, what, fix, "share (pp - 1) / (v m + pp - 1) (arXiv:2104.04473, section 2.2)")
+    if layout.pp > 1 and layout.virtual_stages > 1 and steps % layout.pp:
+        what = f"fit.accumulation={steps} is no multiple of parallel.pp={layout.pp}, which Megatron-LM's"
+        fix = f"fit.accumulation={_round_up(steps, layout.pp)}"
+        yield _advise(True, f"{what} interleaved schedule needs", fix)
+    if layout.pp > 1 and layers % chunks:
         what = f"model.layers={layers} over {chunks} stages is uneven: the largest has {-(-layers // chunks)}"
         fix = "a parallel.pp that divides the layers, or the ends of the pipeline with fewer layers"
-        yield Advice("note", what, fix)
-
-
-def _advise_batch(training: Training) -> Iterator[Advice]:
-    """Advise on the micro-batch, accumulation and attention."""
-    settings, layout = training.settings, training.layout
+        yield _advise(False, what, fix)
     tokens = settings.micro_batch * settings.seq_len // layout.cp
     if tokens < FEW_TOKENS and training.on_gpu:
         what = f"a micro-batch of {tokens} tokens a GPU is short for products of matrices"
-        yield Advice("note", what, "a larger micro-batch if it fits: `launch tune batch` finds it")
+        yield _advise(False, what, "a larger micro-batch if it fits: `launch tune batch` finds it")
     if tokens % TILE and training.on_gpu:
         what = f"a micro-batch has {tokens} tokens, no multiple of 64"
-        yield Advice("note", what, "a sequence length of a power of two")
-    if layout.zero == 3 and settings.accumulation > 1 and layout.replicas > 1:
-        what = f"sharded weights are gathered in each of fit.accumulation={settings.accumulation} micro-steps"
-        yield Advice("note", what, "a larger micro-batch and fewer micro-steps")
+        yield _advise(False, what, "a sequence length of a power of two")
+    if layout.zero == 3 and steps > 1 and layout.replicas > 1:
+        what = f"sharded weights are gathered in each of fit.accumulation={steps} micro-steps"
+        yield _advise(False, what, "a larger micro-batch and fewer micro-steps")
     if not settings.flash_attention and settings.seq_len >= FEW_TOKENS:
-        yield Advice(
-            "warning",
-            f"without flash attention each layer keeps heads * seq_len^2 ({settings.seq_len}) weights",
-            "torch's scaled_dot_product_attention, or fit.flash_attention=true",
-            "attention 2 to 4 times as fast (arXiv:2205.14135)",
-        )
+        what = f"without flash attention each layer keeps heads * seq_len^2 ({settings.seq_len}) weights"
+        fix = "torch's scaled_dot_product_attention, or fit.flash_attention=true"
+        yield _advise(True, what, fix, "attention 2 to 4 times as fast (arXiv:2205.14135)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,11 +317,11 @@ class SpeedEstimate:
     peak_tflops: float | None
     """Dense, of one GPU at the precision; None if unknown."""
     peak_source: str
-    step_seconds: tuple[float, float] | None
+    step_seconds: tuple[float, float] | None = None
     """Expected; both ends are the measured one if there is one."""
-    mfu: tuple[float, float] | None
-    hfu: tuple[float, float] | None
-    tflops: tuple[float, float] | None
+    mfu: tuple[float, float] | None = None
+    hfu: tuple[float, float] | None = None
+    tflops: tuple[float, float] | None = None
     """Of one GPU, without recomputation."""
     total_seconds: tuple[float, float] | None = None
     """To the token budget."""
@@ -415,11 +390,12 @@ def _find_mfu_range(training: Training, gpu: GpuType) -> tuple[float, float, str
 def estimate_speed(training: Training) -> SpeedEstimate:
     """Estimate speed: of the measured step if there is one, else by what published runs reach."""
     settings, model, gpus = training.settings, training.model, training.layout.world_size
-    is_frozen, measured = settings.lora is not None, training.step_seconds
-    of_token = count_token_flops(model, settings.seq_len, is_frozen=is_frozen)
-    early_stop = settings.framework != "megatron"
-    done = count_token_flops(
-        model, settings.seq_len, settings.checkpointing, early_stop=early_stop, is_frozen=is_frozen
+    measured, early_stop = training.step_seconds, settings.framework != "megatron"
+    of_token, done = (
+        count_token_flops(
+            model, settings.seq_len, kind, early_stop=early_stop, is_frozen=settings.lora is not None
+        )
+        for kind in ("none", settings.checkpointing)
     )
     again, tokens = done / of_token, training.step_sequences * settings.seq_len
     flops = float(of_token) * tokens
@@ -427,31 +403,35 @@ def estimate_speed(training: Training) -> SpeedEstimate:
     peak = gpu.find_precision_peak(settings.precision) if gpu else None
     published = _find_mfu_range(training, gpu) if gpu else None
     ideal = flops / (peak * 1e12 * gpus) if peak else None
-    seconds: tuple[float, float] | None = None
-    if measured is not None and measured > 0:
-        seconds = (measured, measured)
-    elif ideal is not None and published is not None:
-        seconds = (ideal / published[1], ideal / published[0])
-    mfu = (ideal / seconds[1], ideal / seconds[0]) if ideal is not None and seconds else None
-    source = gpu.source if gpu else ""
-    if gpu and published and measured is None:
-        source += f"; range: {published[2]}"
-    total, hours, each = None, None, flops / gpus / 1e12
-    if training.tokens is not None and seconds is not None:
-        steps = training.tokens / tokens
-        total = (steps * seconds[0], steps * seconds[1])
-        hours = (total[0] * (gpus / 3600), total[1] * (gpus / 3600))
-    return SpeedEstimate(
+    source = (
+        f"{gpu.source}{f'; range: {published[2]}' if published and measured is None else ''}" if gpu else ""
+    )
+    found = SpeedEstimate(
         parameters=count_model_parameters(model),
         active_parameters=count_active_parameters(model),
         tokens_per_step=tokens,
         flops_per_step=flops,
         peak_tflops=peak,
         peak_source=source,
-        step_seconds=seconds,
+    )
+    if measured is not None and measured > 0:
+        low, high = measured, measured
+    elif ideal is not None and published is not None:
+        low, high = ideal / published[1], ideal / published[0]
+    else:
+        return found
+    mfu, each = (ideal / high, ideal / low) if ideal is not None else None, flops / gpus / 1e12
+    total = hours = None
+    if training.tokens is not None:
+        steps = training.tokens / tokens
+        total = (steps * low, steps * high)
+        hours = (total[0] * (gpus / 3600), total[1] * (gpus / 3600))
+    return replace(
+        found,
+        step_seconds=(low, high),
         mfu=mfu,
         hfu=(mfu[0] * again, mfu[1] * again) if mfu else None,
-        tflops=(each / seconds[1], each / seconds[0]) if seconds else None,
+        tflops=(each / high, each / low),
         total_seconds=total,
         gpu_hours=hours,
     )

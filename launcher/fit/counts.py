@@ -5,7 +5,7 @@ that of Korthikanti et al. (arXiv:2205.05198, section 4.1); the same rules count
 latent attention and experts. Widths are in elements a token.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -237,16 +237,6 @@ class StageParameters:
     def largest_layer(self) -> int:
         """Parameters of the largest layer."""
         return max((run.dense + run.experts for run in self.layers), default=0)
-
-
-def list_stages(layers: int, stages: int) -> Iterator[tuple[int, int]]:
-    """Give (first layer, number of layers) of each pipeline stage; what is left over is the first ones'."""
-    each, more = divmod(layers, stages)
-    first = 0
-    for stage in range(stages):
-        count = each + (stage < more)
-        yield first, count
-        first += count
 
 
 def count_stage(

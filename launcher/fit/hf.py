@@ -4,8 +4,9 @@ Names of fields and defaults are those of transformers' configuration classes (h
 src/transformers/models/*/configuration_*.py); a file leaves out what equals its class's default.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from launcher.codec import DecodeError, parse_json
 from launcher.errors import UsageError
@@ -17,61 +18,33 @@ SHOWN = 60
 """Characters of a value in an error."""
 MAX_TEXT = 1 << 20
 """Characters of a config.json at most: the largest have some ten thousand."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What a `model_type` has without saying so in its file."""
-
-    norm: str = "rmsnorm"
-    mlp: str = "swiglu"
-    position: str = "rope"
-    bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    tied: bool = False
-    norms_per_layer: int = 2
-    norm_bias: bool | None = None
-    head_width: int | None = None
-    """Default of `head_dim`; None is hidden_size over heads."""
-    inner: str = "intermediate_size"
-    """The field of the width inside the MLP; of others than `intermediate_size` 4 hidden sizes is the
-    default."""
-    experts: bool = False
-    latent: bool = False
-    """Multi-head latent attention."""
-    router_bias: bool = False
-
-
-GEMMA = Family(tied=True, head_width=256)
-DEEPSEEK = Family(experts=True, latent=True)
-GPT = Family("layernorm", "gelu", "learned", bias=True, tied=True, inner="n_inner")
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "ministral": Family(),
-    "mixtral": Family(experts=True),
-    "granite": Family(),
-    "phi3": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen2_moe": Family(qkv_bias=True, experts=True),
-    "qwen3": Family(qk_norm=True, head_width=128),
-    "qwen3_moe": Family(qk_norm=True, experts=True),
-    "smollm3": Family(tied=True),
+GEMMA = {"tied_embeddings": True, "head_width": 256}
+LAYERNORM = {"norm": "layernorm", "mlp": "gelu"}
+GPT = {**LAYERNORM, "position": "learned", "bias": True, "tied_embeddings": True, "inner": "n_inner"}
+DEEPSEEK_V3 = {"experts": True, "latent": True, "router_bias": True}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    **{name: {} for name in ("llama", "mistral", "ministral", "granite", "phi3")},
+    "mixtral": {"experts": True},
+    "qwen2": {"qkv_bias": True},
+    "qwen2_moe": {"qkv_bias": True, "experts": True},
+    "qwen3": {"qk_norm": True, "head_width": 128},
+    "qwen3_moe": {"qk_norm": True, "experts": True},
+    "smollm3": {"tied_embeddings": True},
     "gemma": GEMMA,
-    "gemma2": replace(GEMMA, norms_per_layer=4),
-    "gemma3_text": replace(GEMMA, norms_per_layer=4, qk_norm=True),
-    "deepseek_v2": DEEPSEEK,
-    "deepseek_v3": replace(DEEPSEEK, router_bias=True),
-    "kimi_k2": replace(DEEPSEEK, router_bias=True),
+    "gemma2": {**GEMMA, "norms_per_layer": 4},
+    "gemma3_text": {**GEMMA, "norms_per_layer": 4, "qk_norm": True},
+    "deepseek_v2": {"experts": True, "latent": True},
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": DEEPSEEK_V3,
     "gpt2": GPT,
     "gpt_bigcode": GPT,
-    "gpt_neox": Family("layernorm", "gelu", bias=True),
-    "starcoder2": Family("layernorm", "gelu", bias=True, tied=True),
-    "stablelm": Family("layernorm", norm_bias=True),
-    "falcon": Family("layernorm", "gelu", tied=True, norm_bias=True, inner="ffn_hidden_size"),
+    "gpt_neox": {**LAYERNORM, "bias": True},
+    "starcoder2": {**LAYERNORM, "bias": True, "tied_embeddings": True},
+    "stablelm": {"norm": "layernorm", "norm_bias": True},
+    "falcon": {**LAYERNORM, "tied_embeddings": True, "norm_bias": True, "inner": "ffn_hidden_size"},
 }
-"""By `model_type`."""
+"""What a `model_type` has without saying so in its file, by fields of ModelDimensions; `inner` is the field
+of the width inside the MLP, whose default is 4 hidden sizes if it is not `intermediate_size`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +55,9 @@ class _Fields:
     file: str
     """For errors."""
 
-    def find(self, *names: str) -> tuple[str, object]:
-        """Return the first of some names that is there, and its value; null counts as absent."""
-        found = ((name, self.values[name]) for name in names if self.values.get(name) is not None)
-        return next(found, (names[0], None))
-
-    def has(self, name: str) -> bool:
-        """Tell whether a field is there."""
-        return self.values.get(name) is not None
+    def has(self, *names: str) -> bool:
+        """Tell whether one of some fields is there; null counts as absent."""
+        return any(self.values.get(name) is not None for name in names)
 
     def fail(self, name: str, problem: str, fix: str) -> UsageError:
         """Make the error of a field."""
@@ -97,10 +65,10 @@ class _Fields:
 
     def count(self, *names: str, least: int = 1, default: int | None = None) -> int:
         """Read a whole number; raises UsageError if there is none and no default, or it cannot be."""
-        name, value = self.find(*names)
+        name = next(filter(self.has, names), names[0])
+        value, fix = self.values.get(name), f"a whole number of at least {least}"
         if value is None and default is not None:
             return default
-        fix = f"a whole number of at least {least}"
         if value is None:
             raise self.fail(" or ".join(names), "is missing", f"add it, {fix}")
         # A width of 4096.0 is a mistake of whoever wrote the file, but true is not 1 either.
@@ -112,20 +80,11 @@ class _Fields:
 
     def flag(self, *names: str, default: bool = False) -> bool:
         """Read true or false."""
-        name, value = self.find(*names)
-        if value is None:
-            return default
+        name = next(filter(self.has, names), names[0])
+        value = self.values.get(name)
+        value = default if value is None else value
         if not isinstance(value, bool):
             raise self.fail(name, f"is {_show(value)}", "give true or false")
-        return value
-
-    def items(self, name: str) -> Sequence[object]:
-        """Read a list; absent is empty."""
-        value = self.values.get(name)
-        if value is None:
-            return ()
-        if not isinstance(value, list):
-            raise self.fail(name, f"is {_show(value)}, no list", "give a list of layers, or leave it out")
         return value
 
 
@@ -161,37 +120,33 @@ def _show(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
-def _read_dimensions(fields: _Fields, kind: str, family: Family, name: str) -> ModelDimensions:
+def _read_dimensions(fields: _Fields, kind: str, family: Mapping[str, Any], name: str) -> ModelDimensions:
     """Read all dimensions by their names in any family; raises UsageError if they do not make a model."""
     hidden = fields.count("hidden_size", "n_embd", "d_model")
     heads = fields.count("num_attention_heads", "n_head")
-    attention_bias = fields.flag("attention_bias", "use_qkv_bias", default=family.qkv_bias)
+    of_input = fields.flag("attention_bias", "use_qkv_bias", default=family.get("qkv_bias", False))
     out_bias = fields.flag("attention_bias")
-    has_bias = (out_bias and fields.flag("mlp_bias")) or fields.flag("bias", "use_bias", default=family.bias)
+    has_bias = (out_bias and fields.flag("mlp_bias")) or fields.flag(
+        "bias", "use_bias", default=family.get("bias", False)
+    )
     vocab_size, layers = fields.count("vocab_size"), fields.count("num_hidden_layers", "n_layer")
-    is_shared = kind == "gpt_bigcode" or (kind == "falcon" and not fields.flag("new_decoder_architecture"))
-    if is_shared:  # one head of keys for all queries
+    is_new = fields.flag("new_decoder_architecture") if kind == "falcon" else False
+    if kind == "gpt_bigcode" or (kind == "falcon" and not is_new):  # one head of keys for all queries
         kv_heads = 1 if fields.flag("multi_query", default=True) else heads
     else:
         kv_heads = fields.count("num_key_value_heads", "num_kv_heads", default=heads)
-    width = family.head_width or max(1, hidden // heads)
-    if (
-        not family.head_width
-        and hidden % heads
-        and not fields.has("head_dim")
-        and not fields.has("kv_lora_rank")
-    ):
+    if "head_width" not in family and hidden % heads and not fields.has("head_dim", "kv_lora_rank"):
         problem = f"is {hidden}, not divisible by {heads} heads"
         raise fields.fail("hidden_size", problem, "change one, or give head_dim")
-    head_width = fields.count("head_dim", default=width)
-    default = None if family.inner == "intermediate_size" else 4 * hidden
-    intermediate_size = fields.count(family.inner, default=default)
+    head_width = fields.count("head_dim", default=family.get("head_width") or max(1, hidden // heads))
+    width = family.get("inner", "intermediate_size")
+    intermediate_size = fields.count(width, default=4 * hidden if "inner" in family else None)
     # A table of learned positions has as many rows as the context, so it has to be known.
-    context = None if family.position == "learned" else 2048
+    context = None if "position" in family else 2048
     max_seq_len = fields.count("max_position_embeddings", "n_positions", "n_ctx", default=context)
-    tied = fields.flag("tie_word_embeddings", default=family.tied)
-    experts, latent = _read_experts(fields, kind, family), None
-    if family.latent:
+    tied = fields.flag("tie_word_embeddings", default=family.get("tied_embeddings", False))
+    experts, latent = _read_experts(fields, kind) if "experts" in family else None, None
+    if "latent" in family:
         latent = LatentAttention(
             query_rank=fields.count("q_lora_rank") if fields.has("q_lora_rank") else None,
             kv_rank=fields.count("kv_lora_rank"),
@@ -200,7 +155,11 @@ def _read_dimensions(fields: _Fields, kind: str, family: Family, name: str) -> M
             value_width=fields.count("v_head_dim"),
         )
         kv_heads, head_width = heads, latent.plain_width + latent.rope_width
-    norms = _read_norms(fields, kind, family)
+    norms = family.get("norms_per_layer", 2)  # attention and MLP side by side can share one
+    if kind == "stablelm" and fields.flag("use_parallel_residual"):
+        norms = 1
+    elif kind == "falcon" and fields.flag("parallel_attn", default=True):
+        norms = fields.count("num_ln_in_parallel_attn", default=2) if is_new else 1
     if heads % kv_heads:
         problem = f"is {kv_heads}, which does not divide the {heads} heads"
         raise fields.fail("num_key_value_heads", problem, "give a divisor")
@@ -209,37 +168,25 @@ def _read_dimensions(fields: _Fields, kind: str, family: Family, name: str) -> M
         raise fields.fail("first_k_dense_replace", problem, "give at most as many")
     return ModelDimensions(
         *(name, vocab_size, layers, hidden, heads, kv_heads, head_width, intermediate_size, max_seq_len),
-        norm=family.norm,
-        mlp=family.mlp,
-        position=family.position,
+        **{
+            each: family[each]
+            for each in ("norm", "mlp", "position", "qk_norm", "norm_bias")
+            if each in family
+        },
         bias=has_bias,
-        qkv_bias=attention_bias and not has_bias,
-        qk_norm=family.qk_norm,
+        qkv_bias=of_input and not has_bias,
         tied_embeddings=tied,
         experts=experts,
         latent_attention=latent,
         out_bias=out_bias and not has_bias,
-        norm_bias=family.norm_bias,
         norms_per_layer=norms,
     )
 
 
-def _read_norms(fields: _Fields, kind: str, family: Family) -> int:
-    """Read the norms of a layer: attention and MLP side by side can share one."""
-    if kind == "stablelm" and fields.flag("use_parallel_residual"):
-        return 1
-    if kind != "falcon" or not fields.flag("parallel_attn", default=True):
-        return family.norms_per_layer
-    is_new = fields.flag("new_decoder_architecture")
-    return fields.count("num_ln_in_parallel_attn", default=2) if is_new else 1
-
-
-def _read_experts(fields: _Fields, kind: str, family: Family) -> Experts | None:
-    """Read a mixture of experts; None if the family has none, or the file of DeepSeek-V2 none of its
-    experts.
-    """
+def _read_experts(fields: _Fields, kind: str) -> Experts | None:
+    """Read a mixture of experts; None if the file of DeepSeek-V2 has none."""
     counts = ("num_local_experts", "num_experts", "n_routed_experts")
-    if not family.experts or (kind == "deepseek_v2" and fields.find(*counts)[1] is None):
+    if kind == "deepseek_v2" and not fields.has(*counts):
         return None
     count = fields.count(*counts)
     width = fields.count("moe_intermediate_size", *(("intermediate_size",) if kind == "mixtral" else ()))
@@ -249,16 +196,18 @@ def _read_experts(fields: _Fields, kind: str, family: Family) -> Experts | None:
     for name in ("decoder_sparse_step", "moe_layer_freq"):
         if (step := fields.count(name, default=1)) != 1:
             raise fields.fail(name, f"is {step}", "only mixtures in every layer but the first are known")
-    dense = fields.count("first_k_dense_replace", least=0, default=0) + len(fields.items("mlp_only_layers"))
-    if kind == "qwen2_moe":  # one expert for all tokens, as wide as several routed ones
-        total = fields.count("shared_expert_intermediate_size", least=0, default=0)
+    plain = fields.values["mlp_only_layers"] if fields.has("mlp_only_layers") else []
+    if not isinstance(plain, list):
+        problem = f"is {_show(plain)}, no list"
+        raise fields.fail("mlp_only_layers", problem, "give a list of layers, or leave it out")
+    dense = fields.count("first_k_dense_replace", least=0, default=0) + len(plain)
+    is_wide = kind == "qwen2_moe"
+    if is_wide:  # one expert for all tokens, as wide as several routed ones
+        name = "shared_expert_intermediate_size"
+        total = fields.count(name, least=0, default=0)
         if total % width:
-            name, fix = (
-                "shared_expert_intermediate_size",
-                f"give a multiple of moe_intermediate_size ({width})",
-            )
-            raise fields.fail(name, f"is {total}", fix)
+            raise fields.fail(name, f"is {total}", f"give a multiple of moe_intermediate_size ({width})")
         shared = total // width
     else:
         shared = fields.count("n_shared_experts", least=0, default=0)
-    return Experts(count, per_token, width, shared, dense, kind == "qwen2_moe", family.router_bias)
+    return Experts(count, per_token, width, shared, dense, is_wide, "router_bias" in FAMILIES[kind])

@@ -10,7 +10,7 @@ fp32 gradients (Megatron-LM's distributed optimizer: 6 + 12 / dp), 16 in fp32, 8
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, replace
 
 from launcher.fit.counts import (
     Implementation,
@@ -25,7 +25,6 @@ from launcher.fit.counts import (
     divide_up,
     has_plain_attention,
     list_adapters,
-    list_stages,
 )
 from launcher.fit.training import (
     NOTHING,
@@ -79,19 +78,29 @@ CHUNK = 2048
 def estimate_memory(training: Training) -> Estimate:
     """Estimate the peak memory of the fullest GPU, by parts.
 
-    Of the pipeline stages that can be the fullest, moments of a training step are estimated; the highest one
-    of the fullest stage is the answer. Low and high ends bound what the formulas leave open; `allocated` of
-    the bundled program is held against torch's memory tracker (docs/fit.md). Bytes; raises nothing for
-    dimensions above zero.
+    Of the pipeline stages that can be the fullest (the first, second and last: those between hold less),
+    moments of a training step are estimated; the highest one of the fullest stage is the answer. Low and high
+    ends bound what the formulas leave open; `allocated` of the bundled program is held against torch's memory
+    tracker (docs/fit.md). Bytes; raises nothing for dimensions above zero.
     """
-    estimates = [_estimate_stage(Stage(training, *stage)) for stage in _choose_stages(training)]
+    every = _list_stages(training)
+    chosen = every if len(every) <= 3 else [every[0], every[1], every[-1]]
+    estimates = [_estimate_stage(Stage(training, *stage)) for stage in chosen]
     return max(estimates, key=lambda estimate: estimate.total.expected)
 
 
 def count_kept(training: Training) -> Range:
     """Count the activations between forward and backward of a GPU of the first stage, wherever they are."""
-    stage = Stage(training, *_choose_stages(training)[0])
+    stage = Stage(training, *_list_stages(training)[0])
     return stage.kept * stage.count_in_flight()
+
+
+def _list_stages(training: Training) -> list[tuple[int, int, int]]:
+    """List (stage, first layer, layers) of a pipeline; layers that are left over are the first stages'."""
+    layers = training.model.layers
+    stages = max(1, min(training.layout.pp, layers))
+    each, more = divmod(layers, stages)
+    return [(stage, stage * each + min(stage, more), each + (stage < more)) for stage in range(stages)]
 
 
 def estimate_context(layout: ParallelLayout) -> Range:
@@ -108,14 +117,6 @@ def count_lost(tensors: Range, *, expandable: bool) -> Range:
     return Range.of(low * tensors.low, expected * tensors.expected, high * tensors.high)
 
 
-def _choose_stages(training: Training) -> list[tuple[int, int, int]]:
-    """Give (stage, first layer, layers) of the first, second and last stage: those between hold less."""
-    layers = training.model.layers
-    stages = max(1, min(training.layout.pp, layers))
-    every = [(stage, *found) for stage, found in enumerate(list_stages(layers, stages))]
-    return every if len(every) <= 3 else [every[0], every[1], every[-1]]
-
-
 def _estimate_stage(stage: "Stage") -> Estimate:
     """Estimate the moment with the highest expected total, with libraries, fragmentation and the context.
 
@@ -123,35 +124,31 @@ def _estimate_stage(stage: "Stage") -> Estimate:
     the high ends together bound all moments.
     """
     training, settings = stage.training, stage.settings
-    moments = list(stage.list_moments())
-    peak = max(moments, key=lambda moment: moment.total.expected)
-    more = max(moment.total.high for moment in moments) - peak.total.high
-    parts = {**peak.parts, "temporary": peak.parts["temporary"] + Range(0, 0, more)}
-    context, lost = PROCESS, NOTHING
+    moments = [(sum(parts.values(), NOTHING), name, parts) for name, parts in stage.list_moments()]
+    peak, name, parts = max(moments, key=lambda moment: moment[0].expected)
+    parts["temporary"] += Range(0, 0, max(total.high for total, _, _ in moments) - peak.high)
+    context, lost, about = PROCESS, NOTHING, "Python and torch"
     if training.on_gpu:
         parts["temporary"] += CUBLAS
-        context = estimate_context(training.layout)
+        context, about = estimate_context(training.layout), "CUDA's context, kernels, NCCL"
         lost = count_lost(sum(parts.values(), NOTHING), expandable=settings.expandable_segments)
     allocated = sum(parts.values(), NOTHING)
     reserved = allocated + lost
     sharded = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, weights")
     frozen = "" if settings.quantization == "none" else f", frozen in {settings.quantization}"
     modules = f" of {', '.join(settings.recompute_modules)}" if settings.recompute_modules else ""
+    moved = "; in CPU memory" if settings.activation_offload else ""
     notes = {
         "weights": f"{settings.precision}{frozen}, sharded: {sharded[min(3, max(0, training.layout.zero))]}",
-        "gradients": f"at the peak: {peak.name}",
-        "optimizer": settings.optimizer + (" in the backward pass" if settings.optimizer_in_backward else ""),
-        "activations": f"checkpointing: {settings.checkpointing}{modules}"
-        + ("; in CPU memory" if settings.activation_offload else ""),
+        "gradients": f"at the peak: {name}",
+        "optimizer": settings.optimizer + " in the backward pass" * settings.optimizer_in_backward,
+        "activations": f"checkpointing: {settings.checkpointing}{modules}{moved}",
         "temporary": "gradients of activations, workspaces",
+        "context": about,
+        "fragmentation": "reserved and not filled",
     }
-    shown = (
-        *(MemoryPart(name, parts[name], notes.get(name, "")) for name in PARTS),
-        MemoryPart(
-            "context", context, "CUDA's context, kernels, NCCL" if training.on_gpu else "Python and torch"
-        ),
-        MemoryPart("fragmentation", lost, "reserved and not filled"),
-    )
+    every = {**parts, "context": context, "fragmentation": lost}
+    shown = tuple(MemoryPart(name, size, notes.get(name, "")) for name, size in every.items())
     return Estimate(shown, reserved + context, allocated, reserved, stage.index)
 
 
@@ -168,40 +165,18 @@ def count_state_bytes(settings: TrainingSettings, hidden_size: int) -> tuple[flo
     beside (Transformer Engine). LoRA's adapters are in fp32, as peft casts them: they are small. Adafactor
     has a row and a column in fp32 of each matrix, at least hidden_size long.
     """
-    width = 2 if settings.precision == "bf16" else 4
-    moments = float(MOMENTS[settings.optimizer] * width)
-    if settings.optimizer == "adamw8bit":
-        moments = EIGHT_BIT_STATE
-    elif settings.optimizer == "adafactor":
-        moments = 2 * width / max(1, hidden_size)
-    fp8 = 2.0 if settings.precision == "fp8" else 0.0
-    gradients: float = 4
-    if settings.precision == "fp32":
-        weights, optimizer, copy = 4.0, moments, 0.0
-    elif settings.precision == "bf16":
-        weights, gradients, optimizer, copy = 2.0, 2, moments, 0.0
-    elif settings.lora or settings.framework in ("ddp", "fsdp"):
-        weights, optimizer, copy = 4.0, moments, 2.0 if settings.lora else 2 + fp8
-    else:
-        gradients = 4 if settings.framework == "megatron" else 2
-        weights, optimizer, copy = 2 + fp8, 4 + moments, 0.0
+    width, fp8 = 2 if settings.precision == "bf16" else 4, 2 * (settings.precision == "fp8")
+    rare = {"adamw8bit": EIGHT_BIT_STATE, "adafactor": 2 * width / max(1, hidden_size)}
+    moments = rare.get(settings.optimizer, MOMENTS[settings.optimizer] * width)
+    weights, gradients, masters, copy = width, width, 0, 0
+    if settings.precision in ("mixed", "fp8"):
+        if settings.lora or settings.framework in ("ddp", "fsdp"):
+            copy = 2 if settings.lora else 2 + fp8
+        else:
+            weights, gradients, masters = 2 + fp8, 4 if settings.framework == "megatron" else 2, 4
     if settings.gradients != "auto":
         gradients = 2 if settings.gradients == "bf16" else 4
-    return weights, gradients, optimizer, copy
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What is allocated at one moment."""
-
-    name: str
-    parts: dict[str, Range]
-    """By all of PARTS."""
-
-    @property
-    def total(self) -> Range:
-        """All of it."""
-        return sum(self.parts.values(), NOTHING)
+    return weights, gradients, masters + moments, copy
 
 
 class Stage:
@@ -212,71 +187,98 @@ class Stage:
         self.training, self.index = training, index
         self.model, self.layout, self.settings = training.model, training.layout, training.settings
         self.parameters, self.trained = count_stage(training, first, count, index)
-        self.width = self.settings.width
+        self.width, self.framework = self.settings.width, self.settings.framework
         self.tokens = self.settings.micro_batch * divide_up(self.settings.seq_len, self.layout.cp)
         """Of a micro-batch on a GPU: cp splits the sequence."""
         self.table = divide_up(self.model.vocab_size * self.model.hidden_size, self.layout.tp)
         """Parameters of the output layer on a GPU."""
+        quantized = self.settings.quantization
+        each = self.width if quantized == "none" else QUANTIZED[quantized][1]
+        self.layer = each * self.parameters.largest_layer
+        """Bytes of a layer's weights when they are whole; quantized ones are gathered as they are."""
         self._hold_states()
         self._keep_activations()
 
     # States: weights, gradients, optimizer.
 
-    def _find_shards(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-        """Give the GPUs over which weights, gradients and optimizer are split: (dense parameters, experts).
-
-        ZeRO's stages 1 to 3 (arXiv:1910.02054), over dp * cp replicas, or `shard_size` of them (hybrid
-        sharding); experts over the replicas that hold the same ones, dp * cp / ep. FSDP2 shards its weights
-        always: with zero=2 it keeps the gathered ones (reshard_after_forward=False).
-        """
-        layout = self.layout
-        wide = min(layout.replicas, layout.shard_size or layout.replicas)
-        # Megatron folds ep over tp.
-        holders = layout.replicas if layout.ep <= layout.replicas else layout.replicas * layout.tp
-        both, none = (wide, max(1, min(wide, holders // max(1, layout.ep)))), (1, 1)
-        sharded = 2 if self.settings.framework == "fsdp" else 3
-        return (
-            both if layout.zero >= sharded else none,
-            both if layout.zero >= 2 else none,
-            both if layout.zero >= 1 else none,
-        )
-
     def _hold_states(self) -> None:
         """Set weights, gradients (at the end of backward) and optimizer, and the temporaries of its step.
 
-        Offloaded parameters are on the GPU while they compute alone (ZeRO-Infinity, arXiv:2104.07857), as are
-        their sharded gradients; offloaded optimizer states never are (ZeRO-Offload, arXiv:2101.06840).
+        ZeRO's stages 1 to 3 (arXiv:1910.02054) shard over dp * cp replicas, or `shard_size` of them (hybrid
+        sharding); experts over the replicas that hold the same ones, dp * cp / ep. FSDP2 shards its weights
+        always: with zero=2 it keeps the gathered ones (reshard_after_forward=False). Offloaded parameters are
+        on the GPU while they compute alone (ZeRO-Infinity, arXiv:2104.07857), as are their sharded gradients;
+        offloaded optimizer states never are (ZeRO-Offload, arXiv:2101.06840).
+
+        Muon leaves tables and norms to AdamW, which keeps a second moment (github.com/KellerJordan/Muon,
+        "embeddings, classifier heads and scalars by AdamW"). Adafactor has a first moment as an option, and
+        small matrices have longer rows and columns for their size. A fused or compiled step has no
+        temporaries; torch's default for CUDA, `foreach`, takes a list of temporaries of all gradients: for
+        AdamW the root of the second moment (torch.optim._multi_tensor_adamw), for Adafactor the squares and
+        the updates.
         """
-        settings, trained = self.settings, self.trained
+        settings, layout, trained, optimizer = (
+            self.settings,
+            self.layout,
+            self.trained,
+            self.settings.optimizer,
+        )
         of_weight, of_gradient, of_state, self.copy_bytes = count_state_bytes(
             settings, self.model.hidden_size
         )
         self.gradient_bytes = of_gradient
-        by_weights, by_gradients, by_optimizer = self._find_shards()
+        wide = min(layout.replicas, layout.shard_size or layout.replicas)
+        # Megatron folds ep over tp.
+        holders = layout.replicas if layout.ep <= layout.replicas else layout.replicas * layout.tp
+        both = (wide, max(1, min(wide, holders // max(1, layout.ep))))
+        self.shards_weights = layout.zero >= (2 if self.framework == "fsdp" else 3)
+        by_weights, by_gradients, by_optimizer = (
+            both if shards else (1, 1) for shards in (self.shards_weights, layout.zero >= 2, layout.zero >= 1)
+        )
         self.weights = Range.of(of_weight * _count_shard(trained, by_weights))
         if settings.lora:
             self.weights += self._count_frozen(by_weights)
         self.gradients = round(of_gradient * _count_shard(trained, by_gradients))
-        self.all_gradients = self.gradients
-        """What DDP's buckets hold, which stays if the gradients themselves are freed at once."""
-        local = _count_shard(trained, by_optimizer)
-        self.optimizer = self._count_optimizer(local, of_state)
-        self.step = self._count_step(local)
+        has_buckets = self.framework == "ddp" and layout.replicas > 1
+        # DDP's, unless gradients are views of them (gradient_as_bucket_view, off by default); they stay if
+        # the gradients themselves are freed at once.
+        self.buckets = NOTHING
+        if has_buckets and layout.zero <= 0 and not settings.bundled:
+            self.buckets = Range.of(0, self.gradients, self.gradients)
+        local, width = _count_shard(trained, by_optimizer), 2 if settings.precision == "bf16" else 4
+        states, whole, self.step = round(of_state * local), width * local, NOTHING
+        if optimizer == "muon":
+            states += round(width * local * (trained.tables / max(1, trained.total)))
+        self.optimizer = Range(states, states, states + (4 * local // 50 if optimizer == "adafactor" else 0))
+        has_none = settings.optimizer_fused or settings.bundled or self.framework in ("zero", "megatron")
+        if optimizer == "adafactor":
+            self.step = Range(0, 2 * whole, 3 * whole)
+        elif optimizer == "adamw" and not has_none:
+            self.step = Range(0 if settings.optimizer_fused is None else whole, whole, whole)
         if settings.optimizer_in_backward:  # those of a layer or a table
             largest = max(trained.largest_layer, trained.tables)
             self.gradients = min(self.gradients, round(of_gradient * divide_up(largest, by_gradients[0])))
-            most = self.gradients
-            self.step = Range.of(0, min(self.step.expected, most), min(self.step.high, most))
+            self.step = Range.of(
+                0, *(min(end, self.gradients) for end in (self.step.expected, self.step.high))
+            )
+        if optimizer == "muon":
+            matrix = 2 * count_largest_matrix(self.model)  # a few 16-bit copies of a matrix at a time
+            self.step = Range.of(matrix, 4 * matrix, 8 * matrix)
         if settings.offload != "none":
             self.optimizer, self.step = NOTHING, NOTHING
             # DeepSpeed's leave the GPU by buckets in the backward pass (arXiv:2101.06840, section 4.2).
-            if self.layout.zero >= 2 and (settings.framework == "zero" or settings.offload == "parameters"):
+            if layout.zero >= 2 and (self.framework == "zero" or settings.offload == "parameters"):
                 self.gradients = 0
         if settings.offload == "parameters":
             self.weights = NOTHING
-        if settings.optimizer == "muon" and settings.offload == "none":
-            matrix = 2 * count_largest_matrix(self.model)  # a few 16-bit copies of a matrix at a time
-            self.step = Range.of(matrix, 4 * matrix, 8 * matrix)
+        # Gradients that are allocated in the forward pass: in buckets, or from earlier micro-steps; DDP has
+        # both if gradients are views of its buckets, which those of micro-steps without communication
+        # (no_sync) are not yet.
+        accumulates = settings.accumulation > 1 or layout.pp > 1
+        times = int(accumulates or has_buckets or self.framework in ("megatron", "zero"))
+        if settings.bundled and has_buckets:
+            times += accumulates
+        self.held = 0 if settings.optimizer_in_backward else self.gradients * times
 
     def _count_frozen(self, shards: tuple[int, int]) -> Range:
         """Count what a GPU holds of the frozen model; the tables and norms are not quantized.
@@ -291,42 +293,8 @@ class Stage:
         quantized = _count_shard(replace(parameters, tables=0, norm=0), shards)
         rest = divide_up(parameters.root, shards[0])
         head = 0 if self.model.tied_embeddings else rest / 2
-        return Range.of(
-            low * (quantized + head) + width * (rest - head),
-            expected * quantized + width * rest,
-            high * quantized + 4 * rest,
-        )
-
-    def _count_optimizer(self, local: int, of_state: float) -> Range:
-        """Count the optimizer's states of `local` parameters.
-
-        Muon leaves tables and norms to AdamW, which keeps a second moment (github.com/KellerJordan/Muon,
-        "embeddings, classifier heads and scalars by AdamW"). Adafactor has a first moment as an option, and
-        small matrices have longer rows and columns for their size.
-        """
-        expected, high = round(of_state * local), 0
-        if self.settings.optimizer == "muon":
-            width = 2 if self.settings.precision == "bf16" else 4
-            expected += round(width * local * (self.trained.tables / max(1, self.trained.total)))
-        if self.settings.optimizer == "adafactor":
-            high = 4 * local // 50
-        return Range(expected, expected, expected + high)
-
-    def _count_step(self, local: int) -> Range:
-        """Estimate the temporaries of an optimizer's step over `local` parameters.
-
-        A fused or compiled step has none; torch's default for CUDA, `foreach`, takes a list of temporaries of
-        all gradients: for AdamW the root of the second moment (torch.optim._multi_tensor_adamw), for
-        Adafactor the squares and the updates.
-        """
-        settings = self.settings
-        whole = (2 if settings.precision == "bf16" else 4) * local
-        if settings.optimizer == "adafactor":
-            return Range(0, 2 * whole, 3 * whole)
-        has_none = settings.optimizer_fused or settings.bundled or settings.framework in ("zero", "megatron")
-        if has_none or settings.optimizer != "adamw":
-            return NOTHING
-        return Range(0 if settings.optimizer_fused is None else whole, whole, whole)
+        least = low * (quantized + head) + width * (rest - head)
+        return Range.of(least, expected * quantized + width * rest, high * quantized + 4 * rest)
 
     # Activations.
 
@@ -377,23 +345,24 @@ class Stage:
         litgpt's nf4 runs keep about as much as the inputs and half of the results more than its LoRA runs.
         """
         settings, tokens, crowd = self.settings, self.tokens, 1.5 if run.mixture else 1.0
-
-        def count(how: Implementation) -> float:
-            return count_layer_bytes(self.training, mixture=run.mixture, how=how, recomputed=recomputed)
-
+        fused = bool(settings.compile) or self.framework == "megatron"
+        hows = (
+            Implementation(fused_mlp=fused),
+            Implementation(eager_norms=not fused, fused_mlp=fused),
+            Implementation(self.model.position == "learned", not fused, fused),
+        )
         if settings.bundled:
-            each = count(Implementation())
-            return Range.of(tokens * (0.98 * each), tokens * each, tokens * (1.02 * each) * crowd)
-        fused = bool(settings.compile) or settings.framework == "megatron"
-        eager = settings.framework != "megatron" and not settings.compile
-        low = count(Implementation(fused_mlp=fused))
-        expected = count(Implementation(eager_norms=eager, fused_mlp=not eager))
-        high = count(Implementation(self.model.position == "learned", eager, fused and not eager))
+            hows = (Implementation(),) * 3
+        low, expected, high = (
+            count_layer_bytes(self.training, mixture=run.mixture, how=how, recomputed=recomputed)
+            for how in hows
+        )
+        if settings.bundled:
+            return Range.of(tokens * (0.98 * expected), tokens * expected, tokens * (1.02 * expected) * crowd)
         if settings.precision == "fp8":  # inputs of matrices may be kept in 8 bits (Transformer Engine)
             low *= 0.6
-        if settings.lora:
-            adapters = list_adapters(self.model, settings.lora, mixture=run.mixture)
-            high += (self.width + 1) * sum(one.inputs * one.passes for one in adapters)
+        adapters = list_adapters(self.model, settings.lora, mixture=run.mixture)
+        high += (self.width + 1) * sum(one.inputs * one.passes for one in adapters)
         if settings.quantization != "none":
             every = list_adapters(self.model, Lora(1), mixture=run.mixture)
             inputs = self.width * sum(one.inputs * one.passes for one in every)
@@ -404,7 +373,7 @@ class Stage:
     def _keep_selected(self, run: LayerRun, layer: Range) -> Range:
         """Give what selective checkpointing keeps of a layer's activations, without attention's scores."""
         settings = self.settings
-        if settings.framework == "megatron":
+        if self.framework == "megatron":
             return Range.of(MEGATRON_SELECTIVE * layer.low, layer.expected, layer.high)
         each = self.tokens * count_selected_bytes(self.training, mixture=run.mixture)
         if settings.bundled:
@@ -423,24 +392,18 @@ class Stage:
         torch's plain attention has gradients of its scores and of their softmax. The high end has what flash
         attention's backward takes inside its kernel: the query's gradient in fp32, and repeated keys.
         """
-        model, settings, tokens, stream, width = (
-            self.model,
-            self.settings,
-            self.tokens,
-            self.stream,
-            self.width,
-        )
+        model, tokens, stream, width = self.model, self.tokens, self.stream, self.width
         inner = float(model.intermediate_size)
         if run.mixture and model.experts is not None:
             inner = (model.experts.per_token + model.experts.shared) * model.experts.intermediate_size
         kept = tokens * count_mlp_bytes(model, inner, width) / self.layout.tp
-        if not settings.bundled:
+        if not self.settings.bundled:
             crowd = 1.5 if run.mixture else 1.0
             return Range.of(0.25 * kept, 0.5 * kept + stream, 0.75 * kept * crowd + 2 * stream)
         found = 0.5 * kept + stream + tokens * width * model.hidden_size
         if has_plain_attention(model, width):
-            found = max(found, 2 * tokens * width * model.heads * settings.seq_len - kept + stream)
-        each = 4 + 2 * settings.autocast if settings.framework == "ddp" else width
+            found = max(found, 2 * tokens * width * model.heads * self.settings.seq_len - kept + stream)
+        each = 4 + 2 * self.settings.autocast if self.framework == "ddp" else width
         matrix = each * model.hidden_size * inner
         groups = 2 * width if model.heads != model.kv_heads else 0
         kernel = tokens * (4 + groups) * model.heads * model.head_width
@@ -462,129 +425,102 @@ class Stage:
 
     # Moments.
 
-    def list_moments(self) -> Iterator[Moment]:
-        """Give the moments of a step at which memory can be at its peak."""
-        settings, layout, parameters = self.settings, self.layout, self.parameters
-        flight, layers = self.count_in_flight(), parameters.layer_count
+    def list_moments(self) -> Iterator[tuple[str, dict[str, Range]]]:
+        """Give the moments of a step at which memory can be at its peak: its name, and what is allocated by
+        all of PARTS.
+
+        The loss; the backward pass of the output layer, of the last layers, of the first one and of the
+        embedding; the optimizer's step. Beside a layer's whole weights FSDP2 has those of the one gathered
+        ahead, and the fp32 input of the reduce-scatter of the layer after it (torch.distributed.fsdp,
+        FSDPParamGroup).
+        """
+        settings, layout, parameters, trained = self.settings, self.layout, self.parameters, self.trained
+        flight, layers, held, whole = (
+            self.count_in_flight(),
+            parameters.layer_count,
+            self.held,
+            self.gradients,
+        )
         every, one = self.kept * flight, self.kept * (1 / layers)
         beside = every * (max(0.0, flight - 1) / flight)
-        first = beside + one
+        """Beside the first layer's activations in its backward pass."""
+        first, recomputes = beside + one, settings.checkpointing != "none"
         if settings.activation_offload:
             # torchtune's OffloadActivations copies on a stream of its own, and holds at most five layers'
             # meanwhile.
-            most = Range.of(one.low, 2 * one.expected, 5 * one.high)
-            every = Range.of(
-                min(every.low, most.low), min(every.expected, most.expected), min(every.high, most.high)
-            )
-        copies, held, whole = self._count_weight_copies(), self._count_held(), self.gradients
-        copy, recomputes = copies * (1 / layers), settings.checkpointing != "none"
-        tied, stream = self.model.tied_embeddings, Range.of(self.stream)
-        buffers = (
-            self._count_buckets() + self._gather() + self._count_zero_buckets() + self._count_exchanged()
-        )
+            most = (one.low, 2 * one.expected, 5 * one.high)
+            every = Range.of(*map(min, astuple(every), most))
+        # The 16-bit copies of fp32 weights that torch.autocast keeps to the backward pass; FSDP's are the
+        # unsharded layers, in `communication`, and the bundled program's output layer's is the loss's.
+        copies = NOTHING
+        if self.copy_bytes and not settings.lora and not self.shards_weights:
+            size = self.copy_bytes * trained.total
+            copies = Range.of(0 if settings.checkpointing == "full" else 0.8 * size, size, size)
+            if settings.bundled:
+                copies = Range.of(self.copy_bytes * (parameters.total - parameters.tables))
+        copy, tied, stream = copies * (1 / layers), self.model.tied_embeddings, Range.of(self.stream)
+        exchanged, is_fsdp = self._count_exchanged(), self.framework == "fsdp"
+        buffers = self.buckets + self._gather() + exchanged
         # The output layer's gradient is outside of DDP's buckets while it waits.
-        waits = parameters.has_head and settings.framework == "ddp"
-        tables = self.trained.tables if settings.lora else self.table
-        table = round(self.gradient_bytes * tables) if waits else 0
+        waits = parameters.has_head and self.framework == "ddp"
+        table = round(self.gradient_bytes * (trained.tables if settings.lora else self.table)) if waits else 0
+
+        def meet(
+            name: str,
+            gradients: float,
+            activations: Range = NOTHING,
+            temporary: Range = NOTHING,
+            sent: Range = buffers,
+            logits: Range = NOTHING,
+        ) -> tuple[str, dict[str, Range]]:
+            sizes = (self.weights, Range.of(gradients), self.optimizer, activations, logits, temporary, sent)
+            return name, dict(zip(PARTS, sizes, strict=True))
 
         if parameters.has_head:
-            outer, root = Range.of(self.outer), self._count_root(buffers)
-            yield self._moment("loss", held, every + copies + outer, sent=root, logits=self._count_logits())
+            sent, kept = buffers, every + copies + Range.of(self.outer)
+            if settings.bundled and is_fsdp:  # its root's weights, and what it gathered of the last layer
+                root = self.width * (parameters.root + parameters.largest_layer)
+                sent = Range.of(0.9 * root, root, 1.1 * root)
+            yield meet("loss", held, kept, sent=sent, logits=self._count_logits())
         if waits:
             made = table + (2 * self.table if settings.autocast else 0)
             kept = every + (NOTHING if recomputes else copies) + stream
-            yield self._moment("backward of the output layer", held, kept, Range.of(made) + stream, buffers)
-        if settings.framework == "fsdp" and layout.zero == 3:
-            yield from self._list_sharded_moments(every, beside)
+            yield meet("backward of the output layer", held, kept, Range.of(made) + stream)
+        if is_fsdp and layout.zero == 3:
+            after = min(1, layers - 1)
+            for name, gradients, others, gathered, reduced in (
+                ("the last layer", held, every - one, after, 0),
+                ("the last layers", held, every - one * 2, after, after),
+                ("the first layer", max(held, whole), beside, 0, after),
+            ):
+                size = round((1 + gathered) * self.layer + 4 * reduced * trained.largest_layer)
+                sent = self._gather(size) + exchanged
+                yield meet(f"backward of {name}", gradients, others + one, self.working, sent)
+                temporary = Range.of(3 * self.stream + self.width * trained.largest_layer)
+                yield meet(f"end of the backward of {name}", gradients, others + stream, temporary, sent)
         else:
             waiting = 0 if (held and not tied) or settings.optimizer_in_backward else table
             last = every + (copy if recomputes else copies)
-            yield self._moment("backward of the last layer", held + waiting, last, self.working, buffers)
-            early = whole + (table if tied else 0) if held else whole - self._count_late_gradients()
-            yield self._moment("backward of the first layer", early, first + copy, self.working, buffers)
-        embedding = whole + (table if held else 0) + (table if tied else 0)
-        reduced = self._count_root_reduction(buffers)
-        yield self._moment("backward of the embedding", embedding, NOTHING, stream, reduced)
-        yield self._moment("optimizer step", max(whole, held), NOTHING, self.step, self._count_buckets())
-
-    def _moment(
-        self,
-        name: str,
-        gradients: float,
-        activations: Range,
-        temporary: Range = NOTHING,
-        sent: Range = NOTHING,
-        logits: Range = NOTHING,
-    ) -> Moment:
-        """Make a moment, with the weights and the optimizer."""
-        sizes = (self.weights, Range.of(gradients), self.optimizer, activations, logits, temporary, sent)
-        return Moment(name, dict(zip(PARTS, sizes, strict=True)))
-
-    def _list_sharded_moments(self, every: Range, beside: Range) -> Iterator[Moment]:
-        """Give the moments of FSDP2's backward pass through layers: inside a layer, and with all its
-        gradients.
-
-        `every` are the activations of all layers, `beside` those beside the first layer's in its backward
-        pass. Beside a layer's whole weights are those of the one gathered ahead, and the fp32 input of the
-        reduce-scatter of the layer after it (torch.distributed.fsdp, FSDPParamGroup).
-        """
-        layers, trained = self.parameters.layer_count, self.trained.largest_layer
-        held, one, neighbour = self._count_held(), self.kept * (1 / layers), min(1, layers - 1)
-        layer = self._find_gathered_width() * self.parameters.largest_layer
-        for name, gradients, others, ahead, after in (
-            ("the last layer", held, every - one, neighbour, 0),
-            ("the last layers", held, every - one * 2, neighbour, neighbour),
-            ("the first layer", max(held, self.gradients), beside, 0, neighbour),
-        ):
-            gathered = round((1 + ahead) * layer + 4 * after * trained)
-            sent = self._gather(gathered) + self._count_exchanged()
-            yield self._moment(f"backward of {name}", gradients, others + one, self.working, sent)
-            end, temporary = others + Range.of(self.stream), Range.of(3 * self.stream + self.width * trained)
-            yield self._moment(f"end of the backward of {name}", gradients, end, temporary, sent)
-
-    def _find_gathered_width(self) -> float:
-        """Give the bytes of a layer's parameter when it is whole; quantized ones are gathered as they are."""
-        kind = self.settings.quantization
-        return self.width if kind == "none" else QUANTIZED[kind][1]
-
-    def _count_late_gradients(self) -> int:
-        """Count what the backward pass makes last: the first layer's gradients, the embedding's."""
-        settings = self.settings
-        if settings.framework != "ddp" or settings.lora or settings.optimizer_in_backward:
-            return 0
-        table = 0 if self.model.tied_embeddings else self.table
-        return round(self.gradient_bytes * (self.parameters.largest_layer + table))
-
-    def _count_held(self) -> int:
-        """Count the gradients that are allocated in the forward pass.
-
-        In buckets, or from earlier micro-steps; DDP has both if gradients are views of its buckets, which
-        those of micro-steps without communication (no_sync) are not yet.
-        """
-        settings = self.settings
-        if settings.optimizer_in_backward:
-            return 0
-        accumulates = settings.accumulation > 1 or self.layout.pp > 1
-        if settings.framework == "ddp":
-            has_buckets = self.layout.replicas > 1
-            times = has_buckets + accumulates if settings.bundled else has_buckets or accumulates
-            return self.gradients * times
-        return self.gradients if accumulates or settings.framework in ("megatron", "zero") else 0
-
-    def _count_weight_copies(self) -> Range:
-        """Count the 16-bit copies of weights that torch.autocast keeps to the backward pass, with fp32
-        weights.
-
-        FSDP's are the unsharded layers, in `communication`.
-        """
-        settings = self.settings
-        sharded = 2 if settings.framework == "fsdp" else 3
-        if self.copy_bytes == 0 or settings.lora or self.layout.zero >= sharded:
-            return NOTHING
-        if settings.bundled:  # the output layer's is the loss's
-            return Range.of(self.copy_bytes * (self.parameters.total - self.parameters.tables))
-        whole = self.copy_bytes * self.trained.total
-        return Range.of(0 if settings.checkpointing == "full" else 0.8 * whole, whole, whole)
+            yield meet("backward of the last layer", held + waiting, last, self.working)
+            early = float(whole)
+            if held:
+                early += table if tied else 0
+            elif self.framework == "ddp" and not settings.lora and not settings.optimizer_in_backward:
+                # What is made last: the first layer's gradients, the embedding's.
+                late = parameters.largest_layer + (0 if tied else self.table)
+                early -= round(self.gradient_bytes * late)
+            yield meet("backward of the first layer", early, first + copy, self.working)
+        embedding, sent = whole + (table if held else 0) + (table if tied else 0), buffers
+        if is_fsdp and layout.zero == 3 and not settings.lora:
+            # The root's gradients, and their fp32 copy; other programs than the bundled one may have the
+            # root's weights then, and the last layers' buffers.
+            width, root, layer = self.width, parameters.root, parameters.largest_layer
+            each = (2 * width + 4) * root
+            sent = Range.of(0.9 * each, each + 4 * layer, each + (4 + 3 * width) * layer + 4 * root)
+            if settings.bundled:
+                sent = Range.of((width + 4) * root)
+        yield meet("backward of the embedding", embedding, temporary=stream, sent=sent)
+        yield meet("optimizer step", max(whole, held), temporary=self.step, sent=self.buckets)
 
     def _count_logits(self) -> Range:
         """Estimate the logits with their loss and gradients; tp splits them over the vocabulary.
@@ -596,14 +532,25 @@ class Stage:
         rows. If the model is compiled, the loss may not be. Whoever checkpoints by operator (torchtitan)
         often compiles, the loss too. Megatron's works in place. A chunked or fused loss goes backward chunk
         by chunk, so that the output layer's gradient is there, and a chunk's that is added to it.
+
+        The bundled program's (launcher/programs/transformer.py) is chunked and known: a chunk's fp32 logits
+        and their logarithms, or the gradients of its logits and of the table; several chunks add up the
+        table's gradient in fp32. With autocast the copies of the table and of the input too.
         """
-        settings = self.settings
+        settings, width, tokens, table = self.settings, self.width, self.tokens, self.table
         if settings.bundled:
-            return Range.of(self._count_chunked_loss())
+            chunk, several = min(tokens, CHUNK) * self.model.vocab_size, tokens > CHUNK
+            summed = (4 if several else width) * table
+            before = 0 if not several else summed if tokens > 2 * CHUNK else width * table
+            parts = 2 if width == 2 else 1  # the second one's, and the first one's until it is in fp32
+            peak = max(8 * chunk + before, width * chunk + summed + parts * width * table * several)
+            hidden = tokens * self.model.hidden_size
+            return Range.of(peak + (6 * hidden + 2 * table if settings.autocast else width * hidden))
+        low, expected, high = 4.0 if settings.checkpointing == "selective" else 6.0, 11.0, 17.5
         known = {"fused": (0.0, 0.5, 1.5), "chunked": (0.3, 1.2, 2.5), "compiled": (4.0, 5.0, 7.0)}
         if settings.loss in known:
             low, expected, high = known[settings.loss]
-        elif settings.framework == "megatron":
+        elif self.framework == "megatron":
             low, expected, high = 6.0, 8.0, 12.0
         elif self.layout.tp > 1 and not settings.compile:
             low, expected, high = 15.0, 18.5, 22.0
@@ -611,95 +558,42 @@ class Stage:
             low, expected, high = 10.0, 14.0, 18.0
         elif settings.compile:
             low, expected, high = 4.0, 6.0, 14.0
-        else:
-            low, expected, high = 4.0 if settings.checkpointing == "selective" else 6.0, 11.0, 17.5
-        count, table = self.tokens * divide_up(self.model.vocab_size, self.layout.tp), 0
-        if settings.loss in ("chunked", "fused") and settings.lora is None:
-            table = self.width * self.table
-        return Range.of(low * count, expected * count + table, high * count + 2 * table)
-
-    def _count_chunked_loss(self) -> int:
-        """Count the bundled program's loss at its peak (launcher/programs/transformer.py).
-
-        A chunk's fp32 logits and their logarithms, or the gradients of its logits and of the table; several
-        chunks add up the table's gradient in fp32. With autocast the copies of the table and of the input
-        too.
-        """
-        width, tokens, table = self.width, self.tokens, self.table
-        chunk, several = min(tokens, CHUNK) * self.model.vocab_size, tokens > CHUNK
-        summed = (4 if several else width) * table
-        before = 0 if not several else summed if tokens > 2 * CHUNK else width * table
-        parts = 2 if width == 2 else 1  # the second one's, and the first one's until it is in fp32
-        peak = max(8 * chunk + before, width * chunk + summed + parts * width * table * several)
-        hidden = tokens * self.model.hidden_size
-        return peak + (4 * hidden + 2 * table + 2 * hidden if self.settings.autocast else width * hidden)
+        count = tokens * divide_up(self.model.vocab_size, self.layout.tp)
+        has_gradient = settings.loss in ("chunked", "fused") and settings.lora is None
+        gradient = width * table * has_gradient
+        return Range.of(low * count, expected * count + gradient, high * count + 2 * gradient)
 
     # Communication.
 
-    def _count_buckets(self) -> Range:
-        """Give DDP's buckets, unless gradients are views of them (gradient_as_bucket_view, off by
-        default).
-        """
-        layout, settings = self.layout, self.settings
-        if settings.framework != "ddp" or layout.replicas == 1 or layout.zero > 0 or settings.bundled:
-            return NOTHING
-        return Range.of(0, self.all_gradients, self.all_gradients)
-
     def _gather(self, layers: int | None = None) -> Range:
         """Estimate what is whole at a time with zero=3 or FSDP: `layers` bytes of layers' weights and
-        gradients.
+        gradients; and DeepSpeed's buckets, one for reduction, two if it overlaps with computation.
 
         Beside them FSDP2's root (tables and final norm), and the gradient of the output layer, which waits
         for the end of backward. DeepSpeed: two layers, one gathered ahead, with the gradients of one.
         """
         settings, parameters, trained, width = self.settings, self.parameters, self.trained, self.width
-        layer = round(self._find_gathered_width() * parameters.largest_layer)
-        if self.layout.zero == 2 and settings.framework == "fsdp":
+        total, layer, zero = NOTHING, round(self.layer), self.layout.zero
+        if self.framework == "zero" and zero:
+            bucket = 2 * min(ZERO_BUCKET, trained.total)
+            total = Range.of(0.1 * bucket, bucket, 2 * bucket)
+        if zero == 2 and self.framework == "fsdp":
             # reshard_after_forward=False: whole weights, and between micro-batches of a pipeline whole
             # gradients.
             gradients = 4 * trained.total if self.layout.pp > 1 else 0
             weights = width * parameters.total
             return Range.of(weights, weights + gradients, 1.05 * (weights + gradients))
-        if self.layout.zero < 3:
-            return NOTHING
+        if zero < 3:
+            return total
         root = width * parameters.root
-        if settings.framework != "fsdp" or layers is None:
+        if self.framework != "fsdp" or layers is None:
             expected = 2 * layer + root + (width + 2) * trained.largest_layer
-            return Range.of(2 * layer, expected, 1.2 * expected + root)
+            return total + Range.of(2 * layer, expected, 1.2 * expected + root)
         table = trained.tables if settings.lora else self.table
         expected = layers + root + (width * table if parameters.has_head else 0)
         if settings.bundled:
             return Range.of(0.9 * expected, expected, 1.1 * expected)
         return Range.of(2 * layer + width * trained.largest_layer, expected, 1.2 * expected + root)
-
-    def _count_root(self, buffers: Range) -> Range:
-        """Count what FSDP2 has whole at the loss: its root's weights, and what it gathered of the last
-        layer.
-        """
-        if not self.settings.bundled or self.settings.framework != "fsdp":
-            return buffers
-        root = self.width * (self.parameters.root + self.parameters.largest_layer)
-        return Range.of(0.9 * root, root, 1.1 * root)
-
-    def _count_root_reduction(self, buffers: Range) -> Range:
-        """Count what FSDP2 holds at the end of backward: the root's gradients, and their fp32 copy.
-
-        Other programs than the bundled one may have the root's weights then, and the last layers' buffers.
-        """
-        if self.settings.framework != "fsdp" or self.layout.zero < 3 or self.settings.lora:
-            return buffers
-        width, root, layer = self.width, self.parameters.root, self.parameters.largest_layer
-        if self.settings.bundled:
-            return Range.of((width + 4) * root)
-        each = (2 * width + 4) * root
-        return Range.of(0.9 * each, each + 4 * layer, each + (4 + 3 * width) * layer + 4 * root)
-
-    def _count_zero_buckets(self) -> Range:
-        """Estimate DeepSpeed's buckets: one for reduction, two if it overlaps with computation."""
-        if self.settings.framework != "zero" or self.layout.zero == 0:
-            return NOTHING
-        bucket = 2 * min(ZERO_BUCKET, self.trained.total)
-        return Range.of(0.1 * bucket, bucket, 2 * bucket)
 
     def _count_exchanged(self) -> Range:
         """Estimate the activations that are sent: tp gathers whole sequences, pp sends the stream both

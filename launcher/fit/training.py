@@ -6,8 +6,7 @@ and `solve_batch` raise UsageError with the value, the rule, and the nearest set
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import gcd
-from typing import NoReturn
+from math import gcd, prod
 
 from launcher.errors import UsageError
 
@@ -349,9 +348,7 @@ def solve_batch(
     product = (micro_batch or 1) * dp * (accumulation or 1)
     if product > LARGEST_SETTING:
         shown = product if product < LARGEST_SETTING**2 else f"(a number of {product.bit_length()} bits)"
-        raise UsageError(
-            f"fit.micro_batch * parallel.dp * fit.accumulation={shown}: give at most {LARGEST_SETTING}"
-        )
+        raise UsageError(f"{' * '.join(keys)}={shown}: give at most {LARGEST_SETTING}")
     is_whole = micro_batch is not None and accumulation is not None
     if global_batch is None or (is_whole and product == global_batch):
         return micro_batch or 1, accumulation or 1
@@ -380,44 +377,113 @@ def _list_near_divisors(number: int, near: int) -> list[int]:
     return sorted({below, above}, key=lambda one: (abs(one - near), one))
 
 
-def _refuse_divisor(key: str, value: int, problem: str, number: int) -> NoReturn:
-    """Raise UsageError for a setting that has to divide a number."""
-    near = " or ".join(f"{key}={one}" for one in _list_near_divisors(number, value))
-    raise UsageError(f"{key}={value} {problem}: set {near}")
-
-
 def check_layout(training: Training) -> None:
     """Raise UsageError for a layout that the model or the job cannot have, with the nearest that work."""
+    if fault := next(_find_faults(training), None):
+        raise UsageError(fault)
     settings = training.settings
-    _check_world_size(training)
-    _check_model_split(training)
-    _check_sequence(training)
-    _check_sharding(training)
-    if settings.optimizer_in_backward and settings.accumulation > 1:
-        raise UsageError(
-            f"fit.optimizer_in_backward=true with fit.accumulation={settings.accumulation}: gradients"
-            " that are freed at once cannot be accumulated, set fit.accumulation=1"
-        )
     solve_batch(settings.micro_batch, training.layout.dp, settings.accumulation, training.global_batch)
 
 
-def _check_world_size(training: Training) -> None:
-    """Refuse a layout that has not as many GPUs as the job."""
-    layout, ranks = training.layout, training.gpus_per_node * training.nodes
-    if layout.world_size == ranks:
-        return
-    factors = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")}
-    given = " * ".join(f"{name} {value}" for name, value in factors.items() if value > 1) or "one GPU"
-    of_nodes = f"{training.nodes} node{'s' * (training.nodes > 1)} of {training.gpus_per_node}"
-    fixes = " or ".join(_list_world_fixes(training, ranks))
-    raise UsageError(
-        f"parallel: {given} is {layout.world_size} GPUs, and the job has {ranks} ({of_nodes}): set {fixes}"
+def _find_faults(training: Training) -> Iterator[str]:
+    """Give what is wrong with a layout: its GPUs, how it splits the model and the sequence, and what it
+    shards.
+
+    Under a causal mask each GPU takes two pieces of a sequence, one from either end, for equal work
+    (Megatron-LM and torchtitan alike), so 2 * cp divides it. Sequence parallelism splits that further over
+    tp.
+    """
+    model, layout, settings, experts = (
+        training.model,
+        training.layout,
+        training.settings,
+        training.model.experts,
     )
+    each, ranks, layers = training.gpus_per_node, training.gpus_per_node * training.nodes, model.layers
+
+    def refuse_divisor(key: str, value: int, problem: str, number: int) -> str:
+        near = " or ".join(f"{key}={one}" for one in _list_near_divisors(number, value))
+        return f"{key}={value} {problem}: set {near}"
+
+    if layout.world_size != ranks:
+        factors = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")}
+        given = " * ".join(f"{name} {value}" for name, value in factors.items() if value > 1) or "one GPU"
+        of_nodes = f"{training.nodes} node{'s' * (training.nodes > 1)} of {each}"
+        fixes = " or ".join(_list_world_fixes(layout, each, ranks))
+        yield (
+            f"parallel: {given} is {layout.world_size} GPUs, and the job has {ranks} ({of_nodes}):"
+            f" set {fixes}"
+        )
+    sizes = {"heads": model.heads}
+    if model.latent_attention is None:
+        sizes["kv_heads"] = model.kv_heads
+    if experts is None or experts.dense_layers:
+        sizes["intermediate_size"] = model.intermediate_size
+    for name, size in sizes.items():
+        if size % layout.tp:
+            problem = f"does not divide model.{name}={size}"
+            yield refuse_divisor("parallel.tp", layout.tp, problem, gcd(*sizes.values()))
+    if layout.pp > layers:
+        yield f"parallel.pp={layout.pp} is more than model.layers={layers}: set parallel.pp={layers} or less"
+    if layout.pp * layout.virtual_stages > layers:
+        yield (
+            f"parallel.pp={layout.pp} * parallel.virtual_stages={layout.virtual_stages} is more than"
+            f" model.layers={layers}: set parallel.virtual_stages={layers // layout.pp} or less"
+        )
+    if layout.ep > 1 and experts is None:
+        yield (
+            f"parallel.ep={layout.ep}, but {model.name} has no experts: set parallel.ep=1, or choose"
+            " a mixture such as model=mixtral8x7b"
+        )
+    elif layout.ep != 1 and experts is not None:
+        common = gcd(experts.count, layout.replicas)
+        if experts.count % layout.ep:
+            problem = f"does not divide model.experts.count={experts.count}"
+            yield refuse_divisor("parallel.ep", layout.ep, problem, common)
+        # Megatron Core folds ep over tp: the experts' GPUs are those of a pipeline stage.
+        folds = settings.framework == "megatron" and layout.replicas * layout.tp % layout.ep == 0
+        if layout.replicas % layout.ep and not folds:
+            problem = f"does not divide dp * cp ({layout.replicas})"
+            yield refuse_divisor("parallel.ep", layout.ep, problem, common)
+    length, most = settings.seq_len, model.max_seq_len
+    if model.position == "learned" and length > most:
+        yield f"fit.seq_len={length} is more than model.max_seq_len={most}, the rows of its table"
+    factors = {"2 * parallel.cp": 2 * layout.cp if layout.cp > 1 else 1}
+    factors["parallel.tp"] = layout.tp if layout.sequence_parallel else 1
+    if length % (step := prod(factors.values())):
+        below = length // step * step
+        shown = " or ".join(f"fit.seq_len={one}" for one in (below, below + step) if one)
+        product = " * ".join(name for name, factor in factors.items() if factor != 1)
+        yield f"fit.seq_len={length} is not divisible by {product} ({step}): set {shown}"
+    stages, zero, framework = SHARDED_BY.get(settings.framework, ()), layout.zero, settings.framework
+    if not stages:
+        yield f"parallel.framework={framework}: choose from {', '.join(SHARDED_BY)}"
+    elif zero not in stages:
+        near = min(stages, key=lambda stage: abs(stage - zero))
+        yield (
+            f"parallel.zero={zero} is nothing that parallel.framework={framework} does: set"
+            f" parallel.zero={near}, or another framework"
+        )
+    if framework == "zero" and layout.pp > 1 and zero > 1:
+        yield (
+            f"parallel.zero={zero} with parallel.pp={layout.pp}: DeepSpeed's pipeline keeps gradients"
+            " whole, set parallel.zero=1, or parallel.framework=fsdp"
+        )
+    group = layout.shard_size
+    if group is not None and zero == 0:
+        yield f"parallel.shard_size={group} with parallel.zero=0, which shards nothing: leave it out"
+    if group is not None and layout.replicas % group:
+        problem = f"does not divide dp * cp ({layout.replicas})"
+        yield refuse_divisor("parallel.shard_size", group, problem, layout.replicas)
+    if settings.optimizer_in_backward and settings.accumulation > 1:
+        yield (
+            f"fit.optimizer_in_backward=true with fit.accumulation={settings.accumulation}: gradients"
+            " that are freed at once cannot be accumulated, set fit.accumulation=1"
+        )
 
 
-def _list_world_fixes(training: Training, ranks: int) -> Iterator[str]:
-    """Give settings with which a layout has as many GPUs as the job."""
-    layout, each = training.layout, training.gpus_per_node
+def _list_world_fixes(layout: ParallelLayout, each: int, ranks: int) -> Iterator[str]:
+    """Give settings with which a layout has as many GPUs as the job, which has `each` on a node."""
     split = layout.world_size // layout.dp
     if layout.world_size % each == 0:
         yield f"nodes={layout.world_size // each}"
@@ -431,96 +497,3 @@ def _list_world_fixes(training: Training, ranks: int) -> Iterator[str]:
             yield f"parallel.{name}={near} and parallel.dp={ranks // (split // value * near)}"
             return
     yield f"parallel.tp={gcd(layout.tp, each)}, parallel.pp=1, parallel.cp=1 and parallel.dp=auto"
-
-
-def _check_model_split(training: Training) -> None:
-    """Refuse tp that does not divide heads and widths, more stages than layers, ep that divides no
-    experts.
-    """
-    model, layout, experts = training.model, training.layout, training.model.experts
-    sizes = {"heads": model.heads}
-    if model.latent_attention is None:
-        sizes["kv_heads"] = model.kv_heads
-    if experts is None or experts.dense_layers:
-        sizes["intermediate_size"] = model.intermediate_size
-    for name, size in sizes.items():
-        if size % layout.tp:
-            problem = f"does not divide model.{name}={size}"
-            _refuse_divisor("parallel.tp", layout.tp, problem, gcd(*sizes.values()))
-    stages, layers = layout.virtual_stages, model.layers
-    if stages > 1 and layout.pp == 1:
-        raise UsageError(
-            f"parallel.virtual_stages={stages} with parallel.pp=1: chunks are of pipeline stages, set"
-            " parallel.pp, or leave it out"
-        )
-    if layout.pp > layers:
-        raise UsageError(
-            f"parallel.pp={layout.pp} is more than model.layers={layers}: set parallel.pp={layers} or less"
-        )
-    if layout.pp * stages > layers:
-        raise UsageError(
-            f"parallel.pp={layout.pp} * parallel.virtual_stages={stages} is more than"
-            f" model.layers={layers}: set parallel.virtual_stages={layers // layout.pp} or less"
-        )
-    if layout.ep == 1:
-        return
-    if experts is None:
-        raise UsageError(
-            f"parallel.ep={layout.ep}, but {model.name} has no experts: set parallel.ep=1, or choose"
-            " a mixture such as model=mixtral8x7b"
-        )
-    common = gcd(experts.count, layout.replicas)
-    if experts.count % layout.ep:
-        problem = f"does not divide model.experts.count={experts.count}"
-        _refuse_divisor("parallel.ep", layout.ep, problem, common)
-    # Megatron Core folds ep over tp: the experts' GPUs are those of a pipeline stage.
-    folds = training.settings.framework == "megatron" and layout.replicas * layout.tp % layout.ep == 0
-    if layout.replicas % layout.ep and not folds:
-        _refuse_divisor("parallel.ep", layout.ep, f"does not divide dp * cp ({layout.replicas})", common)
-
-
-def _check_sequence(training: Training) -> None:
-    """Refuse sequences that cannot be split, or are longer than the table of positions.
-
-    Under a causal mask each GPU takes two pieces, one from either end, for equal work (Megatron-LM and
-    torchtitan alike), so 2 * cp divides the sequence. Sequence parallelism splits that further over tp.
-    """
-    layout, length, most = training.layout, training.settings.seq_len, training.model.max_seq_len
-    if training.model.position == "learned" and length > most:
-        raise UsageError(f"fit.seq_len={length} is more than model.max_seq_len={most}, the rows of its table")
-    pieces = 2 * layout.cp if layout.cp > 1 else 1
-    step = pieces * layout.tp if layout.sequence_parallel else pieces
-    if length % step:
-        below = length // step * step
-        shown = " or ".join(f"fit.seq_len={one}" for one in (below, below + step) if one)
-        factors = ["2 * parallel.cp"] * (layout.cp > 1) + ["parallel.tp"] * (step != pieces)
-        raise UsageError(
-            f"fit.seq_len={length} is not divisible by {' * '.join(factors)} ({step}): set {shown}"
-        )
-
-
-def _check_sharding(training: Training) -> None:
-    """Refuse stages that a framework does not have, and groups that do not divide the replicas."""
-    layout, framework = training.layout, training.settings.framework
-    stages = SHARDED_BY.get(framework)
-    if stages is None:
-        raise UsageError(f"parallel.framework={framework}: choose from {', '.join(SHARDED_BY)}")
-    if layout.zero not in stages:
-        near = min(stages, key=lambda stage: abs(stage - layout.zero))
-        raise UsageError(
-            f"parallel.zero={layout.zero} is nothing that parallel.framework={framework} does: set"
-            f" parallel.zero={near}, or another framework"
-        )
-    if framework == "zero" and layout.pp > 1 and layout.zero > 1:
-        raise UsageError(
-            f"parallel.zero={layout.zero} with parallel.pp={layout.pp}: DeepSpeed's pipeline keeps gradients"
-            " whole, set parallel.zero=1, or parallel.framework=fsdp"
-        )
-    size = layout.shard_size
-    if size is not None and layout.zero == 0:
-        raise UsageError(
-            f"parallel.shard_size={size} with parallel.zero=0, which shards nothing: leave it out"
-        )
-    if size is not None and layout.replicas % size:
-        problem = f"does not divide dp * cp ({layout.replicas})"
-        _refuse_divisor("parallel.shard_size", size, problem, layout.replicas)

@@ -80,7 +80,6 @@ BAD = [
         make_request(ParallelLayout(pp=16, virtual_stages=8)),
         ("virtual_stages=8", "layers=80", "virtual_stages=5 or less"),
     ),
-    (make_request(ParallelLayout(dp=8, virtual_stages=2)), ("virtual_stages=2", "pp=1")),
     (make_request(ParallelLayout(dp=8, ep=8)), ("ep=8", "no experts")),
     (make_request(ParallelLayout(dp=8, ep=3), MIXTRAL), ("ep=3", "experts.count=8", "ep=2 or")),
     (
