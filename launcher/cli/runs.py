@@ -135,9 +135,10 @@ def _add_watch(status: RunStatus) -> RunStatus:
 
     `step_age` is what was written last: steps may have been made since, unless nothing is written any more.
     """
+    from launcher.watch.model import JobState
     from launcher.watch.run_files import ReportCache
 
-    stored = ReportCache(Path(status.path)).read_job()
+    stored = ReportCache(Path(status.path)).read(JobState)
     if stored is None:
         return status
     state = stored.value

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from launcher.report.viewer import open_stream
 from launcher.runs.run_status import RunStatus
 from launcher.slurm.run_states import RunWatch, describe_run_state, find_run_states
 from launcher.text import redirect_log
-from launcher.watch.run_files import write_stack_request
+from launcher.watch.run_files import StackRequest, write_value
 from launcher.watch.run_reader import RunReader, RunSnapshot, read_details
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def watch_live(path: Path, rank: int | None) -> "View":
     def look(rank: int | None, asks_stack: bool) -> "View":
         if rank is not None and asks_stack:
             try:
-                write_stack_request(path, rank)
+                write_value(path, StackRequest(rank, time.time_ns()))
                 say("")
             except OSError as error:
                 say(f"its stack cannot be asked for ({error.strerror})")

@@ -1,7 +1,12 @@
-"""`python -P -m launcher.watch`: the watcher's process, which a supervisor starts; see node.py.
+"""`python -P -m launcher.watch`: the watcher of a node, which a supervisor starts.
 
 It reads lines of JSON from stdin (`model.WatcherSettings`, then `model.RankMessage`) and writes lines of JSON
 to stdout. The end of stdin is its own end.
+
+It reads heartbeats once a second, reports, and finds out when ranks stand still. Nothing in its loop waits
+for anything but time and the supervisor: the run directory has a thread of its own, and so has each
+gathering of evidence. One node judges, the job's first: it reads all nodes' reports, asks for evidence, and
+tells what it finds in a file that the others follow.
 """
 
 import json
@@ -13,7 +18,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from launcher.codec import load
@@ -21,10 +28,58 @@ from launcher.files import read_stat
 from launcher.probe.limits import list_cgroups
 from launcher.probe.nvml import GpuSampler, import_nvml
 from launcher.probe.sysfs import Tree
-from launcher.watch.model import RankMessage, WatcherSettings
-from launcher.watch.node import TICK, NodeWatcher
-from launcher.watch.ranks import GpuReader, ReadGpus, read_planned_gpus
+from launcher.text import count_things
+from launcher.watch.evidence import gather_node
+from launcher.watch.flight_recorder import CollectiveReader
+from launcher.watch.hang import (
+    UNWATCHED,
+    HangJudge,
+    JobView,
+    choose_limit,
+    find_quantile,
+    is_judge,
+    list_orders,
+    list_stalled,
+    make_job_view,
+)
+from launcher.watch.metrics import MetricsEvent, MetricsLog, Prometheus
+from launcher.watch.model import (
+    GpuSample,
+    Hang,
+    JobState,
+    NodeEvidence,
+    NodeReport,
+    Rank,
+    RankMessage,
+    Straggler,
+    WatcherSettings,
+    list_fields,
+)
+from launcher.watch.notify import Notifier
+from launcher.watch.procfs import Sample, Sampler
+from launcher.watch.ranks import GpuReader, RankBook, read_planned_gpus
+from launcher.watch.run_files import (
+    SharedFiles,
+    Stored,
+    hang_path,
+    is_silent,
+    read_evidence,
+    watch_path,
+    write_hang,
+    write_value,
+)
+from launcher.watch.stragglers import StragglerFinder, explain_straggler, list_slow_ranks
 
+_TICK = 1.0
+"""Seconds from one look at the heartbeats to the next."""
+_LATE = 5.0
+"""Seconds without a look, after which this process is taken to have been stopped, perhaps with the ranks."""
+_HURRY = 0.5
+"""Share of the limit without progress from which on nodes exchange reports with each look."""
+_STILL, _STILL_INTERVAL = 3.0, 2.0
+"""Seconds without progress from which on activity is sampled whole, and so often at least."""
+_REQUEST_PATIENCE = 30.0
+"""Seconds after which a request for a stack is no longer answered: who asked has gone on."""
 _IGNORED = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP),
@@ -35,16 +90,358 @@ _LAST = 0.2
 """Seconds for the last report: the supervisor waits for this process."""
 
 
+class NodeWatcher:
+    """Watches a node's ranks, and judges the job if this node is the one that does."""
+
+    def __init__(self, settings: WatcherSettings) -> None:
+        run_path, watch, host = Path(settings.run_dir), settings.watch, settings.host
+        self.settings = settings
+        self.supervisor, self.lock = os.getppid(), threading.Lock()
+        self.book = RankBook(Path(settings.folder))
+        self.files = SharedFiles(run_path)
+        self.judge = HangJudge(watch.on_hang, watch.hang_seconds)
+
+        def warn(text: str) -> None:
+            self.send("warning", text)
+
+        self.log = MetricsLog(run_path, host, watch.metrics_interval, warn)
+        self.notifier = Notifier(
+            settings.notify,
+            warn,
+            run=settings.run,
+            run_dir=settings.run_dir,
+            host=host,
+            job_id=os.environ.get("SLURM_JOB_ID"),
+        )
+        self.prometheus = Prometheus(settings.run, host, watch, warn)
+        self.collectives = CollectiveReader(self.book.folder, settings.ranks * settings.nodes)
+        self.stragglers = StragglerFinder()
+        self.sampler = Sampler(lambda pid: list_cgroups(Tree(), ("cpu",), pid).get("cpu", (2, []))[1])
+        self.sample = Sample()
+
+        def open_gpus() -> Callable[[], Mapping[int, GpuSample]] | None:
+            gpus = read_planned_gpus(run_path, host)
+            nvml = import_nvml() if gpus else None
+            return GpuSampler(gpus, nvml).sample if nvml else None
+
+        self.gpus = GpuReader(open_gpus, watch.interval)
+        self.state, self.pinged = "starting", 0
+        """Of the job, as this node has written it last, and the last step that was pinged for."""
+        self.number = 0
+        """Of the last report."""
+        self.gathering = False
+        """Since the last sample, ranks were asked for evidence."""
+        self.gatherers: list[threading.Thread] = []
+        self.begin = self.last_look = time.monotonic()
+        self.next_sample = self.next_exchange = 0.0
+        self.answered = 0
+        """The last question that this node gathers evidence for."""
+        self.evidence: dict[str, NodeEvidence] = {}
+        """Of the question that is open, by host."""
+        self.stack_request = 0
+        """Number of the last request for a rank's stack."""
+        self.acted = 0
+        """Number of the last hang that is dealt with."""
+        self.is_judge = False
+        self.newest, self.saving = settings.attempt, False
+        """The last start of the ranks, and whether one of them writes a checkpoint."""
+        self.told: dict[str, str] = {}
+        """Warnings that were given."""
+
+    def send(self, event: str, *lines: str, **values: object) -> None:
+        """Send the supervisor lines to log, a hang, a straggler or an order, whole; several threads do."""
+        data = (json.dumps({"event": event, "lines": lines, **values}) + "\n").encode()
+        try:
+            with self.lock:
+                while data:
+                    data = data[os.write(1, data) :]
+        except OSError:  # it is gone, and so is the reason for this process
+            os._exit(1)
+
+    def warn(self, key: str, text: str) -> None:
+        """Give a warning once."""
+        if key not in self.told:
+            self.told[key] = text
+            self.send("warning", text)
+
+    def try_tick(self) -> None:
+        """Look at the ranks; a defect in that is a warning, and ends neither this process nor the job.
+
+        Each kind is told of once: the log may be in memory.
+        """
+        try:
+            self.tick(time.monotonic())
+        except Exception as error:
+            kind = type(error).__name__
+            if kind not in self.told:
+                traceback.print_exc()
+            self.warn(kind, f"the ranks are not watched as they should be: {kind}: {error}")
+
+    def tick(self, now: float) -> None:
+        """Look at the heartbeats, and do what is due; `now` is monotonic."""
+        watch, book = self.settings.watch, self.book
+        with suppress(OSError):
+            # This process or the supervisor was stopped, and perhaps the ranks with it, as by Ctrl-Z.
+            if now - self.last_look > _LATE or read_stat(self.supervisor)[1][0] == "T":
+                book.counts_from = now
+        self.last_look = now
+        book.look(now)
+        if now >= self.next_sample:
+            still = book.list_still(_STILL)
+            self.next_sample = now + (min(watch.interval, _STILL_INTERVAL) if still else watch.interval)
+            running = [known.entry.pid for known in book.ranks.values() if not known.has_ended]
+            self.sample = self.sampler.sample(running, still)
+            # What ranks answer is no activity of theirs.
+            book.take_sample(self.sample, self.gpus.latest(), counts=not self.gathering)
+            self.gathering = any(thread.is_alive() for thread in self.gatherers)
+        own, state = self._make_report(now), None
+        if own.node_rank == 0:
+            self._note_progress(own)
+        self.is_judge = is_judge(own, self.files.found, now)
+        if self.is_judge:
+            state = self._judge_job(own, now)
+        else:
+            self.judge.asks = 0
+            word = self._find_word(own)
+            if word and not is_silent(now - word.seen, own.interval):
+                if word.value.asks > self.answered:
+                    self._answer(own, word.value.asks)
+                self._act(word.value.hangs, now)
+        # Reports are written and others' read if it is time: at each look once ranks may hang.
+        idle = max((rank.idle for rank in own.ranks if rank.idle is not None), default=0.0)
+        hurry = (self.judge.asks or idle > _HURRY * (own.limit or 0.0)) and self.files.worker.wait_idle(0.0)
+        if now >= self.next_exchange or hurry:
+            self._exchange(own, state, now)
+        if self.files.is_stuck(now):
+            text = "the run directory does not answer: reports of watching are not written for now"
+            self.warn("stuck", f"{text} ({self.files.run_path})")
+        elif trouble := self.files.trouble:
+            self.warn("trouble", f"reports of watching cannot be written ({trouble})")
+
+    def _make_report(self, now: float) -> NodeReport:
+        """Return this node's report of now."""
+        settings, wall = self.settings, time.time()
+        beats = self.book.list_beats()
+        durations = [beat.durations for beat in beats.values()]
+        limit = choose_limit(settings.watch.hang_seconds, durations, self.judge.longest_pause)
+        job = self.files.found.job if self.files.found else None
+        waits = self.stragglers.waits or dict(job.value.wait_shares if job else ())
+        ranks = self.book.list_ranks(self.sample, self.gpus.latest(), waits)
+        stalled = [rank.idle or 0.0 for rank in list_stalled(ranks, limit)]
+        return NodeReport(
+            host=settings.host,
+            node_rank=settings.node_rank,
+            nodes=settings.nodes,
+            attempt=settings.attempt,
+            time=wall,
+            number=self.number,
+            interval=settings.watch.interval,
+            ranks=ranks,
+            stalled_since=wall - min(stalled) if stalled else None,
+            limit=limit,
+            asks=self.judge.asks,
+            collectives=self.collectives.read(tuple(beats.values()), wall),
+            **list_fields(self.sample.node),
+        )
+
+    def _note_progress(self, own: NodeReport) -> None:
+        """Write down that the ranks were started again, and that they write a checkpoint."""
+        newest = max((rank.attempt for rank in own.ranks), default=0)
+        saving = any(rank.phase == "saving" for rank in own.ranks)
+        if newest > self.newest:
+            text = f"the ranks were started again, attempt {newest}"
+            self.log.add_event(MetricsEvent("restart", own.time, text))
+        if saving and not self.saving:
+            step = max((rank.step for rank in own.ranks), default=None)
+            self.log.add_event(MetricsEvent("checkpoint", own.time, step=step))
+        self.newest, self.saving = max(newest, self.newest), saving
+
+    def _exchange(self, own: NodeReport, state: JobState | None, now: float) -> None:
+        """Have the report written, give it out, and have others' read."""
+        self.number += 1
+        if self.number == 1 and self.settings.node_rank == 0:
+            nodes = f" on each of {own.nodes} nodes" if own.nodes > 1 else ""
+            text = f"{count_things(self.settings.ranks, 'rank')}{nodes}"
+            self._record(MetricsEvent("start", own.time, text), "starting")
+        self.log.add_report(own)
+        self.prometheus.take(own)
+        if state is not None:
+            if state.step != self.pinged:
+                self.notifier.ping()
+            self.pinged, self.state = state.step, state.state
+        self.next_exchange = now + self.settings.watch.interval
+        self.files.submit(own, state)
+        # Somebody who looks at the run may have asked for a rank's stack.
+        request = self.files.found.request if self.files.found else None
+        if request and request.value.number > self.stack_request and now - request.seen <= _REQUEST_PATIENCE:
+            self.stack_request = request.value.number
+            if ranks := [rank for rank in own.ranks if rank.rank == request.value.rank]:
+                self._gather(ranks, 0)
+
+    # The judge
+
+    def _judge_job(self, own: NodeReport, now: float) -> JobState:
+        """Judge the job; return what is to be written of it."""
+        judge, view = self.judge, make_job_view(own, self.files.found, now)
+        if word := self._find_word(own):
+            judge.adopt(word.value)
+        missing = {report.host for report in view.fresh} - self.evidence.keys()
+        if judge.asks and missing and len(view.fresh) > 1 and now > judge.asked_at + _TICK:
+            number = judge.asks
+
+            def read() -> None:
+                for node in read_evidence(watch_path(self.files.run_path), number, own=True):
+                    if number == self.answered:
+                        self.evidence.setdefault(node.host, node)
+
+            if self.files.worker.wait_idle(0.0):
+                self.files.worker.put(read)
+        match judge.look(view, self.evidence, own.limit or 0.0, now):
+            case int(question):
+                self._answer(own, question)
+            case str(notice):
+                self.send("note", notice)
+            case Hang() as hang:
+                self._tell_hang(hang, (*view.ended, *self.evidence.values()))
+        self._act(judge.hangs, now)
+        self.stragglers.start(view.fresh, now, self._tell_straggler)
+        return self._describe_job(own, view)
+
+    def _describe_job(self, own: NodeReport, view: JobView) -> JobState:
+        """Return what is to be written of the job."""
+        judge, finder, ranks = self.judge, self.stragglers, view.ranks
+        ages = [one.step_age for one in ranks if one.phase not in UNWATCHED and one.step_age is not None]
+        step = max((one.step for one in ranks), default=0)
+        missing = own.nodes - len(view.fresh) - len(view.silent) - len(view.ended)
+        late = [f"{missing} of {own.nodes} nodes have not reported yet"] if missing > 0 else []
+        return JobState(
+            time=own.time,
+            host=own.host,
+            attempt=own.attempt,
+            state="hanging" if judge.is_hanging(ranks) else "running" if step else "starting",
+            step=step,
+            step_age=min(ages, default=None),
+            p50=find_quantile([one.p50 for one in ranks if one.p50 is not None], 0.5),
+            nodes=own.nodes,
+            silent=tuple(report.host for report in view.silent),
+            hangs=tuple(judge.hangs),
+            restarts=sum(hang.action == "restart" for hang in judge.hangs),
+            stragglers=finder.told,
+            notes=(*late, *self.told.values()),
+            asks=judge.asks,
+            wait_shares=tuple(sorted(finder.waits.items())),
+        )
+
+    def _tell_hang(self, hang: Hang, evidence: Sequence[NodeEvidence]) -> None:
+        """Tell of a hang, or that steps go on, and keep what is known of it."""
+        verdict, run_path, number = hang.verdict, self.files.run_path, hang.number
+        if hang.recovered is None:
+            since = hang.time - hang.stalled_since
+            step = f"after step {hang.step}" if hang.step else "before the first step"
+            text = f"hang {number} {step}, {since:.0f} s without a step: {verdict.sentence}"
+            who = hang.step, verdict.ranks, verdict.hosts, number
+            event, state = MetricsEvent("hang", hang.time, verdict.sentence, *who), "hanging"
+        else:
+            seconds = f"{hang.recovered - hang.stalled_since:.0f} s"
+            text = f"hang {number} is over after {seconds}: steps go on"
+            said = f"steps go on after {seconds}"
+            event = MetricsEvent("recovered", hang.recovered, said, hang.step, number=number)
+            state = "running"
+        self.send(event.event, text, hang=asdict(hang))
+        self._record(event, state)
+
+        def keep() -> None:
+            write_hang(run_path, hang, evidence if hang.recovered is None else ())
+            if hang.recovered is None:
+                self.send("note", f"stacks in {hang_path(run_path, number)}")
+
+        self.files.worker.put(keep)
+        self.next_exchange = 0.0
+
+    def _tell_straggler(self, found: Straggler) -> None:
+        """Tell of a straggler: in the thread of the search."""
+        text = explain_straggler(found)
+        self.send("straggler", text, straggler=asdict(found))
+        event = MetricsEvent("straggler", found.time, text, found.last_step, (found.rank,), (found.host,))
+        self._record(event, self.state)
+
+    def _record(self, event: MetricsEvent, state: str) -> None:
+        """Write down what happened to the job, and notify of it."""
+        self.log.add_event(replace(event, attempt=self.settings.attempt))
+        name = "recover" if event.event == "recovered" else event.event
+        self.notifier.tell(name, event.sentence, state=state, step=event.step)
+
+    # Every node
+
+    def _find_word(self, own: NodeReport) -> Stored[JobState] | None:
+        """Return what another node that judges has told.
+
+        The run directory, and even the number of the attempt, can be those of a job of yesterday: what was
+        written before this watcher's start does not count. Ages are by the filesystem's clock.
+        """
+        word = self.files.found.job if self.files.found else None
+        if word is None or word.seen < self.begin or word.value.host == own.host:
+            return None
+        return word if word.value.attempt == own.attempt and word.value.state != "ended" else None
+
+    def _answer(self, own: NodeReport, number: int) -> None:
+        """Gather this node's evidence for a question."""
+        self.answered, self.evidence = number, {}
+        self._gather(own.ranks, number)
+
+    def _gather(self, ranks: Sequence[Rank], number: int) -> None:
+        """Ask ranks for evidence in a thread, and have it written; `number` is a hang's, or 0."""
+        beats, settings = self.book.list_beats(), self.settings
+
+        def gather() -> None:
+            host, node_rank = settings.host, settings.node_rank
+            found = gather_node(self.book.folder, ranks, beats, host, node_rank, number)
+
+            def keep() -> None:
+                if number in (0, self.answered):
+                    write_value(self.files.run_path, found)
+
+            if number and number == self.answered:
+                self.evidence[found.host] = found
+            self.files.worker.put(keep)
+
+        self.gathering = True
+        thread = threading.Thread(target=gather, name="evidence", daemon=True)
+        self.gatherers = [one for one in self.gatherers if one.is_alive()] + [thread]
+        thread.start()
+
+    def _act(self, hangs: Sequence[Hang], now: float) -> None:
+        """Have ranks ended for hangs; not while the run directory hangs, which may be all that is wrong."""
+        if not self.files.is_stuck(now):
+            pids = {rank: known.entry.pid for rank, known in self.book.ranks.items()}
+            for order in list_orders(hangs, self.acted, pids):
+                self.send("act", **order)
+            self.acted = max([self.acted, *(hang.number for hang in hangs)])
+
+    def end(self, seconds: float) -> None:
+        """Write a last report, if that takes no longer than this."""
+        now, self.judge.asks = time.monotonic(), 0
+        own, state = self._make_report(now), None
+        if self.is_judge:
+            view = make_job_view(own, self.files.found, now)
+            state = replace(self._describe_job(own, view), state="ended")
+            if slow := list_slow_ranks(self.stragglers.told):
+                self.send("note", f"stragglers: {slow}")
+        self.files.submit(own, state)
+        self.files.worker.wait_idle(seconds)
+        for output in (self.log, self.prometheus, self.notifier):
+            output.close(seconds)
+
+
 def main() -> None:
     """Watch until stdin ends."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICENESS)
-    parent, lock = os.getppid(), threading.Lock()
     if not (first := sys.stdin.buffer.readline()):
         return
-    settings = load(WatcherSettings, first)
+    watcher = NodeWatcher(load(WatcherSettings, first))
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     """The supervisor's lines; at their end an empty one."""
 
@@ -53,37 +450,6 @@ def main() -> None:
             inbox.put(line)
         inbox.put(b"")
 
-    def send(message: dict[str, object]) -> None:
-        """Write a message to the supervisor, whole; several threads do."""
-        data = (json.dumps(message) + "\n").encode()
-        try:
-            with lock:
-                while data:
-                    data = data[os.write(1, data) :]
-        except OSError:  # it is gone, and so is the reason for this process
-            os._exit(1)
-
-    def is_suspended() -> bool:
-        """Tell whether the supervisor is stopped by a signal."""
-        try:
-            return read_stat(parent)[1][0] == "T"
-        except OSError:
-            return False
-
-    def open_gpus() -> ReadGpus | None:
-        """Return what reads the GPUs of the plan; None if it has none, or pynvml is missing."""
-        gpus = read_planned_gpus(Path(settings.run_dir), settings.host)
-        nvml = import_nvml() if gpus else None
-        return GpuSampler(gpus, nvml).sample if nvml else None
-
-    gpus = GpuReader(open_gpus, settings.watch.interval)
-    watcher = NodeWatcher(
-        settings,
-        send,
-        is_suspended,
-        gpus.latest,
-        lambda pid: list_cgroups(Tree(), ("cpu",), pid).get("cpu", (2, []))[1],
-    )
     threading.Thread(target=read, name="inbox", daemon=True).start()
     due, line = time.monotonic(), first
     while line:
@@ -92,27 +458,13 @@ def main() -> None:
                 with suppress(ValueError):
                     watcher.book.take(load(RankMessage, line))
         if line and time.monotonic() >= due:
-            _try_tick(watcher)
-            due = max(due + TICK, time.monotonic())
+            watcher.try_tick()
+            due = max(due + _TICK, time.monotonic())
     watcher.end(_LAST)
-    if os.getppid() != parent:  # the supervisor was killed, and cannot do it
-        shutil.rmtree(settings.folder, ignore_errors=True)
+    if os.getppid() != watcher.supervisor:  # the supervisor was killed, and cannot do it
+        shutil.rmtree(watcher.settings.folder, ignore_errors=True)
     sys.stdout.flush()
     os._exit(0)  # threads that wait for a filesystem would hold the interpreter's end up
-
-
-def _try_tick(watcher: NodeWatcher) -> None:
-    """Look at the ranks; a defect in that is a warning, and ends neither this process nor the job.
-
-    Each kind is told of once: the log may be in memory.
-    """
-    try:
-        watcher.tick(time.monotonic())
-    except Exception as error:
-        text = f"the ranks are not watched as they should be: {type(error).__name__}: {error}"
-        if type(error).__name__ not in watcher.told:
-            traceback.print_exc()
-            watcher.warn(type(error).__name__, text)
 
 
 if __name__ == "__main__":

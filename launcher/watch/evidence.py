@@ -71,10 +71,10 @@ def gather_node(
     folder: Path,
     ranks: Sequence[Rank],
     heartbeats: Mapping[int, Heartbeat],
-    *,
     host: str,
     node_rank: int,
     number: int,
+    *,
     deadline: float = DEADLINE,
     between: float = BETWEEN,
 ) -> NodeEvidence:

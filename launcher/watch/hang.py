@@ -8,11 +8,82 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from launcher.watch.activity import find_phase, is_working
-from launcher.watch.job_view import JobView
-from launcher.watch.model import Decision, Frame, Hang, JobState, NodeEvidence, NodeReport, Rank
-from launcher.watch.verdict import judge_evidence
+from launcher.watch.model import (
+    Decision,
+    Frame,
+    Hang,
+    JobState,
+    NodeEvidence,
+    NodeReport,
+    ProcessState,
+    Rank,
+    RankEvidence,
+)
+from launcher.watch.run_files import Found, is_silent
+from launcher.watch.verdict import find_phase, is_working, judge_evidence
+
+# The job as its judging node sees it
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """The job as the judging node sees it."""
+
+    fresh: tuple[NodeReport, ...]
+    """Of this attempt, by node rank; this node's own is the one of now."""
+    silent: tuple[NodeReport, ...] = ()
+    """The last reports of nodes that have reported in this attempt, and do so no more: their ranks' idle
+    times go on."""
+    ended: tuple[NodeEvidence, ...] = ()
+    """Ranks that ended with 0, of nodes whose ranks have all ended, and with them the task that reported."""
+    hangs: int = 0
+    """The highest number of a hang so far."""
+
+    @property
+    def ranks(self) -> Sequence[Rank]:
+        """The ranks of nodes that are heard of."""
+        return [rank for report in self.fresh for rank in report.ranks]
+
+
+def make_job_view(own: NodeReport, found: Found | None, now: float) -> JobView:
+    """Join this node's report of now with what the others have written; `now` is monotonic."""
+    if found is None:
+        return JobView((own,))
+    fresh, silent, ended = [own], [], []
+    records = [record for record in found.ended if record.host != own.host]
+    for record in records:
+        gone: dict[str, Any] = {"host": record.host, "process": ProcessState(0, "X"), "exit_code": 0}
+        ranks = [RankEvidence(rank, 0, 0, own.attempt, "ended", 0, None, **gone) for rank, _ in record.clean]
+        ended.append(NodeEvidence(record.host, record.node_rank, 0, record.ended, 0.0, tuple(ranks)))
+    known = {own.host, *(record.host for record in records)}
+    for stored in found.reports:
+        report, age = stored.value, now - stored.seen
+        if report.host in known or report.attempt != own.attempt:
+            continue
+        if is_silent(age, max(own.interval, report.interval)):
+            idle = (one if one.idle is None else replace(one, idle=one.idle + age) for one in report.ranks)
+            silent.append(replace(report, ranks=tuple(idle)))
+        else:
+            fresh.append(report)
+    fresh.sort(key=lambda report: report.node_rank)
+    return JobView(tuple(fresh), tuple(silent), tuple(ended), found.hangs)
+
+
+def is_judge(own: NodeReport, found: Found | None, now: float) -> bool:
+    """Tell whether this node judges: the first one does, and the first that is heard of if it is silent.
+
+    Only a node whose own ranks stand still takes over.
+    """
+    if own.node_rank == 0 or found is None or own.stalled_since is None:
+        return own.node_rank == 0
+    told = found.job
+    is_others = told and told.value.attempt == own.attempt and told.value.host != own.host
+    if told and is_others and not is_silent(now - told.seen, own.interval):
+        return False
+    return make_job_view(own, found, now).fresh[0].host == own.host
+
 
 # How long ranks may make no progress before a notice, and before it is a hang
 
@@ -316,7 +387,7 @@ class HangJudge:
 
 
 def list_orders(hangs: Iterable[Hang], after: int, pids: Mapping[int, int]) -> Iterator[dict[str, object]]:
-    """Give what the supervisor is to do now about the hangs after this number, as messages to it.
+    """Give what the supervisor is to do now about the hangs after this number, as the values of messages.
 
     `pids` are of this node's ranks. Of these, `ranks` hold the others up: none if those are elsewhere, and
     have ended. Nothing is to be done, or no more, if other processes are those ranks now; by `pids`, the
@@ -329,7 +400,6 @@ def list_orders(hangs: Iterable[Hang], after: int, pids: Mapping[int, int]) -> I
         is_settled = hang.action == "report" or hang.recovered is not None or has_restarted
         if hang.number > after and acts and not is_settled:
             yield {
-                "event": "act",
                 "action": hang.action,
                 "ranks": culprits,
                 "pids": list(pids.values()),

@@ -17,14 +17,13 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from errno import ENOSPC
 from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from launcher.codec import DecodeError, convert, load
 from launcher.files import open_append, open_below, read_file
 from launcher.runs.run_directory import closing_descriptor
 from launcher.watch.model import PHASES, NodeReport, Rank, WatchSettings
-from launcher.watch.run_files import FOLDER, watch_path
-from launcher.watch.worker import Worker
+from launcher.watch.run_files import FOLDER, Worker, watch_path
 
 if TYPE_CHECKING:
     from prometheus_client import metrics_core
@@ -38,6 +37,8 @@ class Metric:
     meaning: str
     unit: str = ""
     prometheus: str = ""
+    label: str = ""
+    value: str = ""
     is_counter: bool = False
     title: str = ""
     width: int = 4
@@ -46,78 +47,36 @@ class Metric:
     is_least: bool = False
     chart: str = ""
 
-    def read(self, rank: Rank) -> float | None:
-        """Return a rank's value; None if it is not known, or there is no GPU."""
-        owner: object = rank.gpu if self.is_gpu else rank
-        found = getattr(owner, self.field.removeprefix("gpu."), None)
-        return found if isinstance(found, int | float) else None
+    @property
+    def owner(self) -> str:
+        """Whose it is: `rank`, `gpu` or `node`."""
+        return self.field.partition(".")[0] if "." in self.field else "rank"
 
     @property
     def is_gpu(self) -> bool:
         """It is of the rank's GPU."""
-        return self.field.startswith("gpu.")
+        return self.owner == "gpu"
+
+    def read(self, rank: Rank) -> float | None:
+        """Return a rank's value; None if it is not known, or there is no GPU."""
+        found = getattr(rank.gpu if self.is_gpu else rank, self.field.rpartition(".")[2], None)
+        return found if isinstance(found, int | float) else None
+
+    def read_all(self, owner: object) -> Mapping[str, float | None]:
+        """Return the values that Prometheus gets, in base units, by those of the metric's label."""
+        found = getattr(owner, self.field.rpartition(".")[2])
+        if isinstance(found, str):
+            return {one: float(one == found) for one in (*PHASES, found)}
+        if isinstance(found, tuple):
+            return dict(found) if found and isinstance(found[0], tuple) else Counter(map(str, found))
+        return {self.value: found * 1e6 if found is not None and self.unit == "MHz" else found}
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text())
 METRICS = convert(tuple[Metric, ...], _TABLE["metric"])
 
 
-# Prometheus: metrics of a rank, of its GPU and of the node, from the table and others of several values
-
-_Values = float | None | Mapping[str, float | None]
-"""A value, or one for each value of a further label."""
-
-
-class _Row(NamedTuple):
-    name: str
-    help: str
-    get: Callable[[Any], _Values]
-    label: str = ""
-    is_counter: bool = False
-
-
-def _list_rows(*, is_gpu: bool) -> Iterator[_Row]:
-    """Give the rows of the table's metrics, in base units."""
-    for metric in METRICS:
-        if metric.prometheus and metric.is_gpu == is_gpu:
-            factor = 1e6 if metric.unit == "MHz" else 1
-
-            def get(rank: Rank, metric: Metric = metric, factor: float = factor) -> float | None:
-                value = metric.read(rank)
-                return None if value is None else value * factor
-
-            yield _Row(metric.prometheus, metric.meaning, get, is_counter=metric.is_counter)
-
-
-_RANK_ROWS = (
-    *_list_rows(is_gpu=False),
-    _Row("launch_rank_step_seconds", "time of a step", lambda r: {"0.5": r.p50, "0.99": r.p99}, "quantile"),
-    _Row(
-        *("launch_rank_phase", "1 for what the rank does"),
-        *(lambda r: {phase: float(phase == r.phase) for phase in (*PHASES, r.phase)}, "phase"),
-    ),
-)
-_GPU_ROWS = (
-    *_list_rows(is_gpu=True),
-    _Row("launch_gpu_xid_errors", "XID errors so far", lambda r: Counter(map(str, r.gpu.xids)), "xid", True),
-    _Row(
-        *("launch_gpu_clock_event", "1 for why clocks are low"),
-        *(lambda r: dict.fromkeys(r.gpu.event_reasons, 1), "reason"),
-    ),
-)
-_NODE_ROWS = (
-    _Row("launch_node_network_bytes_per_second", "received and sent", lambda n: dict(n.nic_rates), "device"),
-    _Row(
-        *("launch_node_pressure_ratio", "share of 10 s that some task waited (PSI)"),
-        lambda n: {"memory": n.memory_pressure, "cpu": n.cpu_pressure, "io": n.io_pressure},
-        "resource",
-    ),
-    _Row(
-        *("launch_node_stalled_seconds", "time without progress once it is a hang, else 0"),
-        lambda n: 0 if n.stalled_since is None else n.time - n.stalled_since,
-    ),
-    _Row("launch_node_report_timestamp_seconds", "when this was read", lambda n: n.time),
-)
+# Prometheus
 
 
 class _Collector:
@@ -134,24 +93,24 @@ class _Collector:
         if (report := self.report) is None:
             return
         ranks = [((*self.labels, str(one.rank), str(one.local_rank)), one) for one in report.ranks]
-        gpus = [((*labels, str(one.gpu.index)), one) for labels, one in ranks if one.gpu]
-        names = ("run", "host", "rank", "local_rank", "gpu")
-        tables: Sequence[tuple[Sequence[_Row], int, Sequence[tuple[Sequence[str], object]]]] = (
-            (_RANK_ROWS, 4, ranks),
-            (_GPU_ROWS, 5, gpus),
-            (_NODE_ROWS, 2, [(self.labels, report)]),
-        )
-        for rows, count, subjects in tables:
-            for row in rows:
-                family = CounterMetricFamily if row.is_counter else GaugeMetricFamily
-                metric = family(row.name, row.help, labels=[*names[:count], *filter(None, [row.label])])
-                for labels, subject in subjects:
-                    found = row.get(subject)
-                    for more, value in found.items() if isinstance(found, Mapping) else [("", found)]:
-                        if value is not None:
-                            metric.add_metric([*labels, *([more] if row.label else [])], value)
-                if metric.samples:
-                    yield metric
+        owners: Mapping[str, Sequence[tuple[Sequence[str], object]]] = {
+            "rank": ranks,
+            "gpu": [((*labels, str(one.gpu.index)), one.gpu) for labels, one in ranks if one.gpu],
+            "node": [(self.labels, report)],
+        }
+        names = {"rank": 4, "gpu": 5, "node": 2}
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for metric in (one for one in METRICS if one.prometheus):
+            kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
+            labels = ("run", "host", "rank", "local_rank", "gpu")[: names[metric.owner]]
+            named = [*labels, *filter(None, [metric.label])]
+            family = kind(metric.prometheus, metric.meaning.partition(",")[0], labels=named)
+            family = families.setdefault(metric.prometheus, family)
+            for known, owner in owners[metric.owner]:
+                for more, value in metric.read_all(owner).items():
+                    if value is not None:
+                        family.add_metric([*known, *([more] if metric.label else [])], value)
+        yield from (family for family in families.values() if family.samples)
 
 
 class Prometheus:

@@ -195,6 +195,11 @@ class NodeReport(NodeSample):
     """Of its ranks, as of the last time that their recorders were read."""
     schema: int = 1
 
+    @property
+    def stalled(self) -> float:
+        """Seconds without progress, once that is a hang; else 0."""
+        return 0.0 if self.stalled_since is None else self.time - self.stalled_since
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from launcher.watch.model import NotifySettings
-from launcher.watch.worker import Worker
+from launcher.watch.run_files import Worker
 
 _SLACK = "hooks.slack.com"
 _TIMEOUT = 10.0

@@ -9,12 +9,15 @@
 
 Each is written whole or not at all. Those who read them may be on another node than those who write: how old
 a report is follows from the times of files on the filesystem that they share, not from the nodes' clocks.
+Those who watch never wait for that filesystem: a thread of its own reads and writes.
 """
 
 import os
+import queue
 import re
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,19 +25,28 @@ from typing import Any, Generic, TypeVar
 
 from launcher.codec import dump, load
 from launcher.files import LARGEST, open_below, read_file, write_whole
+from launcher.runs.node_records import NodeRecord, read_nodes
 from launcher.runs.run_directory import closing_descriptor
-from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport, ProcessState, RankEvidence
+from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport, RankEvidence
 
 FOLDER = "watch"
-JOB_STATE = "job.json"
-_REPORT, EVIDENCE, _ANSWER = "node-", "evidence-", "stack-"
-_REQUEST = "stack-request.json"
-_HANG = re.compile(r"hang-([1-9]\d{0,5})")
-REQUEST_PATIENCE = 30.0
-"""Seconds after which a request for a stack is no longer answered: who asked has gone on."""
+_REPORT, EVIDENCE, ANSWER = "node-", "evidence-", "stack-"
 _MISSED, _LEAST_SILENCE = 3, 10.0
 """A node is silent once so many of its reports are missing, and at least so many seconds have passed."""
+_HANG = re.compile(r"hang-([1-9]\d{0,5})")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StackRequest:
+    """Of a rank's stack, by somebody who looks at the run."""
+
+    rank: int
+    number: int
+    """Greater than that of any request before, which it replaces."""
+
+
+_NAMES: dict[type, str] = {JobState: "job.json", StackRequest: "stack-request.json"}
 
 
 def is_silent(age: float, interval: float) -> bool:
@@ -52,12 +64,6 @@ def hang_path(run_path: Path, number: int) -> Path:
     return run_path / f"hang-{number}"
 
 
-def count_hangs(run_path: Path) -> int:
-    """Return the highest number of a hang that has a folder; 0 if there is none. Raises OSError."""
-    found = (_HANG.fullmatch(name) for name in os.listdir(run_path))  # noqa: PTH208 - names alone
-    return max((int(match[1]) for match in found if match), default=0)
-
-
 # Writing
 
 
@@ -68,19 +74,19 @@ def _write(run_path: Path, folder: str, name: str, data: str) -> float:
         return os.stat(name, dir_fd=at).st_mtime
 
 
-def write_report(run_path: Path, report: NodeReport) -> float:
-    """Write a node's report; return the time of its file. Raises OSError."""
-    return _write(run_path, FOLDER, f"{_REPORT}{report.host}.json", dump(report))
+def write_value(run_path: Path, value: NodeReport | NodeEvidence | JobState | StackRequest) -> float:
+    """Write a value into its file in `watch/`; return the time of the file. Raises OSError.
 
-
-def write_job_state(run_path: Path, state: JobState) -> None:
-    """Write what is known of the job; raises OSError."""
-    _write(run_path, FOLDER, JOB_STATE, dump(state))
-
-
-def write_evidence(run_path: Path, evidence: NodeEvidence) -> None:
-    """Write what a node has gathered for a hang; raises OSError."""
-    _write(run_path, FOLDER, f"{EVIDENCE}{evidence.host}.json", dump(evidence))
+    Evidence that is of no hang (number 0) answers a request for a stack.
+    """
+    match value:
+        case NodeReport():
+            name = f"{_REPORT}{value.host}.json"
+        case NodeEvidence():
+            name = f"{EVIDENCE if value.number else ANSWER}{value.host}.json"
+        case _:
+            name = _NAMES[type(value)]
+    return _write(run_path, FOLDER, name, dump(value))
 
 
 def write_hang(run_path: Path, hang: Hang, evidence: Sequence[NodeEvidence] = ()) -> None:
@@ -90,28 +96,27 @@ def write_hang(run_path: Path, hang: Hang, evidence: Sequence[NodeEvidence] = ()
     for node in evidence:
         _write(run_path, folder, f"{EVIDENCE}{node.host}.json", dump(replace(node, number=hang.number)))
         for rank in node.ranks:
-            _write(run_path, folder, f"stacks-{node.host}-rank-{rank.rank}.txt", _describe_stacks(rank))
+            _write(
+                run_path, folder, f"stacks-{node.host}-rank-{rank.rank}.txt", "\n".join(_list_stacks(rank))
+            )
 
 
-def _describe_stacks(rank: RankEvidence) -> str:
-    """Return a rank's stacks, and those of its children, as text."""
+def _list_stacks(rank: RankEvidence) -> Iterator[str]:
+    """Give the lines of a rank's stacks, and of those of its children."""
     where = f"rank {rank.rank} on {rank.host}, {rank.phase}, step {rank.step}"
-    lines = [f"{where}, {rank.idle:.0f} s without progress", *_list_process(rank.process, "process")]
-    for child in rank.children:
-        lines += ["", *_list_process(child, "child")]
-    return "\n".join([*lines, *(f"note: {note}" for note in rank.notes)])
-
-
-def _list_process(process: ProcessState, what: str) -> Iterator[str]:
-    """Give the lines of one process."""
-    inside = (process.system_call or process.wait_channel) if process.state in "SD" else ""
-    state = f"state {process.state}" + (f", in {inside}" if inside else "")
-    yield f"{what} {process.pid} {process.command}".rstrip() + f": {state}"
-    for stack in process.stacks:
-        main = " (main)" if stack.is_current else ""
-        yield f"  thread {stack.thread}{main}, innermost first:"
-        for frame in stack.frames:
-            yield f"    {frame.file}:{frame.line} in {frame.function}"
+    yield f"{where}, {rank.idle:.0f} s without progress"
+    for process in (rank.process, *rank.children):
+        inside = (process.system_call or process.wait_channel) if process.state in "SD" else ""
+        state = f"state {process.state}" + (f", in {inside}" if inside else "")
+        what = "process" if process is rank.process else "\nchild"
+        yield f"{what} {process.pid} {process.command}".rstrip() + f": {state}"
+        for stack in process.stacks:
+            main = " (main)" if stack.is_current else ""
+            yield f"  thread {stack.thread}{main}, innermost first:"
+            for frame in stack.frames:
+                yield f"    {frame.file}:{frame.line} in {frame.function}"
+    for note in rank.notes:
+        yield f"note: {note}"
 
 
 # Reading: with `own`, which is for what acts upon a value, that of another user counts as missing
@@ -127,12 +132,7 @@ def read_value(kind: type[T], path: Path, *, own: bool = False) -> T | None:
 
 def read_job_state(run_path: Path, *, own: bool = False) -> JobState | None:
     """Read what is known of a job; None if nothing is, or it cannot be read."""
-    return read_value(JobState, watch_path(run_path) / JOB_STATE, own=own)
-
-
-def read_report(run_path: Path, host: str, *, own: bool = False) -> NodeReport | None:
-    """Read one node's report; None if there is none that can be read."""
-    return read_value(NodeReport, watch_path(run_path) / f"{_REPORT}{host}.json", own=own)
+    return read_value(JobState, watch_path(run_path) / _NAMES[JobState], own=own)
 
 
 def read_evidence(folder: Path, number: int, *, own: bool = False) -> tuple[NodeEvidence, ...]:
@@ -157,15 +157,6 @@ def _list_names(folder: Path, beginning: str) -> list[str]:
     except OSError:
         return []
     return sorted(name for name in names if name.startswith(beginning) and name.endswith(".json"))
-
-
-@dataclass(frozen=True, slots=True)
-class StackRequest:
-    """Of a rank's stack, by somebody who looks at the run."""
-
-    rank: int
-    number: int
-    """Greater than that of any request before, which it replaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +189,9 @@ class ReportCache:
         found = self._update(NodeReport, _list_names(self.folder, _REPORT), clock)
         return tuple(sorted(found.values(), key=lambda one: (one.value.node_rank, one.value.host)))
 
-    def read_job(self, clock: float | None = None) -> Stored[JobState] | None:
-        """Return what is known of the job; None if nothing is."""
-        return self._update(JobState, [JOB_STATE], clock).get(JOB_STATE)
-
-    def read_request(self, clock: float) -> Stored[StackRequest] | None:
-        """Return the last request for a stack, by this user alone with `own`."""
-        return self._update(StackRequest, [_REQUEST], clock).get(_REQUEST)
+    def read(self, kind: type[T], clock: float | None = None) -> Stored[T] | None:
+        """Return what is known of the job, or the last request for a stack; None if there is none."""
+        return self._update(kind, [_NAMES[kind]], clock).get(_NAMES[kind])
 
     def _update(self, kind: type[T], names: Iterable[str], clock: float | None) -> dict[str, Stored[T]]:
         """Return the values of these files, and forget those of others."""
@@ -232,42 +219,148 @@ class ReportCache:
         return found
 
 
-# A rank's stack for somebody who looks at the run
+# Without ever waiting for the filesystem
 
-
-def write_stack_request(run_path: Path, rank: int) -> int:
-    """Ask for a rank's stack; return the request's number. Raises OSError, also for another user's run."""
-    request = StackRequest(rank, time.time_ns())
-    _write(run_path, FOLDER, _REQUEST, dump(request))
-    return request.number
-
-
-def write_stack_answer(run_path: Path, evidence: NodeEvidence) -> None:
-    """Write what a node has gathered for a request; raises OSError."""
-    _write(run_path, FOLDER, f"{_ANSWER}{evidence.host}.json", dump(evidence))
+STUCK = 10.0
+"""Seconds in one call to a filesystem, after which it is said to hang."""
+_OLD = 6.0
+"""Age in seconds of a report whose node may have ended."""
+_MOST_TASKS = 100
+"""Tasks that wait, at most: while the filesystem hangs, further ones are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessSnapshot:
-    """A process as it was at one moment."""
+class Found:
+    """What was found in the run directory last."""
 
-    process: ProcessState
-    age: float
-    """Seconds since then."""
-    origin: str
-    """Why it was looked at."""
+    job: Stored[JobState] | None = None
+    """What the judging node has told."""
+    reports: tuple[Stored[NodeReport], ...] = ()
+    """All nodes', for the judging node, and where ranks stand still."""
+    hangs: int = 0
+    """The highest number of a hang that has a folder."""
+    ended: tuple[NodeRecord, ...] = ()
+    """Nodes that have ended their part of this attempt, if reports are missing or old."""
+    request: Stored[StackRequest] | None = None
 
 
-def find_process(run_path: Path, rank: int, host: str) -> ProcessSnapshot | None:
-    """Return the newest look at a rank's process, by the times of files: for a hang, or asked for."""
-    found = []
-    for name, origin in ((EVIDENCE, "for a hang"), (_ANSWER, "asked for")):
-        path = watch_path(run_path) / f"{name}{host}.json"
+class Worker(Generic[T]):
+    """Does work on items in their order; of too many, those that come last are dropped.
+
+    The interpreter's end does not wait for it. The first failure is warned of, and later ones are silent.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[T], object],
+        most: int,
+        warn: Callable[[OSError], object] | None = None,
+        finish: Callable[[], object] | None = None,
+    ) -> None:
+        """`work` is called with each item, `finish` in the end; both raise OSError. `most` may wait."""
+        self._work = work
+        self._finish = finish
+        self._warn = warn
+        self._items: queue.Queue[tuple[T] | None] = queue.Queue(most)
+        self.closing = threading.Event()
+        """Somebody waits for the end."""
+        self.busy_since: float | None = None
+        """Monotonic time at which it began what it does now."""
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def put(self, item: T) -> bool:
+        """Leave an item to the thread; return False if it had to be dropped."""
         try:
-            age = max(0.0, time.time() - path.lstat().st_mtime)
-        except OSError:
-            continue
-        evidence = read_value(NodeEvidence, path)
-        processes = [one.process for one in evidence.ranks if one.rank == rank] if evidence else []
-        found += [ProcessSnapshot(process, age, origin) for process in processes]
-    return min(found, key=lambda one: one.age, default=None)
+            self._items.put_nowait((item,))
+        except queue.Full:
+            return False
+        return True
+
+    def wait_idle(self, seconds: float) -> bool:
+        """Wait until all is done, at most so long; tell whether it is."""
+        with self._items.all_tasks_done:
+            return self._items.all_tasks_done.wait_for(lambda: not self._items.unfinished_tasks, seconds)
+
+    def close(self, timeout: float) -> None:
+        """Have the rest done, and wait for that for so many seconds at most."""
+        self.closing.set()
+        end = time.monotonic() + timeout
+        with suppress(queue.Full):
+            self._items.put(None, timeout=timeout)
+            self.thread.join(max(0.0, end - time.monotonic()))
+
+    def _run(self) -> None:
+        while entry := self._items.get():
+            self.busy_since = time.monotonic()
+            try:
+                self._work(entry[0])
+            except OSError as error:
+                if self._warn:
+                    self._warn(error)
+                    self._warn = None
+            self.busy_since = None
+            self._items.task_done()
+        if self._finish:
+            with suppress(OSError):
+                self._finish()
+
+
+class SharedFiles:
+    """Reads and writes in the run directory, without ever waiting for it."""
+
+    def __init__(self, run_path: Path) -> None:
+        self.run_path = run_path
+        self.found: Found | None = None
+        """None until something was written and read."""
+        self.trouble = ""
+        """Why the last exchange failed."""
+        self._cache = ReportCache(run_path, own=True)
+        self._last_other: float | None = None
+        """Time of another node's word on the job that was read last."""
+        self._next: tuple[NodeReport, JobState | None] | None = None
+        self.worker: Worker[Callable[[], None]] = Worker("run-directory", self._do, _MOST_TASKS)
+
+    def submit(self, report: NodeReport, state: JobState | None) -> None:
+        """Have a report written, with the job's state by the node that judges, and what others wrote read.
+
+        One that still waits is replaced.
+        """
+        self._next = report, state
+        self.worker.put(self._exchange)
+
+    def is_stuck(self, now: float) -> bool:
+        """Tell whether the filesystem hangs; `now` is monotonic."""
+        since = self.worker.busy_since
+        return since is not None and now - since > STUCK
+
+    def _do(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except (OSError, ValueError) as error:
+            self.trouble = str(error)
+        except Exception as error:  # this thread's end would look like a filesystem that hangs
+            self.trouble = f"{type(error).__name__}: {error}"
+
+    def _exchange(self) -> None:
+        """Write and read; raises OSError."""
+        if self._next is None:  # done with the one before, which it replaced
+            return
+        (own, state), self._next = self._next, None
+        clock, cache = write_value(self.run_path, own), self._cache
+        job = cache.read(JobState, clock)
+        is_others = job and job.value.host != own.host and job.value.attempt == own.attempt
+        other = job.value.time if job and is_others else None
+        if state and other in (None, self._last_other):  # what another node has told is read first
+            write_value(self.run_path, state)
+        self._last_other = other
+        reads_all = own.nodes > 1 and (state is not None or own.stalled_since is not None)
+        reports, now = cache.read_reports(clock) if reads_all else (), time.monotonic()
+        told = [one for one in reports if one.value.attempt == own.attempt and now - one.seen < _OLD]
+        looks = reads_all and len(told) < own.nodes
+        ended = tuple(read_nodes(self.run_path, own.attempt)) if looks else ()
+        names = map(_HANG.fullmatch, os.listdir(self.run_path) if state else ())  # noqa: PTH208 - names alone
+        hangs = max((int(name[1]) for name in names if name), default=0)
+        found = Found(job, reports, hangs, ended, cache.read(StackRequest, clock))
+        self.found, self.trouble = found, ""

@@ -15,8 +15,8 @@ from launcher.protocol import name_applied_file, name_plan_file
 from launcher.runs.progress import Progress, find_printed_step, read_mtime
 from launcher.runs.rank_logs import measure_file, read_tail
 from launcher.runs.run_records import Applied, compare_rank, describe_memory, read_ranks
-from launcher.watch.model import JobState, NodeReport
-from launcher.watch.run_files import ProcessSnapshot, ReportCache, find_process, is_silent, read_value
+from launcher.watch.model import JobState, NodeEvidence, NodeReport, ProcessState
+from launcher.watch.run_files import ANSWER, EVIDENCE, ReportCache, is_silent, read_value, watch_path
 
 if TYPE_CHECKING:
     from launcher.plan.model import RankPlan
@@ -79,7 +79,7 @@ class RunReader:
 
         A node that only an earlier attempt had is left out; one of the newest attempt that is silent stays.
         """
-        reports, job = self._cache.read_reports(), self._cache.read_job()
+        reports, job = self._cache.read_reports(), self._cache.read(JobState)
         progress, seen = find_printed_step(self.path), self._seen
         now = time.monotonic()
         if progress and seen and progress.step < seen[-1][1]:
@@ -103,6 +103,17 @@ class RunReader:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessSnapshot:
+    """A process as it was at one moment."""
+
+    process: ProcessState
+    age: float
+    """Seconds since then."""
+    origin: str
+    """Why it was looked at."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankDetails:
     """One rank beside its row in a report: its stacks, its last lines, its plan against what it has."""
 
@@ -113,6 +124,7 @@ class RankDetails:
     differences: tuple[str, ...] = ()
     """Where that is not what was planned, and what its shim could not apply."""
     snapshot: ProcessSnapshot | None = None
+    """The newest look at its process, by the times of files: for a hang, or asked for."""
     lines: tuple[str, ...] = ()
     """The last ones of the stream that it wrote to last."""
     stream: str = ""
@@ -130,6 +142,13 @@ def read_details(run_path: Path, rank: int, local_rank: int, host: str, attempt:
     differences = [*record.problems] if record else ["it left no record of its placement"]
     if record and plan:
         differences += [line for line in compare_rank(plan, record) if line not in differences]
+    looks = []
+    for name, origin in ((EVIDENCE, "for a hang"), (ANSWER, "asked for")):
+        path = watch_path(run_path) / f"{name}{host}.json"
+        evidence, written = read_value(NodeEvidence, path), read_mtime(path)
+        for one in evidence.ranks if evidence and written else ():
+            if one.rank == rank:
+                looks.append(ProcessSnapshot(one.process, max(0.0, time.time() - (written or 0)), origin))
     folder = run_path / "logs" / str(attempt)
     logs = [folder / f"rank-{rank}.{ending}" for ending in ("out", "err")]
     newest = max(filter(measure_file, logs), key=lambda log: read_mtime(log) or 0, default=None)
@@ -138,7 +157,7 @@ def read_details(run_path: Path, rank: int, local_rank: int, host: str, attempt:
         attempt,
         _describe_placement(record, plan) if record else "",
         tuple(differences),
-        find_process(run_path, rank, host),
+        min(looks, key=lambda one: one.age, default=None),
         tuple(read_tail(newest, _LINES)) if newest else (),
         newest.suffix[1:] if newest else "",
     )

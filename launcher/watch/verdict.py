@@ -5,34 +5,243 @@ data.py:88, read_shard`.
 
 A rank that is in a collective waits for the members of its group that have not called that collective; one
 that waits in torch's store waits for the ranks that are not there. Those at the end of these relations hold
-all others up.
+all others up. What they do follows from the kernel's word (state, system call, wait channel), and where from
+their stacks: it is the innermost line of the main thread in the program's own code.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from launcher.cpulist import format_cpulist
 from launcher.text import count_things, escape_text
-from launcher.watch.activity import (
-    COMPUTING,
-    describe_activity,
-    find_distributed_call,
-    is_deadlocked,
-    is_debugged,
-    is_in_backward,
-    stands_by_itself,
-)
 from launcher.watch.flight_recorder import DEFAULT_GROUP
-from launcher.watch.model import Call, Frame, NodeEvidence, NodeReport, RankEvidence, Verdict
+from launcher.watch.model import (
+    Call,
+    Frame,
+    NodeEvidence,
+    NodeReport,
+    ProcessState,
+    RankEvidence,
+    Verdict,
+)
+from launcher.watch.procfs import WAITS
+
+# What a rank does
+
+_FILES = {name: re.compile(pattern) for name, pattern in WAITS["file"].items()}
+_SAVING_FUNCTIONS = ("save", "async_save", "_save", "save_file", "_legacy_save", "fsync_future")
+_WAITING_FOR_DATA = ("_try_get_data", "_get_data", "_next_data")
+_DISTRIBUTED_WRAPPERS = ("wrapper", "_wrapper", "func_wrapper", "inner", "_fn")
+_JOIN_FUNCTIONS = ("join", "_wait_for_tstate_lock")
+_LOCK_FUNCTIONS = (*_JOIN_FUNCTIONS, "acquire", "wait", "__enter__", "wait_for")
+_WORKING_CPU, _WORKING_IO = 0.1, 1 << 16
+"""Cores, and bytes a look, from which on a process counts as working; one that waits uses less than 0.02."""
+_COMPUTING = 0.5
+"""Cores from which on it computes, whatever state a look has found."""
+_UNSPECIFIC = ("stands", "waits for a lock", "waits for input", "waits for the network")
+"""Verbs that a call of `torch.distributed` says more than."""
+_STATES = {"Z": "has ended", "X": "has ended", "T": "is stopped (SIGSTOP)", "R": "computes"}
+
+
+def _is_in(frame: Frame | None, *files: str, functions: Collection[str] = ()) -> bool:
+    """Tell whether a line is in one of these files, and in one of these functions."""
+    is_there = frame is not None and any(_FILES[name].search(frame.file) for name in files)
+    return is_there and (not functions or (frame is not None and frame.function in functions))
+
+
+def _is_library(frame: Frame) -> bool:
+    """Tell whether a line is not the program's own: torch's, a package's, Python's, the hook's."""
+    return _is_in(frame, "standard", "installed", "torch", "hook") and not _is_in(frame, "bundled")
+
+
+def _list_frames(process: ProcessState) -> Sequence[Frame]:
+    return process.main_stack.frames if process.main_stack else ()
+
+
+def _list_library_frames(process: ProcessState) -> Sequence[Frame]:
+    """Return the lines of the main thread within the innermost one of the program's own code."""
+    frames = _list_frames(process)
+    own = next((number for number, frame in enumerate(frames) if not _is_library(frame)), None)
+    return frames[:own]
+
+
+def _is_within(process: ProcessState, file: str, functions: Collection[str] = ()) -> bool:
+    """Tell whether the program's own code has called into such a file, and is there."""
+    return any(_is_in(frame, file, functions=functions) for frame in _list_library_frames(process))
+
+
+def _find_place(process: ProcessState) -> Frame | None:
+    """Return the innermost line of the main thread in the program's own code.
+
+    If it has none there, as with a program that is installed itself: in another package than torch; else
+    the innermost line of all.
+    """
+    frames = _list_frames(process)
+    own = [frame for frame in frames if not _is_library(frame)]
+    packages = (one for one in frames if _is_in(one, "installed") and not _is_in(one, "torch", "hook"))
+    return next(iter((*own, *packages, *frames)), None)
+
+
+def _show_place(frame: Frame | None) -> str:
+    """Return ` at data.py:88, read_shard`, or an empty text."""
+    return f" at {PurePath(frame.file).name}:{frame.line}, {frame.function}" if frame else ""
+
+
+def _find_distributed_call(process: ProcessState) -> str:
+    """Return the function of `torch.distributed` that the main thread is in: `barrier`; empty for none.
+
+    It is the outermost one that the program's own code has called, without decorators' wrappers.
+    """
+    inside = [one.function for one in _list_library_frames(process) if _is_in(one, "distributed")]
+    return next((name for name in reversed(inside) if name not in _DISTRIBUTED_WRAPPERS), "")
+
+
+def _is_in_backward(process: ProcessState) -> bool:
+    """Tell whether the main thread is in autograd's engine, in which DDP waits for its buckets."""
+    return any(_is_in(frame, "autograd") for frame in _list_library_frames(process)[:1])
+
+
+def find_phase(rank: RankEvidence) -> str:
+    """Return a rank's phase: by its stack if it compiles, saves or loads there, else by its heartbeat."""
+    if _is_within(rank.process, "compiler"):
+        return "compiling"
+    if _is_within(rank.process, "saving", _SAVING_FUNCTIONS):
+        return "saving"
+    return "loading" if _is_within(rank.process, "dataloader", _WAITING_FOR_DATA) else rank.phase
+
+
+def _is_debugged(rank: RankEvidence) -> bool:
+    """Tell whether a debugger holds a rank: one that traces it, or one in its interpreter."""
+    return rank.process.tracer > 0 or any(_is_in(one, "debugger") for one in _list_frames(rank.process))
+
+
+def is_working(rank: RankEvidence) -> bool:
+    """Tell whether a rank or one of its children used CPU or IO, or went on, while evidence was gathered.
+
+    If that was not seen whole, it did.
+    """
+    return (
+        not rank.is_measured
+        or rank.process.stack_changes
+        or any(
+            process.cpu >= _WORKING_CPU or process.io_bytes >= _WORKING_IO or process.state == "R"
+            for process in (rank.process, *rank.children)
+        )
+    )
+
+
+def _is_deadlocked(rank: RankEvidence) -> bool:
+    """Tell whether all Python threads of a rank wait for locks, or for the end of such a thread.
+
+    Then nobody is left who releases one.
+    """
+    if rank.process.system_call not in ("", "futex") or is_working(rank):
+        return False
+    threads = [stack for stack in rank.process.stacks if stack.frames]
+    return any(one.is_current and one.awaits_lock for one in threads) and all(
+        one.awaits_lock or _is_in(one.frames[0], "threading", functions=_JOIN_FUNCTIONS) for one in threads
+    )
+
+
+def _is_in_lock(process: ProcessState) -> bool:
+    """Tell whether the main thread waits in Python's `threading`."""
+    return any(_is_in(one, "threading", functions=_LOCK_FUNCTIONS) for one in _list_frames(process)[:1])
+
+
+def _stands_by_itself(rank: RankEvidence) -> bool:
+    """Tell whether the main thread does something of its own rather than wait in `torch.distributed`."""
+    if _find_distributed_call(rank.process) or _is_in_backward(rank.process):
+        return False
+    return _say_doing(rank.process) not in ("stands", "waits for a lock") or _is_in_lock(rank.process)
+
+
+def _say_doing(process: ProcessState) -> str:
+    """Return what a process does as a verb: `sleeps`, `reads a file`, `computes`, `stands`."""
+    if process.state == "t" or process.tracer:
+        return f"is held by a debugger (PID {process.tracer})"
+    if process.state in _STATES:
+        return _STATES[process.state]
+    if process.cpu >= _COMPUTING:
+        return "computes"
+    if _is_in_lock(process):
+        return "waits for a lock"
+    channel = WAITS["channel"].get(process.wait_channel, "")
+    said: str = channel or WAITS["call"].get(process.system_call, {}).get("says", "")
+    if process.state == "D" and not channel:
+        where = f", {process.wait_channel}" if process.wait_channel else ""
+        return f"{said or 'waits for a disk or a device'} (state D{where})"
+    return said or "stands"
+
+
+def _describe_activity(rank: RankEvidence, *, is_waiting: bool = False) -> tuple[str, Frame | None]:
+    """Return what a rank does and where, as a sentence without its subject, and the line.
+
+    `is_waiting`: it waits for other ranks, which the kernel's word for that cannot tell.
+    """
+    process = rank.process
+    place = _find_place(process)
+    doing = _say_doing(process)
+    if process.state not in "TtZX" and _is_within(process, "dataloader", _WAITING_FOR_DATA):
+        if worker := _find_stuck_worker(rank.children):
+            inner = _find_place(worker)
+            text = f"which {_say_doing(worker)}{_show_place(inner)}"
+            return f"waits for DataLoader worker {worker.pid}, {text}", inner or place
+        which = "its DataLoader workers" if rank.children else "a DataLoader worker that is gone"
+        doing = f"waits for {which}"
+    elif _is_debugged(rank) and not process.tracer:
+        doing = "is in a debugger"
+    elif doing in _UNSPECIFIC and (operation := _find_distributed_call(process)):
+        doing = f"waits in {operation}"
+    elif doing in _UNSPECIFIC and is_waiting and not _is_in_lock(process):
+        doing = "waits"
+    elif rank.phase == "ended" and process.state not in "TZX":
+        doing = f"is about to exit and {doing}"
+    return f"{doing}{_show_place(place)}", place
+
+
+def _find_stuck_worker(children: Sequence[ProcessState]) -> ProcessState | None:
+    """Return the worker that has not answered: one that has ended or is stopped, else one in a dataset.
+
+    A worker without work waits for its queue in torch's loop, which has no line of the program's own.
+    """
+    for is_stuck in (
+        lambda child: child.state in "ZX",
+        lambda child: child.state in "Tt",
+        lambda child: child.state == "D",
+        _is_in_dataset,
+        lambda child: not child.stacks and _say_doing(child) == "sleeps",
+    ):
+        if found := next(filter(is_stuck, children), None):
+            return found
+    return None
+
+
+def _is_in_dataset(process: ProcessState) -> bool:
+    """Tell whether a DataLoader worker fetches an item, rather than wait for one to fetch."""
+    for frame in _list_frames(process):
+        if _is_in(frame, "worker_loop"):
+            return False
+        if not _is_library(frame) or _is_in(frame, "worker_fetch"):
+            return True
+    return False
+
 
 # Which rank waits for which others, and in what
 
 _JOINING = "init_process_group"
 _UNEVEN = ("all_to_all", "all_to_all_single", "alltoall_base", "scatter", "gather", "all_gather")
 """Operations whose input sizes may differ between ranks."""
-_Ranks = Mapping[int, RankEvidence]
+_MOST_PLACES = 3
+"""Different places that a sentence names."""
+_MOST_HOSTS = 3
+_MOST_CIRCLE = 4
+"""Waits that a sentence names of ranks that wait for each other."""
+_LONGEST = 600
+"""Characters of a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,137 +265,11 @@ class _Wait:
         """What is the same for all ranks that wait in it."""
         return self.operation, self.key, self.sequence
 
-
-_Waits = Mapping[int, Sequence[_Wait]]
-"""What each rank waits in."""
-
-
-def _find_waits(ranks: _Ranks, world: Set[int]) -> dict[int, tuple[_Wait, ...]]:
-    """Return what each rank that waits for others waits in.
-
-    `world` are all ranks of the job, also those without evidence. gloo's recorder does not name the members
-    of a group: then they are those that have ever called a collective of the group, and all ranks for the
-    default group.
-    """
-    in_store: dict[int, str] = {}
-    members: dict[str, set[int]] = defaultdict(set)
-    for number, rank in ranks.items():
-        function = find_distributed_call(rank.process)
-        # By its counters or, without an answer, by its stack.
-        if rank.store_wait or (not rank.answered and function == _JOINING):
-            in_store[number] = rank.store_operation or function or "a wait in torch's store"
-        for group in rank.groups:
-            members[group.key] |= {number, *group.ranks}
-            if group.name == DEFAULT_GROUP:
-                members[group.key] |= world
-    waits: dict[int, tuple[_Wait, ...]] = {}
-    for number, rank in ranks.items():
-        if rank.exit_code is not None or rank.process.state in "TZX":
-            continue
-        found = []
-        for group in rank.groups:
-            if call := group.pending:
-                missing = frozenset(
-                    member
-                    for member in members[group.key] - {number}
-                    if not _has_joined(ranks.get(member), group.key, call.sequence)
-                )
-                found.append(_Wait(call.operation, group.key, group.name, call.sequence, missing))
-            for operation, partner in group.exchanges:
-                found.append(
-                    _Wait(operation, group=group.name, missing=frozenset({partner}), is_collective=False)
-                )
-        if number in in_store:
-            found.append(_Wait(in_store[number], missing=frozenset(world - in_store.keys())))
-        if not found and (operation := _guess_wait(rank)):
-            found.append(_Wait(operation, is_collective=False))
-        if found:
-            waits[number] = tuple(found)
-    return waits
-
-
-def _guess_wait(rank: RankEvidence) -> str:
-    """Return the function of `torch.distributed` that a rank waits in by its stack alone; empty for none.
-
-    So are point-to-point operations of gloo, which are not recorded, and ranks whose server does not answer.
-    """
-    if rank.process.state == "R" or rank.process.cpu >= COMPUTING:
-        return ""
-    operation = find_distributed_call(rank.process)
-    if not operation and not rank.answered and is_in_backward(rank.process):
-        return "backward"
-    return operation
-
-
-def _has_joined(rank: RankEvidence | None, key: str, sequence: int) -> bool:
-    """Tell whether a rank has called a collective of a group.
-
-    A rank that did not answer has if it waits in `torch.distributed` by its stack; one that is not heard of,
-    or has ended, has not.
-    """
-    if rank is None or rank.exit_code is not None or rank.process.state in "TZX":
-        return False
-    if not rank.answered:
-        return bool(_guess_wait(rank))
-    return any(group.key == key and group.last_enqueued >= sequence for group in rank.groups)
-
-
-def _find_roots(waits: _Waits, ranks: _Ranks) -> frozenset[int]:
-    """Return the ranks at the end of the relations: others wait for them, and they wait for nobody.
-
-    If none is named (the members of a group are not known, or operations are not recorded), those are taken
-    that do not wait while others do. In a circle, those count that do something of their own, as with GPUs,
-    on which a collective can be pending while the program is elsewhere.
-    """
-    targets = {
-        number: frozenset().union(*(wait.missing for wait in found)) for number, found in waits.items()
-    }
-    named = frozenset().union(*targets.values())
-    free = frozenset(number for number in named if number not in waits)
-    if free or not waits:
-        return free
-    idle = frozenset(
-        number for number, rank in ranks.items() if number not in waits and rank.exit_code is None
-    )
-    circle = frozenset(number for number in named if number in ranks and stands_by_itself(ranks[number]))
-    return idle or circle or frozenset(number for number in named if not targets[number])
-
-
-def _find_mismatch(ranks: _Ranks, waits: _Waits) -> tuple[_Wait, list[tuple[Call, list[int]]]] | None:
-    """Return the first incomplete collective that ranks have called differently; None if they agree.
-
-    Each different call comes with its ranks, the one of fewest ranks first; the wait is in that one. Calls
-    differ by their operation and, if that counts, their sizes.
-    """
-    pending = {
-        (wait.key, wait.group, wait.sequence)
-        for found in waits.values()
-        for wait in found
-        if wait.key and wait.sequence is not None
-    }
-    for key, name, sequence in sorted(pending):
-        by_form: dict[tuple[str, str], tuple[Call, list[int]]] = {}
-        for number in sorted(ranks):
-            for group in ranks[number].groups:
-                for call in group.calls if group.key == key else ():
-                    if call.sequence == sequence:
-                        sizes = "" if call.operation in _UNEVEN else call.sizes
-                        by_form.setdefault((call.operation, sizes), (call, []))[1].append(number)
-        if len(by_form) > 1:
-            found = sorted(by_form.values(), key=lambda entry: (len(entry[1]), -entry[1][0]))
-            return _Wait(found[0][0].operation, key, name, sequence), found
-    return None
-
-
-# The verdict
-
-_MOST_PLACES = 3
-"""Different places that a sentence names."""
-_MOST_HOSTS = 3
-_MOST_CIRCLE = 4
-"""Waits that a sentence names of ranks that wait for each other."""
-_LONGEST = 600
-"""Characters of a sentence."""
+    @property
+    def label(self) -> str:
+        """What it is for people: `all_reduce #1042 of the default group`, `init_process_group`."""
+        where = "" if self.sequence is None else f" #{self.sequence} of {_name_group(self.group)}"
+        return f"{self.operation or 'a collective'}{where}"
 
 
 def judge_evidence(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport]) -> Verdict:
@@ -212,18 +295,91 @@ class _Job:
         expected = max((report.nodes for report in reports), default=0)
         self.unreported = max(expected - len(reported | heard), 0)
         """Nodes that have never reported."""
-        self.waits: _Waits = _find_waits(self.ranks, frozenset(self.hosts))
+        self.waits = self._find_waits()
+        """What each rank that waits for others waits in."""
+
+    def _find_waits(self) -> dict[int, tuple[_Wait, ...]]:
+        """Find the waits.
+
+        gloo's recorder does not name the members of a group: then they are those that have ever called a
+        collective of the group, and all ranks for the default group.
+        """
+        world = frozenset(self.hosts)
+        in_store: dict[int, str] = {}
+        members: dict[str, set[int]] = defaultdict(set)
+        for number, rank in self.ranks.items():
+            function = _find_distributed_call(rank.process)
+            # By its counters or, without an answer, by its stack.
+            if rank.store_wait or (not rank.answered and function == _JOINING):
+                in_store[number] = rank.store_operation or function or "a wait in torch's store"
+            for group in rank.groups:
+                members[group.key] |= {number, *group.ranks}
+                if group.name == DEFAULT_GROUP:
+                    members[group.key] |= world
+        waits: dict[int, tuple[_Wait, ...]] = {}
+        for number, rank in self.ranks.items():
+            if rank.exit_code is not None or rank.process.state in "TZX":
+                continue
+            found = []
+            for group in rank.groups:
+                if call := group.pending:
+                    missing = frozenset(
+                        member
+                        for member in members[group.key] - {number}
+                        if not self._has_joined(member, group.key, call.sequence)
+                    )
+                    found.append(_Wait(call.operation, group.key, group.name, call.sequence, missing))
+                for operation, partner in group.exchanges:
+                    missing = frozenset({partner})
+                    found.append(_Wait(operation, group=group.name, missing=missing, is_collective=False))
+            if number in in_store:
+                found.append(_Wait(in_store[number], missing=world - in_store.keys()))
+            if not found and (operation := _guess_wait(rank)):
+                found.append(_Wait(operation, is_collective=False))
+            if found:
+                waits[number] = tuple(found)
+        return waits
+
+    def _has_joined(self, number: int, key: str, sequence: int) -> bool:
+        """Tell whether a rank has called a collective of a group.
+
+        A rank that did not answer has if it waits in `torch.distributed` by its stack; one that is not heard
+        of, or has ended, has not.
+        """
+        rank = self.ranks.get(number)
+        if rank is None or rank.exit_code is not None or rank.process.state in "TZX":
+            return False
+        if not rank.answered:
+            return bool(_guess_wait(rank))
+        return any(group.key == key and group.last_enqueued >= sequence for group in rank.groups)
 
     def judge(self) -> Verdict:
-        if mismatch := _find_mismatch(self.ranks, self.waits):
-            return self._blame_mismatch(*mismatch)
-        if roots := _find_roots(self.waits, self.ranks):
+        if mismatch := self._judge_mismatch():
+            return mismatch
+        if roots := self._find_roots():
             return self._blame_roots(sorted(roots))
         if self.silent or self.unreported:
             return self._blame_silent(sorted(self.hosts.keys() - self.ranks.keys()))
-        if not self.waits:
-            return self._blame_roots(sorted(self.ranks))
-        return self._blame_circle()
+        return self._blame_circle() if self.waits else self._blame_roots(sorted(self.ranks))
+
+    def _find_roots(self) -> frozenset[int]:
+        """Return the ranks at the end of the relations: others wait for them, and they wait for nobody.
+
+        If none is named (the members of a group are not known, or operations are not recorded), those are
+        taken that do not wait while others do. In a circle, those count that do something of their own, as
+        with GPUs, on which a collective can be pending while the program is elsewhere.
+        """
+        targets = {
+            number: frozenset[int]().union(*(one.missing for one in own))
+            for number, own in self.waits.items()
+        }
+        named = frozenset[int]().union(*targets.values())
+        free = named - targets.keys()
+        if free or not self.waits:
+            return free
+        idle = [one for one, rank in self.ranks.items() if one not in targets and rank.exit_code is None]
+        circle = [one for one in named if one in self.ranks and _stands_by_itself(self.ranks[one])]
+        return frozenset(idle or circle or (number for number in named if not targets[number]))
 
     def _blame(
         self,
@@ -238,26 +394,46 @@ class _Job:
             more |= {"group": wait.group, "operation": wait.operation, "sequence": wait.sequence}
         return Verdict(kind, escape_text(text, _LONGEST), tuple(ranks), tuple(hosts), **more)
 
-    def _blame_mismatch(self, wait: _Wait, calls: Sequence[tuple[Call, list[int]]]) -> Verdict:
-        """Blame the fewest ranks that have called another collective than the others as one."""
-        (odd, few), *others = calls
-        doing, frame = self._describe(few)
-        waiting = sum(len(ranks) for _, ranks in others)
-        text = f"{self._name(few)} {'have' if len(few) > 1 else 'has'}"
-        number = f"#{wait.sequence} of {_name_group(wait.group)}"
-        is_one_operation = len({call.operation for call, _ in calls}) == 1
-        rest = []
-        for call, ranks in others:
-            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
-            given = f"{call.operation} of {call.sizes}" if call.sizes else call.operation
-            rest.append(f"{who} {(call.sizes or 'nothing') if is_one_operation else given}")
-        if is_one_operation:
-            text += f" given {odd.sizes or 'nothing'} to {odd.operation} {number}"
-        else:
-            called = f"{odd.operation} of {odd.sizes}" if odd.sizes else odd.operation
-            text += f" called {called} as {number}"
-        text += f", and {_join(rest)}: {doing}"
-        return self._blame("mismatch", text, few, wait, waiting=waiting, frame=frame, is_final=True)
+    def _judge_mismatch(self) -> Verdict | None:
+        """Blame the fewest ranks that have called another collective than the others as one, if some have.
+
+        It is the first incomplete one. Calls differ by their operation and, if that counts, their sizes.
+        """
+        pending = {
+            (wait.key, wait.group, wait.sequence)
+            for found in self.waits.values()
+            for wait in found
+            if wait.key and wait.sequence is not None
+        }
+        for key, name, sequence in sorted(pending):
+            by_form: dict[tuple[str, str], tuple[Call, list[int]]] = {}
+            for number in sorted(self.ranks):
+                for group in self.ranks[number].groups:
+                    for call in group.calls if group.key == key else ():
+                        if call.sequence == sequence:
+                            sizes = "" if call.operation in _UNEVEN else call.sizes
+                            by_form.setdefault((call.operation, sizes), (call, []))[1].append(number)
+            if len(by_form) < 2:
+                continue
+            (odd, few), *others = sorted(by_form.values(), key=lambda entry: (len(entry[1]), -entry[1][0]))
+            differ = len({operation for operation, _ in by_form}) > 1
+            shown = [call.sizes or "nothing" for call, _ in ((odd, few), *others)]
+            if differ:
+                shown = [
+                    f"{call.operation} of {call.sizes}" if call.sizes else call.operation
+                    for call, _ in ((odd, few), *others)
+                ]
+            rest = [
+                f"rank {ranks[0]} {what}" if len(ranks) == 1 else f"{len(ranks)} ranks {what}"
+                for (_, ranks), what in zip(others, shown[1:], strict=True)
+            ]
+            did = f"called {shown[0]} as" if differ else f"given {shown[0]} to {odd.operation}"
+            did += f" #{sequence} of {_name_group(name)}"
+            doing, frame = self._describe(few)
+            text = f"{self._say(few, 'has', 'have')} {did}, and {_join(rest)}: {doing}"
+            waiting, wait = sum(len(ranks) for _, ranks in others), _Wait(odd.operation, key, name, sequence)
+            return self._blame("mismatch", text, few, wait, waiting=waiting, frame=frame, is_final=True)
+        return None
 
     def _blame_roots(self, roots: Sequence[int]) -> Verdict:
         """Blame ranks at the end of all waiting, by the first kind that some of them are of.
@@ -266,57 +442,58 @@ class _Job:
         """
         heard = {number: self.ranks[number] for number in roots if number in self.ranks}
         stopped = [number for number, rank in heard.items() if rank.process.state == "T"]
-        exited = [number for number, rank in heard.items() if _has_exited(rank)]
-        debugged = [number for number, rank in heard.items() if number not in exited and is_debugged(rank)]
+        exited = [
+            number
+            for number, rank in heard.items()
+            if rank.exit_code is not None or rank.process.state in ("Z", "X")
+        ]
+        debugged = [number for number, rank in heard.items() if number not in exited and _is_debugged(rank)]
         absent = [number for number in heard if number not in {*stopped, *exited}]
+        found, frame = stopped, None
         if stopped:
-            wait, waiting, others = self._find_main_wait(stopped)
-            text = f"{self._name(stopped)} {'are' if len(stopped) > 1 else 'is'} stopped (SIGSTOP){others}"
-            return self._blame("stopped", text, stopped, wait, waiting=waiting, is_final=waiting > 0)
-        if debugged:
-            wait, waiting, others = self._find_main_wait(debugged)
-            doing, frame = describe_activity(self.ranks[debugged[0]])
-            text = f"{self._name(debugged[:1])} {doing}{others}"
-            return self._blame("debugged", text, debugged, wait, waiting=waiting, frame=frame)
-        if exited and (self.waits or not absent):
-            wait, waiting, others = self._find_main_wait(exited)
+            kind, text = "stopped", f"{self._say(stopped, 'is', 'are')} stopped (SIGSTOP)"
+        elif debugged:
+            found, (doing, frame) = debugged, _describe_activity(heard[debugged[0]])
+            kind, text = "debugged", f"{self._name(debugged[:1])} {doing}"
+        elif exited and (self.waits or not absent):
             codes = sorted({code for number in exited if (code := heard[number].exit_code) is not None})
             how = f" with exit code {', '.join(map(str, codes))}" if codes else ""
-            text = f"{self._name(exited)} {'have' if len(exited) > 1 else 'has'} ended{how}{others}"
-            return self._blame("exited", text, exited, wait, waiting=waiting, is_final=waiting > 0)
-        return self._blame_absent(absent) if absent else self._blame_silent(roots)
+            found, kind, text = exited, "exited", f"{self._say(exited, 'has', 'have')} ended{how}"
+        else:
+            return self._blame_absent(absent) if absent else self._blame_silent(roots)
+        wait, waiting, others = self._find_main_wait(found)
+        is_final = waiting > 0 and kind != "debugged"
+        return self._blame(kind, text + others, found, wait, waiting=waiting, frame=frame, is_final=is_final)
 
     def _blame_absent(self, ranks: Sequence[int]) -> Verdict:
         """Blame ranks that have not joined what others wait in, or that all stand still."""
         wait, waiting, _ = self._find_main_wait(ranks)
         doing, frame = self._describe(ranks)
-        named, many = self._name(ranks), len(ranks) > 1
-        final = any(is_deadlocked(self.ranks[number]) for number in ranks)
+        more: dict[str, Any] = {
+            "frame": frame,
+            "is_final": any(_is_deadlocked(self.ranks[number]) for number in ranks),
+        }
         if wait is None:
-            text = f"{named} {'make' if many else 'makes'} no step: {doing}"
-            return self._blame("standstill", text, ranks, frame=frame, is_final=final)
+            text = f"{self._say(ranks, 'makes', 'make')} no step: {doing}"
+            return self._blame("standstill", text, ranks, **more)
         total = len(self.waits.keys() - set(ranks))
         wait_in = _count_waiting(waiting) + (f" ({total} in all)" if total > waiting else "")
         if wait.is_collective:
-            has = "have" if many else "has"
-            text = f"{named} {has} not joined {_name_wait(wait)}, in which {wait_in}: {doing}"
+            text = f"{self._say(ranks, 'has', 'have')} not joined {wait.label}, in which {wait_in}: {doing}"
         else:
-            holds = "hold" if many else "holds"
-            text = f"{named} {holds} others up: {wait_in} in {_name_wait(wait)}, and {doing}"
-        waits = max(waiting, total)
-        return self._blame("absent", text, ranks, wait, waiting=waits, frame=frame, is_final=final)
+            text = f"{self._say(ranks, 'holds', 'hold')} others up: {wait_in} in {wait.label}, and {doing}"
+        return self._blame("absent", text, ranks, wait, waiting=max(waiting, total), **more)
 
     def _blame_silent(self, ranks: Sequence[int]) -> Verdict:
         """Blame nodes and ranks that have not been heard of."""
         wait, waiting, others = self._find_main_wait(ranks)
         heard = [number for number in ranks if self.hosts.get(number) not in self.silent]
-        named = self._name(heard) if heard else format_ranks(ranks) if ranks else ""
+        named = self._name(heard) if heard else _format_ranks(ranks) if ranks else ""
         parts = []
         if hosts := self.silent:
             more = f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > _MOST_HOSTS else ""
-            named_too = f" ({named})" if named else ""
             nodes = "node" if len(hosts) == 1 else "nodes"
-            parts.append(f"{nodes} {_join(hosts[:_MOST_HOSTS])}{more}{named_too}")
+            parts.append(f"{nodes} {_join(hosts[:_MOST_HOSTS])}{more}{named and f' ({named})'}")
         if self.unreported:
             parts.append(f"{count_things(self.unreported, 'node')} that never reported")
         text = f"nothing is heard of {_join(parts) or named or 'any rank'}{others}"
@@ -324,11 +501,7 @@ class _Job:
 
     def _blame_circle(self) -> Verdict:
         """Blame those of fewest ranks where all wait: for each other, or for what does not end by itself."""
-        by_call: dict[tuple[str, str, int | None], tuple[_Wait, list[int]]] = {}
-        for number in sorted(self.waits):
-            for wait in self.waits[number]:
-                by_call.setdefault(wait.call, (wait, []))[1].append(number)
-        entries = sorted(by_call.values(), key=lambda entry: -len(entry[1]))
+        entries = self._list_waits()
         wait, ranks = entries[0]
         if not any(found.missing for found, _ in entries) and (len(entries) == 1 or wait.key):
             known = "" if wait.group == DEFAULT_GROUP or wait.sequence is None else "known "
@@ -339,35 +512,42 @@ class _Job:
                 if rank.gpu and rank.gpu.xids
             ]
             hint = _join(errors) or "look at the network and the GPUs"
-            text = f"{who} joined {_name_wait(wait)}, and none completes it: {hint}"
-            _, frame = describe_activity(self.ranks[ranks[0]])
+            text = f"{who} joined {wait.label}, and none completes it: {hint}"
+            _, frame = _describe_activity(self.ranks[ranks[0]])
             return self._blame("network", text, ranks, wait, waiting=len(ranks), frame=frame)
         said = []
         for each, found in entries[: -_MOST_CIRCLE - 1 : -1]:
-            whom = f" for {format_ranks(sorted(each.missing))}" if each.missing else ""
-            said.append(f"{self._name(found)} in {_name_wait(each)}{whom}")
+            whom = f" for {_format_ranks(sorted(each.missing))}" if each.missing else ""
+            said.append(f"{self._name(found)} in {each.label}{whom}")
         wait, odd = entries[-1]
-        _, frame = describe_activity(self.ranks[odd[0]])
+        _, frame = _describe_activity(self.ranks[odd[0]])
         # A send or receive that is not recorded may be under way.
         final = all(each.key and each.is_collective for each, _ in entries)
         text = f"ranks wait for each other: {_join(said)}"
         waits = len(self.waits)
         return self._blame("mismatch", text, odd, wait, waiting=waits, frame=frame, is_final=final)
 
+    def _list_waits(
+        self, apart: Collection[int] = (), target: Collection[int] = ()
+    ) -> list[tuple[_Wait, list[int]]]:
+        """Return what ranks wait in, with these ranks, what most wait in first.
+
+        Left out are the ranks `apart`, and waits for other ranks than `target`, if that is given.
+        """
+        by_call: dict[tuple[str, str, int | None], tuple[_Wait, list[int]]] = {}
+        for number in sorted(self.waits.keys() - set(apart)):
+            for wait in self.waits[number]:
+                if not target or wait.missing.intersection(target):
+                    by_call.setdefault(wait.call, (wait, []))[1].append(number)
+        return sorted(by_call.values(), key=lambda entry: -len(entry[1]))
+
     def _find_main_wait(self, culprits: Sequence[int]) -> tuple[_Wait | None, int, str]:
         """Return what most ranks wait in for these, how many, and the end of a sentence that says so.
 
         If nobody waits for them, it is what most ranks wait in at all.
         """
-        found: dict[tuple[str, str, int | None], tuple[_Wait, int]] = {}
-        for is_direct in (True, False):
-            for number, waits in self.waits.items():
-                for wait in waits:
-                    if number not in culprits and (not is_direct or wait.missing.intersection(culprits)):
-                        found[wait.call] = wait, found.get(wait.call, (wait, 0))[1] + 1
-            if found:
-                wait, waiting = max(found.values(), key=lambda entry: entry[1])
-                return wait, waiting, f", and {_count_waiting(waiting)} in {_name_wait(wait)}"
+        for wait, ranks in self._list_waits(culprits, culprits) or self._list_waits(culprits):
+            return wait, len(ranks), f", and {_count_waiting(len(ranks))} in {wait.label}"
         return None, 0, ""
 
     def _describe(self, ranks: Sequence[int]) -> tuple[str, Frame | None]:
@@ -375,7 +555,7 @@ class _Job:
         doings: dict[str, int] = {}
         frame = None
         for number in ranks:
-            doing, place = describe_activity(self.ranks[number], is_waiting=number in self.waits)
+            doing, place = _describe_activity(self.ranks[number], is_waiting=number in self.waits)
             frame = frame or place
             doings.setdefault(doing, number)
         if len(doings) == 1:
@@ -385,15 +565,27 @@ class _Job:
         return "; ".join(shown), frame
 
     def _name(self, ranks: Collection[int]) -> str:
-        return format_ranks(ranks, self.hosts)
+        return _format_ranks(ranks, self.hosts)
+
+    def _say(self, ranks: Collection[int], one: str, several: str) -> str:
+        """Return ranks with their verb."""
+        return f"{self._name(ranks)} {one if len(ranks) == 1 else several}"
 
 
-def _has_exited(rank: RankEvidence) -> bool:
-    """Tell whether a rank has ended."""
-    return rank.exit_code is not None or rank.process.state in ("Z", "X")
+def _guess_wait(rank: RankEvidence) -> str:
+    """Return the function of `torch.distributed` that a rank waits in by its stack alone; empty for none.
+
+    So are point-to-point operations of gloo, which are not recorded, and ranks whose server does not answer.
+    """
+    if rank.process.state == "R" or rank.process.cpu >= _COMPUTING:
+        return ""
+    operation = _find_distributed_call(rank.process)
+    if not operation and not rank.answered and _is_in_backward(rank.process):
+        return "backward"
+    return operation
 
 
-def format_ranks(ranks: Iterable[int], hosts: Mapping[int, str] | None = None) -> str:
+def _format_ranks(ranks: Iterable[int], hosts: Mapping[int, str] | None = None) -> str:
     """Return ranks for people: `rank 5 on n2`, `ranks 4-7 on n2 and 9 on n3`."""
     by_host: dict[str, list[int]] = {}
     for number in ranks:
@@ -412,14 +604,6 @@ def format_ranks(ranks: Iterable[int], hosts: Mapping[int, str] | None = None) -
 def _join(texts: Sequence[str]) -> str:
     """Return texts as a list: `a, b and c`."""
     return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]])) if texts else ""
-
-
-def _name_wait(wait: _Wait) -> str:
-    """Return what ranks wait in: `all_reduce #1042 of the default group`, `init_process_group`."""
-    operation = wait.operation or "a collective"
-    return (
-        operation if wait.sequence is None else f"{operation} #{wait.sequence} of {_name_group(wait.group)}"
-    )
 
 
 def _name_group(group: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from launcher.watch.own_time import ExcessHistory
+from launcher.watch.stragglers import ExcessHistory
 from tests.benchmarks.jobs import HERE, Job, make_command, read_state, start_job
 from tests.benchmarks.measure import print_head, print_row
 from tests.watch.simulated_ranks import simulate_excess
@@ -156,8 +156,8 @@ def simulate_row(ranks: int, kind: str, sigma: float, runs: int) -> tuple[str, .
     for seed in range(runs):
         history, slow = ExcessHistory(), seed % ranks
         for step in simulate_excess(ranks, 100, kind, sigma, slow=slow, seed=seed):
-            found = [one.rank for one in history.add([step])]
-            needed += [step.step] if slow in found else []
+            found = [one.rank for one in history.add(step[None])]
+            needed += [step[0]] if slow in found else []
             others += len([rank for rank in found if rank != slow])
         false += len(ExcessHistory().add(simulate_excess(ranks, 300, kind, sigma, slow=None, seed=seed)))
     steps = f"{median(needed):.0f}" if needed else "-"

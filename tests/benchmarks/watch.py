@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.watch.hang import list_stalled
-from launcher.watch.job_view import Found, make_job_view
+from launcher.watch.hang import list_stalled, make_job_view
 from launcher.watch.model import GpuSample, Neighbour, NodeReport, Rank
-from launcher.watch.run_files import FOLDER, ReportCache, write_report
+from launcher.watch.run_files import FOLDER, Found, ReportCache, write_value
 from launcher.watch.run_reader import RunReader
 from tests.benchmarks.measure import print_head, print_row
 
@@ -56,7 +55,7 @@ def measure(work: Callable[[], object], rounds: int = 1) -> tuple[float, float]:
 def bench_watch_scale(folder: Path, rounds: int) -> None:
     """Write what 1,000 nodes of 8 ranks write, and read it as the judge and as `launch watch` do."""
     reports = [make_report(node, 1) for node in range(NODES)]
-    wall, cpu = measure(lambda: [write_report(folder, report) for report in reports])
+    wall, cpu = measure(lambda: [write_value(folder, report) for report in reports])
     size = sum(path.stat().st_size for path in (folder / FOLDER).glob("node-*.json")) / NODES
     print_head(f"{NODES} nodes of {RANKS} ranks, a report each {INTERVAL:g} s", "", "ms", "CPU, ms")
     written = f"a node's report, {size / 1024:.1f} KiB, is written"
@@ -76,7 +75,7 @@ def bench_watch_scale(folder: Path, rounds: int) -> None:
     print_row("`launch watch`: the first look", *map(round, measure(reader.read)))
     print_row("with nothing new", *map(round, measure(reader.read, rounds)))
     for report in reports[:: int(INTERVAL)]:
-        write_report(folder, replace(report, number=2))
+        write_value(folder, replace(report, number=2))
     print_row("with 200 new reports", *map(round, measure(reader.read)))
     rate = NODES / INTERVAL
     print(f"\nThe filesystem: {rate:.0f} files/s, {rate * size / 2**20:.2f} MiB/s, {NODES} files")

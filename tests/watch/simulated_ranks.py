@@ -12,7 +12,7 @@ import numpy as np
 from launcher.codec import convert
 from launcher.watch.flight_recorder import condense
 from launcher.watch.model import Heartbeat, NodeReport
-from launcher.watch.own_time import StepExcess, subtract_others
+from launcher.watch.stragglers import subtract_others
 
 LATENCY = 1e-3
 """Seconds of a collective."""
@@ -206,14 +206,12 @@ def draw_noise(rng: random.Random, kind: str, sigma: float, before: float) -> fl
 
 def simulate_excess(
     ranks: int, steps: int, kind: str, sigma: float, *, slow: int | None, excess: float = 0.1, seed: int = 0
-) -> tuple[StepExcess, ...]:
-    """Return the steps of ranks that wait for each other once a step."""
+) -> Any:
+    """Return the steps of ranks that wait for each other once a step, as `measure_steps` does."""
     rng = random.Random(seed)
     noise, found = [0.0] * ranks, []
     for step in range(1, steps + 1):
         noise = [draw_noise(rng, kind, sigma, before) for before in noise]
         own = [1 + value + (excess if rank == slow else 0.0) for rank, value in enumerate(noise)]
-        found.append(
-            StepExcess(step, max(own) + 0.02, dict(enumerate(subtract_others(np.array(own)).tolist())))
-        )
-    return tuple(found)
+        found.append([step, max(own) + 0.02, *subtract_others(np.array(own))])
+    return np.array(found)

@@ -13,8 +13,15 @@ from launcher.codec import convert
 from launcher.launch.processes import RankProcess
 from launcher.launch.watching import WatcherMessage
 from launcher.runs.node_records import NodeRecord
-from launcher.watch.hang import HangJudge, choose_limit, list_orders, list_stalled
-from launcher.watch.job_view import Found, JobView, is_judge, make_job_view
+from launcher.watch.hang import (
+    HangJudge,
+    JobView,
+    choose_limit,
+    is_judge,
+    list_orders,
+    list_stalled,
+    make_job_view,
+)
 from launcher.watch.model import (
     Decision,
     Hang,
@@ -30,7 +37,7 @@ from launcher.watch.model import (
 )
 from launcher.watch.procfs import Sample
 from launcher.watch.ranks import RankBook
-from launcher.watch.run_files import Stored
+from launcher.watch.run_files import Found, Stored
 
 TABLES = tomllib.loads(Path(__file__).with_name("judge.toml").read_text())
 ABSENT = Verdict("absent", "rank 1 on n1 has not joined", (1,), ("n1",))

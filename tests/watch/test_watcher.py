@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.watch.job_view import SharedFiles
 from launcher.watch.model import JobState, NodeReport
-from launcher.watch.run_files import read_job_state
+from launcher.watch.run_files import SharedFiles, read_job_state
 from tests.seam import QUICK_AGENT, Started, find_run, run_outside, start, wait_for, write_program
 
 HANGS = """
@@ -153,7 +152,7 @@ STATE = JobState(100.0, "n0", 0, "running", 1, 1.0, 1.0, 2)
 def test_a_filesystem_that_hangs_is_noticed_and_goes_on_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.watch.job_view.STUCK", 0.1)
+    monkeypatch.setattr("launcher.watch.run_files.STUCK", 0.1)
     files, answer = SharedFiles(tmp_path), threading.Event()
 
     def read_dead_disk() -> None:
