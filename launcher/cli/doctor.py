@@ -24,9 +24,9 @@ from launcher.errors import EXIT_MACHINE, MachineError, UsageError
 from launcher.launch.job import SHIM, Job
 from launcher.launch.signals import STOPPING, catch_signals, name_signal
 from launcher.plan.model import Plan, plan_to_json
-from launcher.preflight.checks import (
+from launcher.preflight import (
     SECONDS,
-    CheckedNodes,
+    NotCheckedError,
     describe_report,
     judge_stored,
     make_request,
@@ -97,14 +97,17 @@ def _check_nodes(call: Call) -> PreflightReport:
 
         hosts = choose_nodes(environ, sys.maxsize)
         logger.info(f"checking {len(hosts)} nodes of SLURM job {environ['SLURM_JOB_ID']}")
-        checked = check_allocation(config, environ, hosts)
+        try:
+            report, problem = check_allocation(config, environ, hosts), ""
+        except NotCheckedError as error:
+            report, problem = None, str(error)
     else:
-        checked, stop = check_this_machine(config, environ, _find_existing(Path(config.runs_dir)))
+        report, problem, stop = check_this_machine(config, environ, _find_existing(Path(config.runs_dir)))
     if stop:
         raise SystemExit(128 + stop)
-    if checked.report is None:
-        raise MachineError(f"the nodes could not be checked: {checked.problem}")
-    return checked.report
+    if report is None:
+        raise MachineError(f"the nodes could not be checked: {problem}")
+    return report
 
 
 def _find_existing(path: Path) -> Path:
@@ -223,8 +226,7 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
             logger.warning(f"preflight: what was found could not be written ({error})")
 
     settings = job.config.preflight
-    checked, stop = check_this_machine(job.config, job.environ, run.path, job.program)
-    report, problem = checked.report, checked.problem
+    report, problem, stop = check_this_machine(job.config, job.environ, run.path, job.program)
     if stop:
         outcome = {"state": "stopped", "exit_code": 128 + stop, "signal": name_signal(stop)}
         write(ended=stamp_time(), outcome=outcome)
@@ -250,13 +252,14 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
 
 def check_this_machine(
     config: Settings, environ: Mapping[str, str], run_path: Path, words: Sequence[str] = ("-m",)
-) -> tuple[CheckedNodes, int]:
+) -> tuple[PreflightReport | None, str, int]:
     """Return what was found, or why nothing was, and the signal that ended the checks, else 0.
 
     `words` are the program and its arguments. A mistake of the checks' own is told as a problem, and what a
     signal has asked for holds all the same.
     """
     signals: list[int] = []
+    report, problem = None, ""
     with catch_signals() as inbox:
 
         def is_stopped() -> bool:
@@ -264,24 +267,19 @@ def check_this_machine(
             return bool(signals)
 
         try:
+            hosts, directory = (name_host(environ),), Path.cwd()
             request = make_request(
-                config,
-                (name_host(environ),),
-                directory=Path.cwd(),
-                run_path=run_path,
-                words=words,
-                environ=environ,
+                config, hosts, directory=directory, run_path=run_path, words=words, environ=environ
             )
             answers = run_checks(
                 request.command, request, environ, wakeup=inbox.wakeup, is_stopped=is_stopped
             )
-            if answers.ended and not answers.final:
-                checked = CheckedNodes(None, answers.last_error)
-            else:
-                checked = CheckedNodes(answers.make_report(answers.missing, {}))
+            report = answers.judge(tuple(answers.errors))
+        except NotCheckedError as error:
+            problem = str(error)
         except OSError as error:
-            checked = CheckedNodes(None, f"no process can be made ({error.strerror})")
+            problem = f"no process can be made ({error.strerror})"
         except Exception as error:
-            checked = CheckedNodes(None, f"{type(error).__name__}: {error}: report it")
+            problem = f"{type(error).__name__}: {error}: report it"
         is_stopped()
-    return checked, signals[0] if signals else 0
+    return report, problem, signals[0] if signals else 0

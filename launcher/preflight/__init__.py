@@ -1,1 +1,396 @@
-"""Checks of every node of a job before its program starts."""
+"""Preflight: a job's nodes are checked before its program starts. What is asked, and what comes of it.
+
+`python -P -m launcher.preflight REQUEST` is a node's program: REQUEST is JSON on its command line, since a
+node whose filesystems are stuck can read no file. It prints an answer on stdout as soon as it has the facts,
+and the last one when its work is done. Whoever started it collects the answers, and writes them below the run
+directory (`RUN_DIR/preflight/ATTEMPT/`): the node's own program writes nothing.
+"""
+
+import contextlib
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath
+from typing import Any
+
+from launcher.codec import DecodeError, dump, load, to_plain
+from launcher.config.settings import Settings
+from launcher.doctor.job import judge_nodes
+from launcher.doctor.model import FAILING, Facts, Finding, PreflightReport, Wanted, found
+from launcher.files import LARGEST, open_below, read_file, write_whole
+from launcher.launch.processes import prepare_agent
+from launcher.launch.signals import FORWARDED
+from launcher.runs.run_directory import closing_descriptor
+
+SECONDS = {"light": 10.0, "deep": 60.0}
+"""Seconds that a node's checks may take, from the start of its program, by their kind."""
+START_MARGIN = 20.0
+"""Seconds beside its checks' that a node's program has to start: srun, and Python from a slow filesystem."""
+END_GRACE = 2.0
+"""Seconds that the program has to end by itself once all answers are there, and again after SIGTERM."""
+ANSWER = "launch-preflight: "
+"""How an answer's line begins; other lines are somebody else's."""
+LONGEST_LINE = 1 << 20
+"""Bytes of a line: the answer of a node of 16 GPUs with 16 XIDs each has less than 64 KiB."""
+KEPT_LINES = 40
+"""Lines of stderr that are kept."""
+CHUNK = 1 << 16
+FOLDER = "preflight"
+REPORT = "report.json"
+SCHEMA = 1
+"""Version of the files."""
+MOST_FINDINGS = 200
+"""That the manifest keeps: it is read for every `launch status`."""
+PYTHON = re.compile(r"(python|pypy)[0-9.]*")
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightRequest:
+    """What every node of a job is asked, the same for all."""
+
+    kind: str
+    """`light` or `deep`."""
+    hosts: tuple[str, ...]
+    """The nodes, by their ranks; names as `protocol.name_host` has them."""
+    seconds: float
+    """A node's program ends within them, and says in `unchecked` what it had no time for."""
+    asked: float
+    """Of the asking process's clock: seconds since the epoch."""
+    paths: tuple[tuple[str, str], ...] = ()
+    """Paths that the job needs on every node, and for what: see `PathFacts.purpose`."""
+    min_free_gib: float = 1.0
+    tolerance: float = 0.93
+    endpoint: str = ""
+    """HOST:PORT of the first node; nodes meet in pairs on each other's ports from that one on, 48 of them.
+    Empty if they are not to."""
+    python: str = ""
+    """The ranks' interpreter, which has torch; empty for the one that asks."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The node's program."""
+        return (sys.executable, "-P", "-m", "launcher.preflight", dump(self))
+
+    @property
+    def wanted(self) -> Wanted:
+        """What the judgement depends on."""
+        return Wanted(None, int(self.min_free_gib * (1 << 20)), self.tolerance)
+
+
+class NotCheckedError(Exception):
+    """Nothing was found out of the nodes; it says why."""
+
+
+def render_answer(facts: Facts) -> str:
+    """Return the line of a node's answer, with its end; without `seconds`, more facts are to follow."""
+    return f"{ANSWER}{dump(facts)}\n"
+
+
+def parse_answer(line: str) -> Facts | None:
+    """Read a line; None if it is no answer."""
+    if not line.startswith(ANSWER) or len(line) > LONGEST_LINE:
+        return None
+    try:
+        return load(Facts, line.removeprefix(ANSWER))
+    except DecodeError:
+        return None
+
+
+def make_request(
+    config: Settings,
+    hosts: tuple[str, ...],
+    *,
+    directory: Path,
+    run_path: Path | None = None,
+    kind: str = "",
+    words: Sequence[str] = ("-m",),
+    environ: Mapping[str, str],
+    endpoint: str = "",
+) -> PreflightRequest:
+    """Return what nodes are asked by the configuration; `words` are the program and its arguments.
+
+    Each path is asked for once; the node adds its temporary directory. Without a run directory the working
+    directory is the one that the job writes to. No path is looked up here.
+    """
+    paths = {str(run_path.absolute()): "run directory"} if run_path else {}
+    paths.setdefault(str(directory), "working directory")
+    for path in config.preflight.paths:
+        joined = os.path.join(directory, os.path.expanduser(path))  # noqa: PTH111, PTH118 - as it is given
+        paths.setdefault(joined, "data")
+    kind = kind or config.preflight.kind
+    return PreflightRequest(
+        kind,
+        hosts,
+        SECONDS[kind],
+        time.time(),
+        tuple(paths.items()),
+        config.preflight.min_free_gib,
+        config.preflight.tolerance,
+        endpoint,
+        find_rank_python(words, environ, str(directory)),
+    )
+
+
+def find_rank_python(argv: Sequence[str], environ: Mapping[str, str], directory: str) -> str:
+    """Return the interpreter of a program, by its name or absolute path; empty for the launcher's own.
+
+    `python train.py` names it; `train.py` and `-m module` run under PYTHON_EXEC, as with torchrun. Another
+    executable has one that is not known. No file is looked at: it may be on a filesystem that is stuck.
+    """
+    first = argv[0] if argv else ""
+    if first == "-m" or first.endswith(".py"):
+        first = environ.get("PYTHON_EXEC", "")
+    elif not PYTHON.fullmatch(PurePath(first).name):
+        return ""
+    return os.path.join(directory, first) if "/" in first else first  # noqa: PTH118 - as it is given
+
+
+def read_lines(
+    process: "subprocess.Popen[bytes]",
+    deadline: float,
+    take: Callable[[str, str], bool],
+    wakeup: int | None = None,
+) -> bool:
+    """Read a process's stdout and stderr, which are pipes, until it has ended; returns whether it has.
+
+    `take` is called with `out` or `err` and a line, and with `wakeup` if that descriptor is readable; reading
+    ends early once it returns true, or when the deadline (monotonic seconds) is over. A child of the process
+    that is stuck and keeps the pipes open does not matter. A line that is too long is cut.
+    """
+    rests = {"out": b"", "err": b""}
+    end = os.pidfd_open(process.pid)
+    try:
+        with selectors.DefaultSelector() as selector:
+            for name, pipe in (("out", process.stdout), ("err", process.stderr)):
+                if pipe:
+                    selector.register(pipe, selectors.EVENT_READ, name)
+            selector.register(end, selectors.EVENT_READ, "end")
+            if wakeup is not None:
+                selector.register(wakeup, selectors.EVENT_READ, "wakeup")
+            while (left := deadline - time.monotonic()) > 0:
+                ready = {key.data: key for key, _ in selector.select(left)}
+                is_idle = True
+                for name in rests.keys() & ready.keys():
+                    data = os.read(ready[name].fd, CHUNK)
+                    if not data:
+                        selector.unregister(ready[name].fileobj)
+                    is_idle &= not data
+                    *lines, rest = (rests[name] + data).split(b"\n")
+                    rests[name] = rest[:LONGEST_LINE]
+                    for line in lines if data else filter(None, [rest]):
+                        if take(name, line.decode(errors="replace")):
+                            return False
+                if "wakeup" in ready and take("wakeup", ""):
+                    return False
+                if "end" in ready and is_idle:
+                    return True
+    finally:
+        os.close(end)
+    return False
+
+
+@dataclass(slots=True)
+class Answers:
+    """What the nodes have answered."""
+
+    request: PreflightRequest
+    facts: dict[str, Facts] = field(default_factory=dict)
+    """By host, the newest answer."""
+    errors: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    """Last lines on stderr."""
+    ended: bool = False
+    """The program that carries them has ended by itself."""
+    exit_code: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Hosts whose checks are not done."""
+        done = {host for host, facts in self.facts.items() if facts.seconds}
+        return tuple(host for host in self.request.hosts if host not in done)
+
+    def take(self, name: str, line: str) -> bool:
+        """Take a line; true if all nodes have answered."""
+        if name == "err" and line.strip():
+            self.errors.append(line.strip())
+        found = parse_answer(line) if name == "out" else None
+        if found and found.host in self.request.hosts:
+            before = self.facts.get(found.host)  # a node's first answer says when its facts were here
+            answered = before.answered if before else time.time()
+            rank, asked = self.request.hosts.index(found.host), self.request.asked
+            self.facts[found.host] = replace(found, node_rank=rank, asked=asked, answered=answered)
+        return not self.missing
+
+    def judge(
+        self,
+        errors: Sequence[str],
+        lost: Collection[str] = (),
+        ends: Mapping[str, str] | None = None,
+        gpus: int | None = None,
+    ) -> PreflightReport:
+        """Judge what the nodes answered; raises NotCheckedError if no node's checks came to their end.
+
+        `errors` are the lines on stderr that are the nodes' own, `lost` are nodes that are not there, and
+        `ends` say how the program ended on a node; `gpus` are those that the job needs on each. Nodes that
+        hold the checks up are told from those whose checks failed for a reason of their own.
+        """
+        hosts = self.request.hosts
+        silent = tuple(host for host in self.missing if host in lost or not self.ended)
+        failed = [host for host in self.missing if host not in silent]
+        if len(failed) == len(hosts):
+            raise NotCheckedError(errors[-1] if errors else "its program printed no answer")
+        nodes = tuple(self.facts[host] for host in hosts if host in self.facts)
+        # What SLURM counts as GPUs is not NVIDIA's if no node has the driver: NVML cannot find them.
+        has_driver = any(node.driver or node.gpus or node.lost_gpus for node in nodes)
+        wanted = replace(self.request.wanted, gpus=gpus if has_driver else None)
+        report = Asked(self.request.kind, hosts, silent, self.seconds).judge(nodes, wanted)
+        problems = []
+        for host in failed:
+            why = f"its program ended: {(ends or {}).get(host, 'it printed no answer')}"
+            problems.append(found("checks.failed", "unknown", host, reason=why))
+        return replace(report, findings=(*report.findings, *problems))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is known of a preflight beside the nodes' answers: the part of `report.json` that is read."""
+
+    kind: str
+    hosts: tuple[str, ...]
+    silent: tuple[str, ...]
+    seconds: float
+
+    def judge(self, nodes: Sequence[Facts], wanted: Wanted) -> PreflightReport:
+        """Judge the nodes that answered, by their ranks, and those that did not."""
+        late = {"seconds": self.seconds, "limit": SECONDS.get(self.kind, 0.0)}
+        silent = tuple(found("checks.silent", "error", host, **late) for host in self.silent)
+        findings = (*judge_nodes(nodes, wanted, self.hosts), *silent)
+        return PreflightReport(self.kind, self.hosts, tuple(nodes), findings, self.silent, self.seconds)
+
+
+def run_checks(
+    command: Sequence[str],
+    request: PreflightRequest,
+    environ: Mapping[str, str],
+    *,
+    wakeup: int | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Answers:
+    """Run a program that carries the nodes' answers: srun, or the node's own on this machine; raises OSError.
+
+    It is ended when all nodes have answered, the time is over, or `is_stopped` says so, which is asked when
+    the descriptor `wakeup` is readable.
+    """
+    began, answers = time.monotonic(), Answers(request)
+
+    def take(name: str, line: str) -> bool:
+        return is_stopped() if name == "wakeup" else answers.take(name, line)
+
+    with start_child(command, environ) as process:
+        try:
+            deadline = began + START_MARGIN + request.seconds
+            answers.ended = read_lines(process, deadline, take, wakeup)
+        finally:
+            grace = END_GRACE if answers.ended or not answers.missing else 0.0
+            for act, seconds in ((None, grace), (process.terminate, END_GRACE), (process.kill, END_GRACE)):
+                if process.poll() is None and act:
+                    act()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(seconds)
+                    break
+    answers.exit_code, answers.seconds = process.returncode, time.monotonic() - began
+    return answers
+
+
+@contextlib.contextmanager
+def start_child(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    ignored: Sequence[int] = FORWARDED,
+    end: signal.Signals = signal.SIGTERM,
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a program of the checks, which gets the signal `end` if this process dies; raises OSError.
+
+    It begins in `/`, since any other folder may be stuck, and in a session of its own: a terminal's Ctrl-C is
+    for this process alone. The block ends it; one that the kernel keeps in a driver or a filesystem is left.
+    """
+    parent = os.getpid()
+    process = subprocess.Popen(
+        command,
+        cwd="/",
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: prepare_agent(parent, ignored, end),  # noqa: PLW1509 - no other thread forks here
+    )
+    try:
+        yield process
+    finally:
+        for pipe in (process.stdout, process.stderr):
+            if pipe:
+                pipe.close()
+
+
+def write_preflight_report(run_path: Path, attempt: int, report: PreflightReport) -> None:
+    """Write each node's answer and the report of all, each whole or not at all; raises OSError."""
+    with closing_descriptor(open_below(run_path, FOLDER, str(attempt))) as at:
+        for node in report.nodes:
+            # The name came from the node.
+            name = "".join(char if char.isalnum() or char in "-_." else "_" for char in node.host)[:200]
+            write_whole(at, f"node-{name}.json", _render(to_plain(node)))
+        account = {
+            "kind": report.kind,
+            "hosts": list(report.hosts),
+            "findings": [{"host": one.host, **one.to_json()} for one in report.findings],
+            "silent": list(report.silent),
+            "seconds": report.seconds,
+            "sick": list(report.sick),
+        }
+        write_whole(at, REPORT, _render(account))
+
+
+def _render(value: Mapping[str, object]) -> bytes:
+    return dump({"schema": SCHEMA, **value}, indent=1).encode()
+
+
+def judge_stored(run_path: Path, wanted: Wanted) -> PreflightReport | None:
+    """Judge again what the nodes of a run's last attempt answered; None if there is no such report.
+
+    Answers that cannot be read are left out.
+    """
+    reports = [path for path in run_path.glob(f"{FOLDER}/*/{REPORT}") if path.parent.name.isdecimal()]
+    for path in sorted(reports, key=lambda path: int(path.parent.name), reverse=True):
+        nodes: list[Facts] = []
+        try:
+            asked = load(Asked, read_file(path, LARGEST))
+        except (OSError, ValueError):
+            continue
+        for answer in path.parent.glob("node-*.json"):
+            with contextlib.suppress(OSError, ValueError):
+                nodes.append(load(Facts, read_file(answer, LARGEST)))
+        return asked.judge(sorted(nodes, key=lambda node: (node.node_rank, node.host)), wanted)
+    return None
+
+
+def describe_report(report: PreflightReport) -> dict[str, Any]:
+    """Return the manifest's account: sick nodes, and the errors and warnings on all of them."""
+    told: list[Finding] = [one for one in report.findings if one.level in FAILING]
+    told.sort(key=lambda one: FAILING.index(one.level))
+    names = ("host", "level", "subject", "what", "fix")
+    return {
+        "kind": report.kind,
+        "seconds": round(report.seconds, 2),
+        "nodes": len({node.host for node in report.nodes} | {*report.silent}),
+        "sick": list(report.sick),
+        "silent": list(report.silent),
+        "findings": [{name: getattr(one, name) for name in names} for one in told[:MOST_FINDINGS]],
+    }

@@ -1,4 +1,4 @@
-"""`python -P -m launcher.preflight REQUEST`: a node's program, see `checks.py`.
+"""`python -P -m launcher.preflight REQUEST`: a node's program, see `__init__.py`.
 
 It reads the node's facts, has the work measured by `launcher.programs.node_work` in the ranks' interpreter, a
 child that is killed at its limit, and answers twice on stdout.
@@ -20,8 +20,7 @@ from typing import NoReturn, TextIO
 from launcher.codec import DecodeError, convert, load, parse_json
 from launcher.doctor.model import Facts, Unchecked
 from launcher.doctor.work import name_pair, plan_pairs
-from launcher.launch.processes import prepare_agent
-from launcher.preflight.checks import NodeAnswer, PreflightRequest, read_lines
+from launcher.preflight import PreflightRequest, read_lines, render_answer, start_child
 from launcher.probe.node import read_node_facts
 from launcher.programs.measurement import GpuIdentity, Measurement
 from launcher.protocol import name_host
@@ -67,30 +66,21 @@ def check_node(request: PreflightRequest, environ: Mapping[str, str], out: TextI
     """Answer with the facts, and again with the work."""
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, _leave)
-    host = name_host(environ)
-    paths = [(each.path, each.purpose) for each in request.paths]
-    paths.append((tempfile.gettempdir(), "temporary directory"))
     facts = read_node_facts(
-        paths=paths,
-        host=host,
-        node_rank=request.hosts.index(host) if host in request.hosts else 0,
+        paths=[*request.paths, (tempfile.gettempdir(), "temporary directory")],
+        host=name_host(environ),
         python=request.python or None,
         gpus=environ.get("CUDA_VISIBLE_DEVICES"),
     )
-    facts = replace(facts, asked=request.asked)
-    _print_answer(NodeAnswer(facts, is_final=False), out)
+    print(render_answer(replace(facts, seconds=0.0)), end="", file=out, flush=True)
     facts = add_work(facts, request, begin + request.seconds - MARGIN)
-    _print_answer(NodeAnswer(replace(facts, seconds=round(time.monotonic() - begin, 3))), out)
+    facts = replace(facts, seconds=round(time.monotonic() - begin, 3))
+    print(render_answer(facts), end="", file=out, flush=True)
 
 
 def _leave(number: int, _: object) -> NoReturn:
     """End by a signal, so that the child is ended, too."""
     raise SystemExit(128 + number)
-
-
-def _print_answer(answer: NodeAnswer, out: TextIO) -> None:
-    out.write(answer.render())
-    out.flush()
 
 
 def add_work(facts: Facts, request: PreflightRequest, deadline: float) -> Facts:
@@ -171,33 +161,21 @@ def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()
     if seconds < LEAST:
         return ChildWork(problem="no time was left")
     python, begin, work = python or sys.executable, time.monotonic(), ChildWork()
-    parent = os.getpid()
     words = ("--kind", kind, "--seconds", f"{seconds:.2f}", "--begin", repr(begin), *options)
-    try:
-        child = subprocess.Popen(
-            (python, "-P", "-c", BOOT, str(PACKAGES), *words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd="/",
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-            start_new_session=True,
-            preexec_fn=lambda: prepare_agent(parent, (), signal.SIGKILL),  # noqa: PLW1509 - no other thread runs here
-        )
-    except OSError as error:
-        return ChildWork(problem=f"{python} cannot be run ({error.strerror})")
+    command = (python, "-P", "-c", BOOT, str(PACKAGES), *words)
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     has_ended = False
     try:
-        has_ended = read_lines(child, begin + seconds, work.take)
-    finally:
-        # One that the kernel keeps in a driver is left behind.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(1.0)
-        for pipe in (child.stdout, child.stderr):
-            if pipe:
-                pipe.close()
+        with start_child(command, environ, (), signal.SIGKILL) as child:
+            try:
+                has_ended = read_lines(child, begin + seconds, work.take)
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(1.0)
+    except OSError as error:
+        return ChildWork(problem=f"{python} cannot be run ({error.strerror})")
     code, last = child.returncode, f": {escape_text(work.last_error, 300)}" if work.last_error else ""
     if code == NO_TORCH and not work.torch:
         work.problem = f"{python} has no torch"

@@ -1,31 +1,72 @@
-"""A running attempt, the manifest that it begins with, and the attempts before it."""
+"""An attempt of a job, from the manifest that it begins with to its end.
+
+The end: what happened is found out, a requeue is decided and carried out, and people are told.
+"""
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from launcher.errors import LaunchError, SchedulerError
+from launcher.errors import EXIT_MACHINE, LaunchError, SchedulerError
+from launcher.launch.ending import post_end
 from launcher.protocol import name_host
 from launcher.runs.manifest import (
     OF_ATTEMPT,
     OF_START,
     describe_start,
     read_manifest,
+    read_time,
     stamp_time,
     take_dict,
     take_earlier,
     write_manifest,
 )
-from launcher.runs.progress import AttemptProgress, measure_attempt
-from launcher.runs.run_directory import RunDir, reserve_space
-from launcher.slurm.attempt_end import AttemptEnd, Decision, PastAttempt, decide_requeue
-from launcher.slurm.commands import JobState, ask_last_end, ask_node_states, count_restarts, is_down, name_job
+from launcher.runs.progress import (
+    LONG_BEFORE,
+    AttemptProgress,
+    CleanEnd,
+    describe_progress,
+    explain_early_exits,
+    measure_attempt,
+)
+from launcher.runs.run_directory import RunDir, release_space, reserve_space
+from launcher.slurm.attempt_end import (
+    CAUSES,
+    AttemptEnd,
+    Decision,
+    PastAttempt,
+    StepReport,
+    classify_end,
+    classify_kill,
+    decide_requeue,
+    failed_by_itself,
+    find_failed,
+    find_first_failure,
+    was_terminated,
+)
+from launcher.slurm.commands import (
+    LONG_TIMEOUT,
+    RUNNING,
+    SHORT_TIMEOUT,
+    JobState,
+    ask_job,
+    ask_last_end,
+    ask_node_states,
+    count_restarts,
+    exclude_nodes,
+    is_down,
+    name_job,
+    requeue_job,
+)
 from launcher.slurm.job_request import JobRequest, hold_manifest
 from launcher.slurm.node_order import NodeOrder
+from launcher.slurm.step import ENDED, NOT_STARTED, find_task_ends
+from launcher.text import break_line, describe_time
 
 logger = logging.getLogger(__name__)
 
@@ -49,15 +90,21 @@ class Attempt:
     request: JobRequest
     run: RunDir
     environ: Mapping[str, str]
-    hosts: tuple[str, ...]
     manifest: Manifest
     requeues: bool
     """The job is ours to requeue; false if `launch` runs in somebody's allocation."""
-    started: float = field(default_factory=time.time)
-    spares: tuple[str, ...] = ()
-    """Nodes that wait, without ranks, to replace one that is lost."""
-    prepared: tuple[JobState, AttemptEnd, Decision] | None = None
-    """What SLURM said, and what was found and decided, when it began to end the job during the step."""
+    prepared: AttemptEnd | None = None
+    """What was found and decided when SLURM began to end the job during the step."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The nodes of the ranks, in their order."""
+        return tuple(self.manifest["hosts"])
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """Nodes that wait, without ranks, to replace one that is lost."""
+        return tuple(self.manifest.get("spares", ()))
 
     @property
     def job_id(self) -> str:
@@ -140,14 +187,14 @@ def start_attempt(
         found["outcome"] = reconstruct_outcome(request, found, run, environ)
     if requeues and state != "submitted" and slurm:
         earlier.append({key: found[key] for key in OF_ATTEMPT if key in found})
-    hosts, spares = order.hosts[: request.max_nodes], order.hosts[request.max_nodes :]
+    spares = order.hosts[request.max_nodes :]
     manifest = {
         **{key: value for key, value in found.items() if key not in OF_START},
         "directory": request.directory,
         "submitted": found.get("submitted") or found.get("started"),
         "started": stamp_time(),
         "ended": None,
-        "hosts": list(hosts),
+        "hosts": list(order.hosts[: request.max_nodes]),
         "attempt": run.first_attempt,
         "slurm": {**slurm, "job_id": job_id, "restarts": count_restarts(environ)},
         "outcome": {"state": "running"},
@@ -155,7 +202,7 @@ def start_attempt(
         "node_order": {"source": order.source, "why": order.why, "hosts": list(order.hosts)},
         **({"spares": list(spares)} if spares else {}),
     }
-    attempt = Attempt(request, run, environ, hosts, manifest, requeues, spares=spares)
+    attempt = Attempt(request, run, environ, manifest, requeues)
     past = list_past_attempts(attempt.earlier) if requeues else []
     if past:
         *before, last = past
@@ -253,3 +300,263 @@ def list_claims(run: RunDir) -> list[str]:
 def is_taken_over(run: RunDir) -> bool:
     """Tell whether another node has ended the attempt of this process, whose own was taken for lost."""
     return any(host != name_host(os.environ) for host in list_claims(run)[-1:])
+
+
+def diagnose(
+    attempt: Attempt,
+    step: StepReport | None,
+    status: JobState | None = None,
+    lost: Mapping[str, str] | None = None,
+    trouble: str = "",
+) -> AttemptEnd:
+    """Find out how an attempt ended: from the nodes' records, srun, SLURM and the run directory.
+
+    `step` is None while it still runs. `status` is what SLURM has said of the job, if it was asked before,
+    and `lost` are nodes that are known to be lost, and what tells of it. `trouble` is what `release_space`
+    has said. SLURM is not asked about a plain success.
+    """
+    advance, known = attempt.measure_progress(), lost is not None
+    stop_requested = step is None or bool(step.stops)
+    succeeded = step is not None and has_succeeded(attempt, step)
+    timeout = SHORT_TIMEOUT if stop_requested else LONG_TIMEOUT
+    if status is None:
+        if step and succeeded and not (stop_requested or step.near_limit or step.missing):
+            return AttemptEnd(step, None, decide_next(attempt, None, step, advance), advance, trouble=trouble)
+        status = ask_job_status(attempt, timeout)
+    kill = classify_kill(status, attempt.restarts)
+    if lost is None:
+        suspects = attempt.hosts if kill or step is None else step.missing
+        lost = find_down_nodes(attempt, suspects, timeout)
+    killed_tasks: dict[str, str] = {}
+    first = find_first_failure(step.records) if step else None
+    asks = bool(first and first[1].status in attempt.request.config.cluster.requeue.exit_codes)
+    facts: dict[str, object] = {
+        "succeeded": succeeded,
+        "finished": advance.finished,
+        "preempted": status and status.preempted,
+        "stop_requested": stop_requested,
+    }
+    if step:
+        task_ends = find_task_ends(step.srun_lines, step.missing)
+        if not (kill or stop_requested or step.cancelled):
+            killed_tasks = {host: word for host, word in task_ends.items() if word != ENDED}
+        # If the first node's own record is missing too, which is there, no records are to be had: the disk is
+        # full, or the tasks cannot start.
+        own = attempt.environ.get("SLURMD_NODENAME")
+        if not (kill or known or (own in step.missing and own not in task_ends)):
+            silent = [host for host in step.missing if host not in task_ends]
+            words = {host: ("it left no record", lost.get(host, "")) for host in silent}
+            lost = {**lost, **{host: ", and ".join(filter(None, said)) for host, said in words.items()}}
+        # SLURM may start a job again before it has sorted out what another node's loss has left.
+        after_loss = attempt.earlier and attempt.earlier[-1]["outcome"].get("cause") == "node_failure"
+        refused = any(record.agent_said.startswith(NOT_STARTED) for record in step.records)
+        facts |= {
+            "failed": killed_tasks or find_failed(step.records),
+            "lost": after_loss and refused,
+            "hung": any(record.hang for record in step.records),
+            "sick": step.sickness,
+            "near_limit": step.near_limit,
+            "stopped_from_outside": not stop_requested and was_stopped_from_outside(attempt, step),
+            "restart_requested": asks,
+            "cancelled_by_user": step.cancelled
+            or (stop_requested and any(record.signal for record in step.records)),
+        }
+    facts["lost"] = lost or facts.get("lost")
+    cause = classify_end([name for name, holds in facts.items() if holds], kill)
+    asks = asks and cause in ("requested", "timeout")
+    early = find_early_end(attempt, step) if step and not asks and cause not in (None, "stopped") else ""
+    decision = decide_next(attempt, cause, step, advance)
+    return AttemptEnd(step, cause, decision, advance, kill, lost, killed_tasks, asks, early, trouble, status)
+
+
+def was_stopped_from_outside(attempt: Attempt, step: StepReport) -> bool:
+    """Tell whether the first event was a signal to a task or a rank that neither we nor SLURM's queue sent.
+
+    A signal to every node's task by way of SLURM is a user's wish that the step end. An elastic job goes on
+    without the node, and may fail for another reason later.
+    """
+    first = find_first_failure(step.records)
+    if not step.signalled:
+        return bool(first and was_terminated(first[1]) and not step.cancelled)
+    if step.cancelled and len(dict(step.signalled)) == len(attempt.hosts):
+        return False
+    return not (attempt.is_elastic and first and failed_by_itself(first[1]))
+
+
+def find_early_end(attempt: Attempt, step: StepReport) -> str:
+    """Say which ranks ended with 0 before the first failure, or long before all were stopped."""
+    first = find_first_failure(step.records)
+    before = first[1].time if first else max((when - LONG_BEFORE for _, when in step.signals), default=None)
+    if before is None:
+        return ""
+    ends = [
+        CleanEnd(rank, record.host, moment, attempt.run.first_attempt + record.restarts)
+        for record in step.records
+        for rank, moment in record.clean
+    ]
+    world = 0 if step.missing else sum(record.ranks for record in step.records)
+    return explain_early_exits(attempt.run, ends, before, world)
+
+
+def has_succeeded(attempt: Attempt, step: StepReport) -> bool:
+    """Tell whether all nodes ended well; of an elastic job's, those that are left, if they are enough.
+
+    An elastic job goes on without a node whose task was stopped from outside, as without one that was lost.
+    """
+    left = dict(step.signalled) if attempt.is_elastic else {}
+    records = [record for record in step.records if record.host not in left]
+    if step.sickness or any(record.state != "succeeded" or record.exit_code for record in records):
+        return False
+    if attempt.is_elastic and len(records) >= attempt.request.min_nodes:
+        return True
+    # If the kernel has killed a helper of theirs for memory, srun's code is 1, whatever the tasks' are.
+    if step.records and not step.missing:
+        return True
+    # A task ends with 0 if its ranks did, or was stopped: a record may be late, or the disk full.
+    return step.srun_exitcode == 0 and not (step.missing and step.signals)
+
+
+def ask_job_status(attempt: Attempt, timeout: float) -> JobState | None:
+    """Ask SLURM how the job stands; None if it does not answer."""
+    try:
+        return ask_job(attempt.job_id, attempt.environ, timeout)
+    except SchedulerError:
+        return None
+
+
+def find_down_nodes(attempt: Attempt, hosts: Sequence[str], timeout: float) -> dict[str, str]:
+    """Return the nodes that are down as SLURM has it, which may be minutes late to see it (SlurmdTimeout)."""
+    try:
+        states = ask_node_states(hosts, attempt.environ, timeout)
+    except SchedulerError:
+        return {}
+    return {host: f"SLURM says that it is {states[host]}" for host in hosts if is_down(states.get(host, ""))}
+
+
+def prepare_for_kill(attempt: Attempt) -> None:
+    """Decide and requeue at once if SLURM has begun to end the job: called on SIGTERM, while the step runs.
+
+    SLURM kills everything KillWait later, and the ranks may need all of that time. The manifest tells why,
+    and the job is in the queue again, before that. Does nothing if a user sent the signal.
+    """
+    status = ask_job_status(attempt, SHORT_TIMEOUT) if attempt.requeues and not attempt.prepared else None
+    if status is None or status.state in RUNNING or not classify_kill(status, attempt.restarts):
+        return
+    if may_end(attempt):
+        attempt.prepared = carry_out(attempt, diagnose(attempt, None, status))
+
+
+def may_end(attempt: Attempt) -> bool:
+    """Tell whether it is still this node that ends the attempt: another one may have taken it for lost."""
+    own = name_host(attempt.environ)
+    if not attempt.is_guarded or claim_end(attempt.run, own) in ("", own):
+        return True
+    logger.info("another node has ended this attempt, to which this one was lost")
+    return False
+
+
+def end_attempt(attempt: Attempt, step: StepReport) -> int:
+    """Diagnose an attempt's end, requeue the job or not, log it, and return the batch script's exit code."""
+    if not may_end(attempt):
+        return EXIT_MACHINE
+    troubles = [release_space(attempt.run), *(record.trouble for record in step.records)]
+    trouble = next(filter(None, troubles), "")
+    if trouble:
+        break_line()
+    before = attempt.prepared
+    if before is None:
+        return finish_attempt(attempt, diagnose(attempt, step, trouble=trouble)).exit_code
+    end = diagnose(attempt, step, before.status, before.lost, trouble)
+    cause = before.decision.cause if end.cause else None
+    end = replace(end, decision=replace(before.decision, cause=cause))
+    write_outcome(attempt, end)
+    report_end(attempt, end)
+    return end.exit_code
+
+
+def finish_attempt(attempt: Attempt, end: AttemptEnd) -> AttemptEnd:
+    """Log an attempt's end, requeue the job or not, and return the end with what became of that."""
+    end = carry_out(attempt, end)
+    report_end(attempt, end)
+    return end
+
+
+def report_end(attempt: Attempt, end: AttemptEnd) -> None:
+    """Say how an attempt went and where everything is, here and to `notify.url`."""
+    if end.trouble and end.cause is None:
+        logger.info(f"warning: {end.trouble}")
+    now, result = time.time(), describe_progress(end.advance.steps)
+    seconds = now - (read_time(attempt.manifest["started"]) or now)
+    logger.info(f"{end.state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
+    logger.info(f"run directory {attempt.run.path}")
+    notify, outcome = attempt.request.config.notify, attempt.manifest["outcome"]
+    post_end(notify, attempt.run, attempt.hosts[0], outcome, job_id=attempt.job_id)
+
+
+def carry_out(attempt: Attempt, end: AttemptEnd) -> AttemptEnd:
+    """Log an end, write the manifest, and requeue: the manifest first, since a requeue ends this process too.
+
+    Returns the end with another decision if SLURM refuses the requeue.
+    """
+    for line in end.list_failure_lines():
+        logger.info(line)
+    write_outcome(attempt, end)
+    decision = end.decision
+    if end.cause:
+        number, reason = len(attempt.earlier) + attempt.unrecorded + 1, decision.reason
+        if end.kill == "requeued" and not decision.requeue:  # SLURM's own requeue is not undone here
+            reason = f"{reason}; SLURM requeues it, and the next attempt ends at once"
+        logger.info(f"attempt {number} ended: {reason}")
+    if not decision.requeue:
+        return end
+    try:
+        if end.kill != "requeued":
+            requeue_job(attempt.job_id, attempt.environ, SHORT_TIMEOUT if end.kill else math.inf)
+    except SchedulerError as error:
+        reason = f"{decision.reason}, but SLURM refuses ({error})"
+        end = replace(end, decision=replace(decision, requeue=False, reason=reason))
+        logger.warning(f"the job could not be requeued ({error})")
+        write_outcome(attempt, end)
+        return end
+    # The next attempt is kept off the nodes that this one and those before it have lost, also those that a
+    # spare one has replaced, or found sick.
+    bad = [*end.lost, *(end.step.sick if end.step else ())]
+    for entry in (attempt.manifest, *reversed(attempt.earlier)):
+        outcome, replaced = entry["outcome"], entry.get("replacements") or ()
+        bad += [host for key in ("lost", "sick") for host in outcome.get(key) or ()]
+        bad += [*(one["lost"] for one in replaced), *(entry.get("sick_spares") or ())]
+    if bad:
+        min_nodes = attempt.request.min_nodes + attempt.request.config.cluster.spares
+        warning = exclude_nodes(attempt.job_id, list(dict.fromkeys(bad)), min_nodes, attempt.environ)
+        if warning:
+            logger.warning(f"{warning}")
+    return end
+
+
+def write_outcome(attempt: Attempt, end: AttemptEnd) -> None:
+    """Complete the manifest, with the hangs and stragglers that the node has written that judged them."""
+    from launcher.watch.run_files import read_job_state  # not at the start of the job
+
+    manifest, state = attempt.manifest, read_job_state(attempt.run.path, own=True)
+    if state and state.attempt == attempt.run.first_attempt:
+        account = {"hangs": [*map(asdict, state.hangs)], "stragglers": [*map(asdict, state.stragglers)]}
+        manifest |= {key: found for key, found in account.items() if found}
+    advanced = has_advanced(end.advance, attempt.earlier)
+    manifest["ended"] = stamp_time()
+    manifest["outcome"] = {**end.describe(attempt.run.first_attempt), "advanced": advanced}
+    attempt.write()
+
+
+def decide_next(
+    attempt: Attempt, cause: str | None, step: StepReport | None, advance: AttemptProgress
+) -> Decision:
+    """Decide what is to be done; a job in somebody's allocation never goes back into the queue."""
+    stays = cause == "sick_node" and not (step and step.sick)
+    if cause and (stays or not attempt.requeues):
+        return Decision(False, cause, CAUSES[cause].text)
+    advanced, past = has_advanced(advance, attempt.earlier), list_past_attempts(attempt.earlier)
+    if attempt.unrecorded and cause:
+        # An attempt that could not write its manifest has written no checkpoint.
+        past += [PastAttempt(cause, False)] * attempt.unrecorded
+        advanced = bool(advanced)
+    return decide_requeue(cause, attempt.request.config.cluster.requeue, past, advanced)

@@ -162,6 +162,7 @@ class AttemptEnd:
     """None while the step is still ending."""
     cause: str | None
     """None for a success."""
+    decision: Decision
     advance: AttemptProgress
     kill: str = ""
     """How SLURM ends the job, see `classify_kill`; empty if it does not."""
@@ -175,6 +176,8 @@ class AttemptEnd:
     """Ranks that ended with 0 before the first failure."""
     trouble: str = ""
     """What is wrong with the run directory, see `release_space`."""
+    status: JobState | None = None
+    """What SLURM has said of the job; None if it was not asked, or did not answer."""
 
     @property
     def first(self) -> tuple[NodeRecord, RankFailure] | None:
@@ -255,18 +258,19 @@ class AttemptEnd:
             said.append(f"no record came from {', '.join(step.missing)}{doubt}")
         return [*lines, *(said or [f"no rank failed, but srun ended with {step.srun_exitcode}"])]
 
-    def name_state(self, decision: Decision) -> str:
-        """Return the manifest's word: what SLURM has requeued is in the queue, whatever the policy says."""
-        if decision.requeue or self.kill == "requeued":
+    @property
+    def state(self) -> str:
+        """The manifest's word: what SLURM has requeued is in the queue, whatever the policy says."""
+        if self.decision.requeue or self.kill == "requeued":
             return "requeued"
         if self.cause is None:
             return "succeeded"
-        ended = self.cause in ("cancelled", "preempted", "timeout") and decision.cause == self.cause
+        ended = self.cause in ("cancelled", "preempted", "timeout") and self.decision.cause == self.cause
         return "stopped" if ended else "failed"
 
-    def describe(self, decision: Decision, first_attempt: int) -> dict[str, Any]:
+    def describe(self, first_attempt: int) -> dict[str, Any]:
         """Return the manifest's outcome; of many things that happened, its reason has the first ones."""
-        step, state, failure = self.step, self.name_state(decision), None
+        step, state, failure = self.step, self.state, None
         stops = step.stops if step else [signal.SIGTERM]
         events = self.describe_events()
         if len(events) > MAX_NAMED:
@@ -278,10 +282,10 @@ class AttemptEnd:
         restarts = max((record.restarts for record in step.records), default=0) if step else 0
         return {
             "state": state,
-            "cause": self.cause if state == "requeued" else decision.cause,
+            "cause": self.cause if state == "requeued" else self.decision.cause,
             "exit_code": self.exit_code,
             "signal": name_signal(stops[0]) if stops else None,
-            "reason": None if self.cause is None else "; ".join([*events, decision.reason]),
+            "reason": None if self.cause is None else "; ".join([*events, self.decision.reason]),
             "events": self.first_events,
             "lost": list(self.lost),
             **({"sick": list(step.sick)} if step and step.sick else {}),

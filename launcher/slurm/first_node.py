@@ -1,13 +1,19 @@
-"""One attempt of a SLURM job, on its first node or in its user's shell: runs the step and reports its end."""
+"""An attempt of a SLURM job, on its first node or in its user's shell: its steps, and its signals."""
 
+import contextlib
 import errno
 import logging
 import os
 import re
+import select
+import signal
+import subprocess
+import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,20 +22,36 @@ from launcher.errors import EXIT_MACHINE, EXIT_SCHEDULER, LaunchError, MachineEr
 from launcher.files import open_below
 from launcher.launch.coordinator import Coordinator
 from launcher.launch.job import choose_restarts, is_port_free, read_client_ports
-from launcher.launch.processes import adopt_orphans, end_leftovers
-from launcher.launch.signals import KILL_GRACE, catch_signals, name_signal
+from launcher.launch.processes import adopt_orphans, end_leftovers, prepare_agent
+from launcher.launch.signals import (
+    FORWARDED,
+    KILL_GRACE,
+    KILL_WAIT,
+    STOPPING,
+    SignalQueue,
+    StopStages,
+    catch_signals,
+    make_signal_channel,
+    name_signal,
+)
+from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER, LAUNCH_RENDEZVOUS
 from launcher.runs.node_records import node_path, read_nodes, refuse_node
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, explain_write_error, open_run_dir
-from launcher.slurm.attempt import Attempt, is_taken_over, start_attempt
-from launcher.slurm.attempt_end import StepReport
-from launcher.slurm.attempt_lifecycle import end_attempt
-from launcher.slurm.commands import MissingCommandError, ask_job
+from launcher.slurm.attempt import (
+    Attempt,
+    ask_job_status,
+    end_attempt,
+    is_taken_over,
+    prepare_for_kill,
+    start_attempt,
+)
+from launcher.slurm.attempt_end import StepReport, choose_stop_time
+from launcher.slurm.commands import SHORT_TIMEOUT, MissingCommandError, ask_config, ask_job
 from launcher.slurm.first_node_guard import start_guards
 from launcher.slurm.job_request import JobRequest, read_job_request
-from launcher.slurm.node_channel import NodeReport
+from launcher.slurm.node_channel import CLOSE_TIMEOUT, OWN_GAP, NodeReport, StepGroup, TaskWriter
 from launcher.slurm.node_order import NodeOrder, find_node_order
-from launcher.slurm.node_step import skip_step_ids, start_nodes
 from launcher.slurm.notation import fold_in_order, parse_signal
 from launcher.slurm.slurm_environ import (
     PORT_TAKEN,
@@ -39,8 +61,7 @@ from launcher.slurm.slurm_environ import (
     pick_port,
     pick_restart_port,
 )
-from launcher.slurm.srun import NOT_STARTED, TEMPORARY, has_begun, join_lines
-from launcher.slurm.step_monitor import StepMonitor
+from launcher.slurm.step import NOT_STARTED, TEMPORARY, NodeStep, Step, has_begun, join_lines
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +71,20 @@ REFUSALS = 5
 """Tries of which slurmctld itself says that the nodes are not ready."""
 RECORD_TIMEOUT = 5.0
 """Seconds for a record to come into sight of this node, on a filesystem that tells late of new files."""
+TICK = 1.0
+"""Seconds between two looks at clocks and records."""
+SRUN_GRACE = 10.0
+"""Seconds that srun has to end a step that did not end by itself."""
+ELASTIC_GRACE = 30.0
+"""Seconds that the other nodes have to see by themselves that one of them has failed for good."""
+READ_PERIOD = 5.0
+"""Seconds between two looks at the records of an elastic job's nodes, on a shared disk."""
+LONGEST_ORDER = 120_000
+"""Characters of a variable; the kernel takes 128 KiB (MAX_ARG_STRLEN). It is enough for 10,000 nodes in any
+order."""
+STEP_ID_CYCLE = 4
+"""Attempts after which a step may have the number of an earlier one's again: by then the node that a signal
+waits for has been lost for longer than several waits in the queue."""
 
 
 def run_batch_script(run_path: Path) -> int:
@@ -96,14 +131,14 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
     with catch_signals((parse_signal(request.config.cluster.signal)[0],)) as inbox:
         attempt = start_attempt(request, run, environ, order, requeues=requeues)
         report_node_order(order)
-        monitor = StepMonitor(attempt, inbox)
+        first = FirstNode(attempt, inbox)
         with start_guards(attempt) as guards:
             try:
                 os.close(open_below(run.path, "logs", str(run.first_attempt)))
                 if guards and attempt.restarts:
                     guards.await_start()
                 skip_step_ids(attempt)
-                report = check_before_step(attempt, monitor) or run_step_attempts(attempt, monitor)
+                report = first.check_nodes() or first.run_steps()
             except OSError as error:
                 status, reason = EXIT_MACHINE, f"the step could not be started ({error})"
                 if error.filename == "srun":
@@ -111,69 +146,265 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
                     status, reason = EXIT_SCHEDULER, f"srun cannot be run ({error.strerror}){fix}"
                 elif error.errno in (errno.ENOSPC, errno.EDQUOT):
                     reason = explain_write_error(run, error)
-                report = refuse_step(monitor, reason, status)
+                report = first.refuse(reason, status)
             except LaunchError as error:
-                report = refuse_step(monitor, str(error), error.exit_code)
+                report = first.refuse(str(error), error.exit_code)
             finally:
                 end_leftovers(KILL_GRACE, (guards.process.pid,) if guards else ())
             return end_attempt(attempt, report)
 
 
-def check_before_step(attempt: Attempt, monitor: StepMonitor) -> StepReport | None:
-    """Check the nodes if that is wanted; returns the attempt's end if the ranks are not to start.
+@dataclass(slots=True)
+class FirstNode:
+    """The batch script's process during an attempt: its steps, the signals that it got, a stop's stages."""
 
-    `preflight.kind=auto` is light for a job with GPUs. A mistake of the checks' own ends no job.
-    """
-    kind = attempt.request.config.preflight.kind
-    if kind == "auto":
-        kind = "light" if count_gpus(attempt.environ) else "off"
-    if kind == "off":
-        return None
-    from launcher.slurm.preflight import run_preflight  # most jobs on CPUs have no use for it
+    attempt: Attempt
+    inbox: SignalQueue
+    signals: list[tuple[int, float]] = field(default_factory=list)
+    """What came, and when, in seconds since the epoch."""
+    deferred: list[int] = field(default_factory=list)
+    """Signals for the ranks that came before there were any."""
+    stop: StopStages | None = None
+    stop_at: float | None = None
+    """When the ranks are to be stopped before the time limit, in seconds since the epoch."""
+    failed_at: float | None = None
+    """When a node of an elastic job was first seen to have failed for good."""
+    next_read: float = 0.0
+    """Monotonic time of the next look at the records."""
 
-    try:
-        return run_preflight(attempt, monitor, kind)
-    except Exception as error:
-        logger.warning(f"preflight failed ({type(error).__name__}: {error}): report it")
-        return None
+    @property
+    def grace(self) -> float:
+        """Seconds that ranks have after the first stopping signal."""
+        return self.attempt.request.config.torchrun.shutdown_timeout
 
+    def refuse(self, reason: str, status: int) -> StepReport:
+        """Return the report of a step that there is none of, with a record of ours that says why."""
+        record = refuse_node(self.attempt.hosts[0], 0, status, reason, time.time())
+        return StepReport(status, (record,), signals=tuple(self.signals))
 
-def run_step_attempts(attempt: Attempt, monitor: StepMonitor) -> StepReport:
-    """Run the step: again while slurmctld is away, and with another port if the first node's is taken."""
-    run, first, local = attempt.run, attempt.hosts[0], read_client_ports()
-    salt = 0 if attempt.requeues else zlib.crc32(os.fsencode(run.path))
-    job = int(attempt.environ.get("SLURM_JOB_ID", "0")) + salt
-    trial, refused = 0, 0
-    while True:
-        if monitor.take_early_signals():
-            return report_stop(monitor)
-        if is_taken_over(run):
-            return refuse_step(monitor, "another node has ended this attempt", EXIT_MACHINE)
-        for record in read_nodes(run.path, run.first_attempt):  # of a port that was taken
-            node_path(run.path, run.first_attempt, record.host).unlink(missing_ok=True)
-        port = pick_port(job, run.first_attempt, trial, local)
-        # This may be a login node with `salloc`, rather than the node that serves the rendezvous.
-        is_first = first == attempt.environ.get("SLURMD_NODENAME")
-        if trial + 1 < TRIALS and is_first and not is_port_free(port):
+    def check_nodes(self) -> StepReport | None:
+        """Check the nodes if that is wanted; returns the attempt's end if the ranks are not to start.
+
+        `preflight.kind=auto` is light for a job with GPUs. A mistake of the checks' own ends no job.
+        """
+        kind = self.attempt.request.config.preflight.kind
+        if kind == "auto":
+            kind = "light" if count_gpus(self.attempt.environ) else "off"
+        if kind == "off":
+            return None
+        from launcher.slurm.preflight import run_preflight  # most jobs on CPUs have no use for it
+
+        try:
+            return run_preflight(self, kind)
+        except Exception as error:
+            logger.warning(f"preflight failed ({type(error).__name__}: {error}): report it")
+            return None
+
+    def run_steps(self) -> StepReport:
+        """Run the step: again while slurmctld is away, and with another port if the first node's is taken."""
+        attempt, run, first = self.attempt, self.attempt.run, self.attempt.hosts[0]
+        local, salt = read_client_ports(), 0 if attempt.requeues else zlib.crc32(os.fsencode(run.path))
+        job = int(attempt.environ.get("SLURM_JOB_ID", "0")) + salt
+        trial, refused = 0, 0
+        while True:
+            if self.take_early_signals():
+                report = StepReport(1, signals=tuple(self.signals))
+                return replace(report, srun_exitcode=128 + report.stops[0])
+            if is_taken_over(run):
+                return self.refuse("another node has ended this attempt", EXIT_MACHINE)
+            for record in read_nodes(run.path, run.first_attempt):  # of a port that was taken
+                node_path(run.path, run.first_attempt, record.host).unlink(missing_ok=True)
+            port = pick_port(job, run.first_attempt, trial, local)
+            # This may be a login node with `salloc`, rather than the node that serves the rendezvous.
+            is_first = first == attempt.environ.get("SLURMD_NODENAME")
+            if trial + 1 < TRIALS and is_first and not is_port_free(port):
+                trial += 1
+                continue
+            find_port = partial(pick_restart_port, job, run.first_attempt, trial, local)
+            report = self.run_step(f"{first}:{port}", find_port)
+            if self.signals:
+                return report
+            said = "".join(record.agent_said for record in report.records)
+            refusal = said if said.startswith(NOT_STARTED) else ""
+            is_away = bool(refusal) and is_controller_away(attempt)
+            refused += bool(refusal) and not is_away
+            if is_away or (TEMPORARY.search(refusal) and refused < REFUSALS):
+                until = "until slurmctld answers, " if is_away else ""
+                logger.warning(f"{refusal}: {until}it is tried again")
+                self.poll(RETRY)
+                self.take_early_signals()
+                continue
+            taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in report.records)
+            if not taken or trial + 1 >= TRIALS:
+                return report
             trial += 1
-            continue
-        find_port = partial(pick_restart_port, job, run.first_attempt, trial, local)
-        report = run_node_step(attempt, monitor, f"{first}:{port}", find_port)
-        if monitor.signals:
-            return report
-        said = "".join(record.agent_said for record in report.records)
-        refusal = said if said.startswith(NOT_STARTED) else ""
-        is_away = bool(refusal) and is_controller_away(attempt)
-        refused += bool(refusal) and not is_away
-        if is_away or (TEMPORARY.search(refusal) and refused < REFUSALS):
-            logger.warning(f"{refusal}: {'until slurmctld answers, ' if is_away else ''}it is tried again")
-            monitor.wait(RETRY)
-            continue
-        taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in report.records)
-        if not taken or trial + 1 >= TRIALS:
-            return report
-        trial += 1
-        logger.info(f"port {port} of {first} was taken: the step starts again, with another one")
+            logger.info(f"port {port} of {first} was taken: the step starts again, with another one")
+
+    def run_step(self, endpoint: str, find_port: Callable[[int], int]) -> StepReport:
+        """Run the step of a task of ours on each node, which starts its ranks and writes the node's record.
+
+        `endpoint` is where the ranks of the first start meet, HOST:PORT, and `find_port` gives the port of
+        each start by its number, if they are not torchrun's. A node that replaces the first one is called as
+        SLURM calls it.
+        """
+        attempt, run = self.attempt, self.attempt.run
+        config, first = attempt.request.config, attempt.hosts[0]
+        address, port = parse_endpoint(config.rdzv_endpoint or endpoint)
+
+        def find_endpoint(host: str, restart: int) -> tuple[str, int]:
+            return (address if host == first else host), (find_port(restart) if restart else port)
+
+        coordinator = None
+        if attempt.request.agent == "direct":
+            restarts = choose_restarts(config, attempt.environ) or 0
+            coordinator = Coordinator(attempt.step_hosts, len(attempt.hosts), restarts, find_endpoint)
+        step = start_nodes(attempt, endpoint, coordinator)
+        local_size = str(config.nproc_per_node)
+        if step.group and not attempt.spares and re.fullmatch("0*[1-9][0-9]{0,4}", local_size):
+            for host in attempt.hosts:  # the first start is ordered before any task is ready
+                step.group.take_report(NodeReport("ready", host, number=int(local_size)))
+        asking = None
+        if "git" not in attempt.manifest:  # else the submission has told of the sources
+            directory = Path(attempt.request.directory)
+            asking = threading.Thread(
+                target=lambda: attempt.manifest.update(describe_sources(directory)), daemon=True
+            )
+            asking.start()
+        if step.group and attempt.spares:
+            from launcher.slurm.spares import NodeReplacement  # most jobs have no use for it
+
+            replacement = NodeReplacement(attempt, step, step.group)
+            try:
+                self.run_to_end(step, replacement.attend)
+            finally:
+                replacement.close()
+        else:
+            self.run_to_end(step)
+        if asking:
+            asking.join()
+        step.close()
+        code, lines = step.process.returncode, tuple(step.srun_lines)
+        deadline = time.monotonic() + RECORD_TIMEOUT
+        while True:  # records may come late if srun knows of no failure
+            records = [one for one in read_nodes(run.path, run.first_attempt) if one.host in attempt.hosts]
+            if len(records) >= len(attempt.hosts) or code or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        # If no task ever ran, no node was lost: SLURM refused the step.
+        if not records and not self.signals and code < 0:
+            return self.refuse(f"srun was ended by {name_signal(-code)}, and its step", 128 - code)
+        if not records and not self.signals and code and not has_begun(lines):
+            words = join_lines(lines) or "it printed nothing"
+            return self.refuse(f"{NOT_STARTED} (code {code}): {words}", EXIT_SCHEDULER)
+        reporting = {record.host for record in records}
+        return StepReport(
+            code,
+            tuple(records),
+            tuple(host for host in attempt.hosts if host not in reporting),
+            tuple(self.signals),
+            self.stop_at is not None,
+            lines,
+            tuple(step.signalled),
+            step.cancelled,
+        )
+
+    def run_to_end(self, step: NodeStep, attend: Callable[[], None] = lambda: None) -> None:
+        """Stay with a step to its end; what an earlier one was stopped for, a port in use, is over.
+
+        `attend` is called again and again while the step runs.
+        """
+        self.stop, self.failed_at = None, None
+        for number in self.deferred:
+            self.pass_on(number, step)
+        self.deferred.clear()
+        pidfd = os.pidfd_open(step.process.pid)
+        try:
+            while step.process.poll() is None:
+                began = time.monotonic()
+                self.poll(TICK, pidfd)
+                if time.monotonic() - began > OWN_GAP and is_taken_over(self.attempt.run):
+                    logger.info("this node was taken for lost while it slept: its ranks are killed")
+                    step.send(signal.SIGKILL)
+                    self.stop = StopStages([], time.monotonic() + KILL_GRACE)
+                for number in self.inbox.take():
+                    self.signals.append((number, time.time()))
+                    if number not in STOPPING:
+                        self.pass_on(number, step)
+                        continue
+                    if number == signal.SIGTERM:
+                        prepare_for_kill(self.attempt)
+                    if self.attempt.prepared is None:  # else SLURM has told the ranks, and KillWait runs
+                        self.advance_stop(number, step)
+                attend()
+                self.check_deadlines(step)
+        finally:
+            os.close(pidfd)
+
+    def poll(self, seconds: float, *others: int) -> None:
+        """Let time pass; a signal ends that, or another descriptor."""
+        poller = select.poll()
+        for descriptor in (self.inbox.wakeup, *others):
+            poller.register(descriptor, select.POLLIN)
+        poller.poll(seconds * 1000)
+
+    def take_early_signals(self) -> bool:
+        """Take the signals that came before the ranks' step; tell whether one of them ends the attempt."""
+        taken = self.inbox.take()
+        self.signals += [(number, time.time()) for number in taken]
+        self.deferred += [number for number in taken if number not in STOPPING]
+        if signal.SIGTERM in taken:
+            prepare_for_kill(self.attempt)
+        return any(number in STOPPING for number, _ in self.signals)
+
+    def pass_on(self, number: int, step: NodeStep) -> None:
+        """Send the ranks a signal that does not stop them; theirs may be the time limit's."""
+        step.send(number)
+        checkpoint, seconds = parse_signal(self.attempt.request.config.cluster.signal)
+        if number == checkpoint:
+            now, status = time.time(), ask_job_status(self.attempt, SHORT_TIMEOUT)
+            self.stop_at = choose_stop_time(now, status.end_time if status else None, seconds, self.grace)
+
+    def check_deadlines(self, step: NodeStep) -> None:
+        """Enter the next stage of a stop if its time has come."""
+        if self.stop:
+            if time.monotonic() >= self.stop.deadline:
+                self.advance_stop(signal.SIGTERM, step)
+        elif self.stop_at and time.time() >= self.stop_at:
+            logger.info("the time limit is near")
+            self.advance_stop(signal.SIGTERM, step)
+        elif self.attempt.is_elastic and self.has_failed():
+            self.advance_stop(signal.SIGTERM, step)
+
+    def advance_stop(self, number: int, step: NodeStep) -> None:
+        """Enter the next stage of ending the step: the signal, SIGTERM, SIGKILL, and then srun's own ways."""
+        if self.stop and self.stop.current is None:
+            step.process.kill()
+            self.stop.deadline = time.monotonic() + SRUN_GRACE
+            return
+        self.stop = self.stop or StopStages.begin(number, self.grace)
+        stage = self.stop.next_stage()
+        if stage is None:
+            self.stop.deadline = time.monotonic() + SRUN_GRACE
+            step.process.terminate()
+            return
+        again = "; once more goes on at once" if not self.attempt.requeues and stage == signal.SIGINT else ""
+        logger.info(f"{name_signal(stage)} to the ranks{again}")
+        step.send(stage)
+
+    def has_failed(self) -> bool:
+        """Tell whether a node of an elastic job failed a while ago: its step goes on without it otherwise.
+
+        Ranks elsewhere may wait for its ranks in a collective until that comes to its timeout.
+        """
+        run, now = self.attempt.run, time.monotonic()
+        if now >= self.next_read:
+            self.next_read = now + READ_PERIOD
+            records = read_nodes(run.path, run.first_attempt)
+            if any(record.exit_code == PORT_TAKEN and not record.failure for record in records):
+                return True
+            if self.failed_at is None and any(record.state == "failed" for record in records):
+                self.failed_at = now
+        return self.failed_at is not None and now > self.failed_at + ELASTIC_GRACE
 
 
 def is_controller_away(attempt: Attempt) -> bool:
@@ -185,85 +416,69 @@ def is_controller_away(attempt: Attempt) -> bool:
     return False
 
 
-def run_node_step(
-    attempt: Attempt, monitor: StepMonitor, endpoint: str, find_port: Callable[[int], int]
-) -> StepReport:
-    """Run the step of a task of ours on each node, which starts its ranks and writes the node's record.
-
-    `endpoint` is where the ranks of the first start meet, HOST:PORT, and `find_port` gives the port of each
-    start by its number, if they are not torchrun's. A node that replaces the first one is called as SLURM
-    calls it.
-    """
-    config, first, run = attempt.request.config, attempt.hosts[0], attempt.run
-    address, port = parse_endpoint(config.rdzv_endpoint or endpoint)
-
-    def find_endpoint(host: str, restart: int) -> tuple[str, int]:
-        return (address if host == first else host), (find_port(restart) if restart else port)
-
-    coordinator = None
-    if attempt.request.agent == "direct":
-        restarts = choose_restarts(config, attempt.environ) or 0
-        coordinator = Coordinator(attempt.step_hosts, len(attempt.hosts), restarts, find_endpoint)
-    step = start_nodes(attempt, endpoint, coordinator)
-    local_size = str(config.nproc_per_node)
-    if step.group and not attempt.spares and re.fullmatch("0*[1-9][0-9]{0,4}", local_size):
-        for host in attempt.hosts:  # the first start is ordered before any task is ready
-            step.group.take_report(NodeReport("ready", host, number=int(local_size)))
-    asking = None
-    if "git" not in attempt.manifest:  # else the submission has told of the sources
-        asking = threading.Thread(target=add_provenance, args=(attempt,), daemon=True)
-        asking.start()
-    if step.group and attempt.spares:
-        from launcher.slurm.spares import NodeReplacement  # most jobs have no use for it
-
-        replacement = NodeReplacement(attempt, step, step.group)
-        try:
-            monitor.run_to_end(step, replacement.attend)
-        finally:
-            replacement.close()
-    else:
-        monitor.run_to_end(step)
-    if asking:
-        asking.join()
-    step.close()
-    code, lines, deadline = step.process.returncode, (*step.srun_lines,), time.monotonic() + RECORD_TIMEOUT
-    while True:  # records may come late if srun knows of no failure
-        records = [one for one in read_nodes(run.path, run.first_attempt) if one.host in attempt.hosts]
-        if len(records) >= len(attempt.hosts) or code or time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    # If no task ever ran, no node was lost: SLURM refused the step.
-    if not records and not monitor.signals and code < 0:
-        reason = f"srun was ended by {name_signal(-code)}, and its step"
-        return refuse_step(monitor, reason, 128 - code)
-    if not records and not monitor.signals and code and not has_begun(lines):
-        words = join_lines(lines) or "it printed nothing"
-        return refuse_step(monitor, f"{NOT_STARTED} (code {code}): {words}", EXIT_SCHEDULER)
-    reporting = {record.host for record in records}
-    return StepReport(
-        code,
-        tuple(records),
-        tuple(host for host in attempt.hosts if host not in reporting),
-        tuple(monitor.signals),
-        monitor.stop_at is not None,
-        lines,
-        tuple(step.signalled),
-        step.cancelled,
+def describe_node_step(attempt: Attempt) -> Step:
+    """Return the step over the nodes of an attempt."""
+    config, run_path, directory = attempt.request.config, attempt.run.path, attempt.request.directory
+    box = config.cluster.container
+    # As the batch script starts this process: PYTHONPATH may name the working directory, and is for ranks.
+    isolation = "-I" if sys.flags.isolated and not box.image else "-P"
+    mounts = [f"{run_path}:{run_path}", f"{directory}:{directory}", *box.mounts]
+    python = box.python if box.image else sys.executable
+    return Step(
+        attempt.step_hosts,
+        (python, isolation, "-m", "launcher.slurm.task", str(run_path)),
+        config.cluster.srun,
+        elastic=attempt.is_elastic or bool(attempt.spares),
+        directory=directory,
+        container=replace(box, mounts=mounts) if box.image else None,
     )
 
 
-def add_provenance(attempt: Attempt) -> None:
-    """Complete the manifest with git commit and package versions: a thread's body."""
-    attempt.manifest.update(describe_sources(Path(attempt.request.directory)))
+def start_nodes(attempt: Attempt, endpoint: str, coordinator: Coordinator | None = None) -> NodeStep:
+    """Start a task on each node, which are to meet at `endpoint`; raises OSError if there is no srun."""
+    variables = {LAUNCH_ATTEMPT: str(attempt.run.first_attempt), LAUNCH_RENDEZVOUS: endpoint}
+    order = fold_in_order(attempt.step_hosts)
+    if len(order) <= LONGEST_ORDER:
+        variables[LAUNCH_NODE_ORDER] = order
+    step, parent = describe_node_step(attempt), os.getpid()
+    reading, writing = make_signal_channel()
+    try:
+        process = step.start(
+            {**attempt.environ, **variables},
+            stdin=reading,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: prepare_agent(parent, FORWARDED),
+        )
+    except OSError:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+    writer = TaskWriter(writing)
+
+    def send_kill_wait() -> None:
+        """Tell the tasks how long SLURM will wait for them (`30 sec`), once the step is on its way."""
+        with contextlib.suppress(SchedulerError):
+            if found := re.match(r"\d+", ask_config(attempt.environ).get("KillWait", "")):
+                writer.send(f"{KILL_WAIT} {found[0]}")
+
+    threading.Thread(target=send_kill_wait, daemon=True).start()
+    group = StepGroup(coordinator, writer.send) if coordinator else None
+    return NodeStep(process, writer, step.elastic, group)
 
 
-def refuse_step(monitor: StepMonitor, reason: str, status: int) -> StepReport:
-    """Return the report of a step that there is none of, with a record of ours that says why."""
-    record = refuse_node(monitor.attempt.hosts[0], 0, status, reason, time.time())
-    return StepReport(status, (record,), signals=tuple(monitor.signals))
+def skip_step_ids(attempt: Attempt) -> None:
+    """Use up as many numbers of steps as give this attempt's step another one than those before it had.
 
-
-def report_stop(monitor: StepMonitor) -> StepReport:
-    """Return the report of an attempt that a signal ended before its ranks were started."""
-    report = StepReport(1, signals=tuple(monitor.signals))
-    return StepReport(128 + report.stops[0], signals=report.signals)
+    Numbers begin at 0 in each attempt. slurmctld keeps a signal to a step for a node that does not answer,
+    and sends it again a minute later: then the step with that number may be the next attempt's (seen with
+    SLURM 22.05; the request that waits names job and step alone).
+    """
+    step = Step(attempt.hosts[:1], ("true",), {"input": "none", "gres": "none"}, elastic=False)
+    null, deadline = subprocess.DEVNULL, time.monotonic() + CLOSE_TIMEOUT
+    count = attempt.restarts % STEP_ID_CYCLE
+    for process in [step.start(attempt.environ, stdin=null, stdout=null, stderr=null) for _ in range(count)]:
+        try:  # if no step can be started, the real one reports it
+            process.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.kill()

@@ -25,18 +25,16 @@ from pathlib import Path
 from launcher.errors import LaunchError, SchedulerError
 from launcher.launch.signals import FORWARDED
 from launcher.protocol import LAUNCH_ATTEMPT, name_host
-from launcher.runs.manifest import CLOSED, read_manifest, read_time, take_dict
+from launcher.runs.manifest import CLOSED, read_manifest, take_dict
 from launcher.runs.node_records import read_nodes
 from launcher.runs.run_directory import RunDir, release_space
-from launcher.slurm.attempt import Attempt, claim_end
+from launcher.slurm.attempt import Attempt, claim_end, diagnose, finish_attempt
 from launcher.slurm.attempt_end import StepReport, classify_kill
-from launcher.slurm.attempt_lifecycle import diagnose, finish_attempt
 from launcher.slurm.commands import ask_job, ask_node_states, is_down, run_slurm
 from launcher.slurm.job_request import read_job_request
-from launcher.slurm.liveness import ALIVE_PERIOD, OWN_GAP, SILENCE
-from launcher.slurm.slurm_environ import clean_for_step
-from launcher.slurm.spares import ask_addresses, is_frozen, try_connection
-from launcher.slurm.srun import Step, render_step
+from launcher.slurm.liveness import SILENCE, ask_addresses, is_frozen, try_connection
+from launcher.slurm.node_channel import ALIVE_PERIOD, OWN_GAP
+from launcher.slurm.step import Step
 from launcher.text import leave, set_up_logging
 
 logger = logging.getLogger("launcher.slurm.first_node_guard")
@@ -95,15 +93,10 @@ def start_guards(attempt: Attempt) -> Iterator[GuardStep | None]:
         return
     module = "launcher.slurm.first_node_guard"
     command = (sys.executable, "-P", "-m", module, str(attempt.run.path), own)
-    step = Step(len(chosen), chosen, True, "/", command, {"gres": "none"})
-    try:
-        process = subprocess.Popen(
-            render_step(step),
-            env={**clean_for_step(attempt.environ), LAUNCH_ATTEMPT: str(attempt.run.first_attempt)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # as this process dies, srun must not be asked to end the guards, too
+    environ, pipe = {**attempt.environ, LAUNCH_ATTEMPT: str(attempt.run.first_attempt)}, subprocess.PIPE
+    try:  # as this process dies, srun is not asked to end the guards, too
+        process = Step(chosen, command, {"gres": "none"}).start(
+            environ, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
         )
     except OSError as error:
         logger.debug(f"no guards ({error})")  # the step of the ranks tells
@@ -187,16 +180,7 @@ class Guard:
             return False
         if manifest.get("attempt") != run.first_attempt:
             return True
-        attempt = Attempt(
-            read_job_request(run_path, environ),
-            run,
-            environ,
-            tuple(manifest["hosts"]),
-            manifest,
-            requeues=True,
-            started=read_time(manifest["started"]) or time.time(),
-            spares=tuple(manifest.get("spares", ())),
-        )
+        attempt = Attempt(read_job_request(run_path, environ), run, environ, manifest, requeues=True)
         status = ask_job(attempt.job_id, environ)
         if classify_kill(status, attempt.restarts):
             return True
@@ -228,7 +212,7 @@ class Guard:
             reporting = {one.host for one in records}
             missing = tuple(host for host in attempt.hosts if host not in reporting)
             end = diagnose(attempt, StepReport(1, records, missing), status, lost, trouble)
-            if finish_attempt(attempt, end).requeue:
+            if finish_attempt(attempt, end).decision.requeue:
                 return True
         run_slurm(["scancel", attempt.job_id], environ)  # nothing else would end it before its time limit
         return True

@@ -1,15 +1,20 @@
-"""Which nodes of a job are lost, by what is heard of them: events in, verdicts out.
+"""Whether a job's nodes are there: what is heard of them, and what they answer from outside.
 
 Two signs together make a node a lost one: its task is silent, and the node does not answer from outside
-either. A task that is silent alone may be slow, or its node short of memory. There is no clock and no
-network here: times are seconds of one monotonic clock, which the caller reads.
+either. A task that is silent alone may be slow, or its node short of memory. `Liveness` has no clock and no
+network: times are seconds of one monotonic clock, which the caller reads.
 """
 
-from collections.abc import Iterable
+import errno
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-ALIVE_PERIOD = 2.0
-"""Seconds from one word of a task to the next."""
+from launcher.slurm.commands import ask_config, ask_node_fields
+from launcher.slurm.node_channel import ALIVE_PERIOD, OWN_GAP
+from launcher.slurm.step import Step
+
 SILENCE = 8.0
 """Seconds without a word after which a node is looked at: four words are missing."""
 DOUBT = 1.5
@@ -18,8 +23,69 @@ BEGINNING = 60.0
 """The same for a task that has not said a word: srun takes its time with many nodes."""
 MAX_UNREACHABLE = 2
 """Connections in a row that fail before a silent node is lost, a second apart at least."""
-OWN_GAP = 4.0
-"""Seconds between two looks of the caller's after which it has slept itself, and knows nothing."""
+CONNECT_TIMEOUT = 2.0
+"""Seconds for a connection within a cluster; the kernel's first repetition comes after one."""
+STEP_TIMEOUT = 8.0
+"""Seconds in which a node that is only slow starts a small process (0.1 s on an idle one)."""
+SLURMD_PORT = "6818"
+"""SLURM's default (slurm.conf, SlurmdPort)."""
+UNREACHABLE = frozenset(
+    (errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT)
+)
+"""Errors that tell of the other node, rather than of this one or of its name's lookup."""
+ANSWER = "launch-probe: here"
+
+
+def ask_addresses(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, tuple[str, int]]:
+    """Ask SLURM where the nodes' daemons listen, by address and port; raises SchedulerError."""
+    nodes = ask_node_fields(hosts, environ)
+    default = SLURMD_PORT
+    if not all("Port" in fields for fields in nodes.values()):  # a node has none there with the default one
+        default = ask_config(environ).get("SlurmdPort", SLURMD_PORT)
+    return {
+        host: (fields["NodeAddr"], int(fields.get("Port", default)))
+        for host, fields in nodes.items()
+        if "NodeAddr" in fields
+    }
+
+
+def try_connection(where: tuple[str, int]) -> bool | None:
+    """Tell whether a node takes a connection to its slurmd; None if that says nothing about the node."""
+    try:
+        with socket.create_connection(where, CONNECT_TIMEOUT):
+            return True
+    except TimeoutError:
+        return False
+    except OSError as error:
+        return False if error.errno in UNREACHABLE else None
+
+
+def is_frozen(host: str, witness: str, environ: Mapping[str, str]) -> bool | None:
+    """Tell whether a node starts no process, while another one does; None if that one starts none either.
+
+    slurmctld may be away, without which SLURM starts nothing anywhere.
+    """
+    if (has_run := try_step(host, environ)) is not False:
+        return False if has_run else None
+    return True if try_step(witness, environ) else None
+
+
+def try_step(host: str, environ: Mapping[str, str]) -> bool | None:
+    """Tell whether a node starts a process in time; None if there is no srun.
+
+    The exit code says nothing: srun 22.05 ends with 0 if a node did not take its part.
+    """
+    null, step = subprocess.DEVNULL, Step((host,), ("echo", ANSWER), {"input": "none"})
+    try:
+        process = step.start(environ, stdin=null, stdout=subprocess.PIPE, stderr=null)
+    except OSError:
+        return None
+    with process:
+        try:
+            return ANSWER.encode() in process.communicate(timeout=STEP_TIMEOUT)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +171,7 @@ class Liveness:
 
     def note_step(self, host: str, *, has_run: bool) -> None:
         """Take whether a suspect that takes connections has run a short step in time."""
-        self.signs[host].is_frozen = not has_run
+        self.signs[host].is_frozen = not has_run and self.is_silent(host)
 
     def take_losses(self) -> list[Loss]:
         """Return the suspects that are lost by now, each of them once."""

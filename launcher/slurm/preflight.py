@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config.settings import Settings
+from launcher.doctor.model import PreflightReport
 from launcher.launch.job import read_client_ports
-from launcher.preflight.checks import (
-    Answers,
-    CheckedNodes,
+from launcher.preflight import (
+    NotCheckedError,
     describe_report,
     make_request,
     run_checks,
     write_preflight_report,
 )
 from launcher.report.findings import list_preflight_lines
-from launcher.slurm.attempt import Attempt
 from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.commands import count_restarts
+from launcher.slurm.first_node import FirstNode
 from launcher.slurm.slurm_environ import (
     clean_for_step,
     count_gpus,
@@ -26,18 +26,15 @@ from launcher.slurm.slurm_environ import (
     list_job_hosts,
     pick_port,
 )
-from launcher.slurm.srun import (
+from launcher.slurm.step import (
     CPU_BIND_COMPLAINT,
     SLURM_PREFIXES,
     Step,
     find_task_ends,
-    give_cpus,
     has_begun,
     join_lines,
     parse_node_failure,
-    render_step,
 )
-from launcher.slurm.step_monitor import StepMonitor
 from launcher.text import count_things, name_some
 
 logger = logging.getLogger(__name__)
@@ -119,32 +116,36 @@ def choose_hosts(
     return NodeChoice(action, hosts, f"{text}; {what} ({rule})" if text else f"{what} ({rule})")
 
 
-def run_preflight(attempt: Attempt, monitor: StepMonitor, kind: str) -> StepReport | None:
+def run_preflight(first: FirstNode, kind: str) -> StepReport | None:
     """Check an attempt's nodes, tell what was found, and choose those that it goes on with.
 
     Returns the attempt's end if its ranks are not to start. A node beyond `nodes` and `cluster.spares` is
     checked if it could be used, by `preflight.on_failure=exclude`.
     """
+    attempt = first.attempt
     request, config = attempt.request, attempt.request.config.preflight
     candidates = attempt.step_hosts
     if config.on_failure == "exclude":
         candidates = tuple(dict.fromkeys((*candidates, *list_job_hosts(attempt.environ))))
-    checked = check_allocation(
-        request.config,
-        attempt.environ,
-        candidates,
-        kind=kind,
-        words=request.words or request.config.program.get("command") or (),
-        directory=Path(request.directory),
-        run_path=attempt.run.path,
-        monitor=monitor,
-    )
-    if monitor.take_early_signals():
+    report, problem = None, ""
+    try:
+        report = check_allocation(
+            request.config,
+            attempt.environ,
+            candidates,
+            kind=kind,
+            words=request.words or request.config.program.get("command") or (),
+            directory=Path(request.directory),
+            run_path=attempt.run.path,
+            first=first,
+        )
+    except NotCheckedError as error:
+        problem = str(error)
+    if first.take_early_signals():
         return None  # whoever starts the step sees it
-    report = checked.report
     if report is None:
-        logger.warning(f"preflight: the nodes were not checked: {checked.problem}")
-        attempt.manifest["preflight"] = {"kind": kind, "problem": checked.problem}
+        logger.warning(f"preflight: the nodes were not checked: {problem}")
+        attempt.manifest["preflight"] = {"kind": kind, "problem": problem}
         attempt.write()
         return None
     for line in list_preflight_lines(report):
@@ -164,18 +165,18 @@ def run_preflight(attempt: Attempt, monitor: StepMonitor, kind: str) -> StepRepo
     except OSError as error:
         logger.warning(f"preflight: its report could not be written ({error})")
     left_out = [host for host in attempt.step_hosts if host in report.sick and host not in choice.hosts]
-    attempt.hosts = choice.hosts or attempt.hosts
-    left = [host for host in candidates if host not in attempt.hosts and host not in report.sick]
-    attempt.spares = tuple(left[: request.config.cluster.spares])
     account = {**describe_report(report), "action": choice.action, "left_out": left_out}
-    attempt.manifest |= {"hosts": list(attempt.hosts), "preflight": account}
+    attempt.manifest |= {"hosts": list(choice.hosts or attempt.hosts), "preflight": account}
+    if request.config.cluster.spares:
+        left = [host for host in candidates if host not in attempt.hosts and host not in report.sick]
+        attempt.manifest["spares"] = left[: request.config.cluster.spares]
     attempt.write()
     if choice.hosts:
         return None
     errors = {one.host: one.what for one in reversed(report.findings) if one.level == "error"}
     words = tuple(f"{host}: {errors[host]}" for host in report.sick if host in errors)
     sick = report.sick if choice.action == "requeue" else ()
-    return StepReport(0, signals=tuple(monitor.signals), sickness=words or (choice.text,), sick=sick)
+    return StepReport(0, signals=tuple(first.signals), sickness=words or (choice.text,), sick=sick)
 
 
 def check_allocation(
@@ -187,11 +188,13 @@ def check_allocation(
     words: Sequence[str] = ("-m",),
     directory: Path | None = None,
     run_path: Path | None = None,
-    monitor: StepMonitor | None = None,
-) -> CheckedNodes:
+    first: FirstNode | None = None,
+) -> PreflightReport:
     """Start a task on each node, outside of any container, and judge what they answer.
 
-    Its tasks begin in `/`, since any other folder may be stuck. Signals go to the `monitor`, which says
+    Raises NotCheckedError.
+
+    Its tasks begin in `/`, since any other folder may be stuck. Signals go to `first`, which says
     whether one ends the checks.
     """
     job, restarts = int(environ.get("SLURM_JOB_ID", "0")), count_restarts(environ)
@@ -205,34 +208,23 @@ def check_allocation(
         environ={**environ, **config.env},
         endpoint=f"{hosts[0]}:{pick_port(job, restarts, PORT_TRIAL, read_client_ports())}",
     )
-    own = {name.replace("_", "-"): value for name, value in give_cpus(config.cluster.srun, environ).items()}
-    step = Step(len(hosts), hosts, True, "/", request.command, {**own, **FIXED_OPTIONS})
+    step = Step(hosts, request.command, {**config.cluster.srun, **FIXED_OPTIONS})
     try:
         answers = run_checks(
-            render_step(step),
+            step.render(environ),
             request,
             {**drop_task_variables(clean_for_step(environ)), **config.env},
-            wakeup=monitor.inbox.wakeup if monitor else None,
-            is_stopped=monitor.take_early_signals if monitor else lambda: False,
+            wakeup=first.inbox.wakeup if first else None,
+            is_stopped=first.take_early_signals if first else lambda: False,
         )
     except OSError as error:
-        return CheckedNodes(None, f"srun cannot be run ({error.strerror})")
-    return judge_check_step(environ, answers)
-
-
-def judge_check_step(environ: Mapping[str, str], answers: Answers) -> CheckedNodes:
-    """Tell nodes that hold the checks up from those whose checks failed for a reason of their own."""
+        raise NotCheckedError(f"srun cannot be run ({error.strerror})") from None
     lines = [line for line in answers.errors if CPU_BIND_COMPLAINT not in line]
     if answers.ended and not answers.facts and not has_begun(lines):
-        return CheckedNodes(None, join_lines(lines) or f"srun ended with {answers.exit_code}")
-    lost, ends = {host for line in lines for host in parse_node_failure(line)}, find_task_ends(lines)
-    silent = [host for host in answers.missing if host in lost or not answers.ended]
-    problems = {
-        host: f"its program ended: {ends.get(host, 'it printed no answer')}"
-        for host in answers.missing
-        if host not in silent
-    }
-    if len(problems) == len(answers.request.hosts):
-        own = [line for line in lines if not line.startswith(SLURM_PREFIXES)]
-        return CheckedNodes(None, own[-1] if own else "its program printed no answer")
-    return CheckedNodes(answers.make_report(silent, problems, count_gpus(environ)))
+        raise NotCheckedError(join_lines(lines) or f"srun ended with {answers.exit_code}")
+    return answers.judge(
+        [line for line in lines if not line.startswith(SLURM_PREFIXES)],
+        {host for line in lines for host in parse_node_failure(line)},
+        find_task_ends(lines),
+        count_gpus(environ),
+    )

@@ -1,102 +1,27 @@
-"""Spare nodes: whether the nodes of a running step are there, and what replaces one that is lost."""
+"""Spare nodes: one takes the place of a node of a running step that is lost."""
 
 import contextlib
-import errno
 import logging
-import socket
-import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from launcher.errors import SchedulerError
 from launcher.runs.manifest import stamp_time
 from launcher.runs.node_records import read_nodes
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.attempt_end import classify_kill
-from launcher.slurm.commands import ask_config, ask_job, ask_node_fields
-from launcher.slurm.liveness import Liveness, Loss
-from launcher.slurm.node_channel import ASK_ALIVE, NodeReport
-from launcher.slurm.node_step import NodeStep, StepGroup
-from launcher.slurm.slurm_environ import clean_for_step
-from launcher.slurm.srun import Step, render_step
+from launcher.slurm.commands import ask_job
+from launcher.slurm.liveness import Liveness, Loss, ask_addresses, is_frozen, try_connection
+from launcher.slurm.node_channel import ASK_ALIVE, NodeReport, StepGroup
+from launcher.slurm.step import NodeStep
 
 logger = logging.getLogger(__name__)
-
-CONNECT_TIMEOUT = 2.0
-"""Seconds for a connection within a cluster; the kernel's first repetition comes after one."""
-STEP_TIMEOUT = 8.0
-"""Seconds in which a node that is only slow starts a small process (0.1 s on an idle one)."""
-SLURMD_PORT = "6818"
-"""SLURM's default (slurm.conf, SlurmdPort)."""
-UNREACHABLE = frozenset(
-    (errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT)
-)
-"""Errors that tell of the other node, rather than of this one or of its name's lookup."""
-ANSWER = "launch-probe: here"
-
-
-def ask_addresses(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, tuple[str, int]]:
-    """Ask SLURM where the nodes' daemons listen, by address and port; raises SchedulerError."""
-    nodes = ask_node_fields(hosts, environ)
-    default = SLURMD_PORT
-    if not all("Port" in fields for fields in nodes.values()):  # a node has none there with the default one
-        default = ask_config(environ).get("SlurmdPort", SLURMD_PORT)
-    return {
-        host: (fields["NodeAddr"], int(fields.get("Port", default)))
-        for host, fields in nodes.items()
-        if "NodeAddr" in fields
-    }
-
-
-def try_connection(where: tuple[str, int]) -> bool | None:
-    """Tell whether a node takes a connection to its slurmd; None if that says nothing about the node."""
-    try:
-        with socket.create_connection(where, CONNECT_TIMEOUT):
-            return True
-    except TimeoutError:
-        return False
-    except OSError as error:
-        return False if error.errno in UNREACHABLE else None
-
-
-def is_frozen(host: str, witness: str, environ: Mapping[str, str]) -> bool | None:
-    """Tell whether a node starts no process, while another one does; None if that one starts none either.
-
-    slurmctld may be away, without which SLURM starts nothing anywhere.
-    """
-    if (has_run := try_step(host, environ)) is not False:
-        return False if has_run else None
-    return True if try_step(witness, environ) else None
-
-
-def try_step(host: str, environ: Mapping[str, str]) -> bool | None:
-    """Tell whether a node starts a process in time; None if there is no srun.
-
-    The exit code says nothing: srun 22.05 ends with 0 if a node did not take its part.
-    """
-    step = Step(1, (host,), elastic=True, directory="/", command=("echo", ANSWER), options={"input": "none"})
-    try:
-        process = subprocess.Popen(
-            render_step(step),
-            env=clean_for_step(environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    except OSError:
-        return None
-    with process:
-        try:
-            return ANSWER.encode() in process.communicate(timeout=STEP_TIMEOUT)[0]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return False
-
 
 TICK = 1.0
 """Seconds between two looks, and so between two connections to a node."""
@@ -104,8 +29,6 @@ LONGEST_HOLD = 25.0
 """Seconds after which a failure counts, whatever is known of the nodes."""
 MAX_CONNECTIONS = 16
 """Connections that are tried at the same time."""
-
-
 END_GRACE = 3.0
 """Seconds that srun has once every task that it still has is over."""
 
@@ -114,8 +37,9 @@ END_GRACE = 3.0
 class NodeReplacement:
     """Hears a step's tasks, tries nodes that fall silent, and has spare ones take the place of those lost.
 
-    A failure is held back until each node was heard of after it: a lost node may be why. `attend` is called
-    again and again by the process that writes the manifest; the rest is done by a thread.
+    A failure is held back until each node was heard of after it: a lost node may be why. A thread of its own
+    has all that is known of the nodes; others put what they have found into its queue. `attend` is called
+    again and again by the process that writes the manifest.
     """
 
     attempt: Attempt
@@ -123,6 +47,8 @@ class NodeReplacement:
     group: StepGroup
     hosts: tuple[str, ...] = field(init=False)
     liveness: Liveness = field(init=False)
+    events: SimpleQueue[Callable[[], object]] = field(default_factory=SimpleQueue)
+    """What the thread is to note."""
     held: list[tuple[float, NodeReport]] = field(default_factory=list)
     """Failures, and when they came."""
     addresses: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -134,8 +60,6 @@ class NodeReplacement:
     """Spare nodes that are not used, and why."""
     ended_at: float | None = None
     """Monotonic time at which all tasks that are left were over."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    wakeup: threading.Event = field(default_factory=threading.Event)
     stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -152,53 +76,55 @@ class NodeReplacement:
 
     def note_report(self, report: NodeReport) -> bool:
         """Take a report; true if it is held back."""
-        with self.lock:
-            now = time.monotonic()
-            self.liveness.note_heard(report.host, now)
-            is_held = report.kind == "failed" and len(self.hosts) > 1
-            if is_held:
-                self.held.append((now, report))
-                self.liveness.note_failure(now)
-        if self.held:
-            if is_held:
-                self.group.send(ASK_ALIVE)
-            self.wakeup.set()
+        is_held = report.kind == "failed" and len(self.hosts) > 1
+        self.events.put(partial(self.hear, report, time.monotonic(), is_held=is_held))
         return is_held
+
+    def hear(self, report: NodeReport, now: float, *, is_held: bool) -> None:
+        """Note that a node was heard of; of a failure, all tasks are asked to answer."""
+        self.liveness.note_heard(report.host, now)
+        if is_held:
+            self.held.append((now, report))
+            self.liveness.note_failure(now)
+            self.group.send(ASK_ALIVE)
 
     def watch(self) -> None:
         """Try the nodes that are silent, and pass on the failures after which each node was heard of."""
-        own, last = self.attempt.environ.get("SLURMD_NODENAME", ""), 0.0
+        last = 0.0
         while not self.stopped:
-            self.wakeup.wait(TICK)
-            self.wakeup.clear()
+            self.take_events(TICK)
             if time.monotonic() - last >= TICK:
                 last = time.monotonic()
-                with self.lock:
-                    self.liveness.note_look(last)
-                    # This node is never lost: this process would not run.
-                    suspects = [host for host in self.liveness.list_suspects() if host != own]
-                self.tried &= {*suspects}
-                if suspects:
-                    self.try_suspects(suspects, own)
-                with self.lock:
-                    losses = self.liveness.take_losses()
-                self.losses |= {loss.host: loss for loss in losses}
-                for loss in losses:
-                    logger.info(
-                        f"node {loss.host} is lost: {loss.evidence}, and nothing was heard of it for"
-                        f" {loss.silence:.0f} s"
-                    )
-                self.group.take_losses([loss.host for loss in losses])
-            with self.lock:
-                now = time.monotonic()
-                ready = [
-                    item
-                    for item in self.held
-                    if now - item[0] > LONGEST_HOLD or self.liveness.has_heard_all(self.hosts, item[0])
-                ]
-                self.held = [item for item in self.held if item not in ready]
-            for _, report in ready:
-                self.group.pass_report_on(report)
+                self.look(last)
+            now = time.monotonic()
+            for item in [*self.held]:
+                when, report = item
+                if now - when > LONGEST_HOLD or self.liveness.has_heard_all(self.hosts, when):
+                    self.held.remove(item)
+                    self.group.pass_report_on(report)
+
+    def take_events(self, seconds: float = 0.0) -> None:
+        """Note what has come, or comes within so many seconds."""
+        with contextlib.suppress(Empty):
+            while True:
+                self.events.get(timeout=seconds)()
+                seconds = 0.0
+
+    def look(self, now: float) -> None:
+        """Try the nodes that are silent, and give up those that are lost."""
+        # This node is never lost: this process would not run.
+        own = self.attempt.environ.get("SLURMD_NODENAME", "")
+        self.liveness.note_look(now)
+        suspects = [host for host in self.liveness.list_suspects() if host != own]
+        self.tried &= {*suspects}
+        if suspects:
+            self.try_suspects(suspects, own)
+        losses = self.liveness.take_losses()
+        self.losses |= {loss.host: loss for loss in losses}
+        for loss in losses:
+            silence = f"nothing was heard of it for {loss.silence:.0f} s"
+            logger.info(f"node {loss.host} is lost: {loss.evidence}, and {silence}")
+        self.group.take_losses([loss.host for loss in losses])
 
     def try_suspects(self, suspects: list[str], own: str) -> None:
         """Connect to suspects; nothing if this node is cut off.
@@ -215,13 +141,13 @@ class NodeReplacement:
         with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
             answers = pool.map(lambda host: try_connection(self.addresses[host]), known)
             found = dict(zip(known, answers, strict=True))
+        self.take_events()
         if not found.get(witness):
             return
-        with self.lock:
-            for host in suspects:
-                is_open = found.get(host)
-                if is_open is not None:
-                    self.liveness.note_connection(host, is_open=is_open)
+        for host in suspects:
+            is_open = found.get(host)
+            if is_open is not None:
+                self.liveness.note_connection(host, is_open=is_open)
         open_ones = [host for host in suspects if found.get(host)]
         silent = [host for host in open_ones if self.liveness.is_silent(host) and host not in self.tried]
         if len(silent) <= len(self.group.coordinator.spares):
@@ -232,20 +158,18 @@ class NodeReplacement:
     def try_step_on(self, host: str, witness: str) -> None:
         """Have a suspect run a step, again later if that tells nothing: a thread's body."""
         frozen = is_frozen(host, witness, self.attempt.environ)
-        with self.lock:
-            if frozen is None:
-                self.tried.discard(host)
-            elif self.liveness.is_silent(host):
-                self.liveness.note_step(host, has_run=not frozen)
+        if frozen is None:
+            self.events.put(partial(self.tried.discard, host))
+        else:
+            self.events.put(partial(self.liveness.note_step, host, has_run=not frozen))
 
     def check_spares(self) -> None:
         """Check the spare nodes, and do without those that are sick: a thread's body."""
-        from launcher.preflight.checks import CheckedNodes
         from launcher.slurm.preflight import check_allocation
 
-        attempt = self.attempt
+        attempt, report, problem = self.attempt, None, ""
         try:
-            checked = check_allocation(
+            report = check_allocation(
                 attempt.request.config,
                 attempt.environ,
                 attempt.spares,
@@ -254,16 +178,16 @@ class NodeReplacement:
                 run_path=attempt.run.path,
             )
         except Exception as error:  # a mistake of the checks' own ends no job
-            checked = CheckedNodes(None, f"{type(error).__name__}: {error}")
-        if checked.report is None or checked.report.sick:
+            problem = str(error)
+        if report is None or report.sick:
             with contextlib.suppress(SchedulerError):
                 if classify_kill(ask_job(attempt.job_id, attempt.environ), attempt.restarts):
                     return  # SLURM has ended the checks, too
-        if checked.report is None:
-            logger.warning(f"the spare nodes were not checked: {checked.problem}")
+        if report is None:
+            logger.warning(f"the spare nodes were not checked: {problem}")
             return
-        findings = [one for one in checked.report.findings if one.level == "error"]
-        for host in checked.report.sick:
+        findings = [one for one in report.findings if one.level == "error"]
+        for host in report.sick:
             words = next((one.what for one in findings if one.host == host), "it does not answer")
             logger.warning(f"spare node {host} is sick, and is not used: {words}")
             self.sick[host] = words
@@ -272,11 +196,10 @@ class NodeReplacement:
     def attend(self) -> None:
         """Keep the manifest's account, and end an srun that waits for lost nodes."""
         attempt, coordinator = self.attempt, self.group.coordinator
-        start = coordinator.start
-        hosts = tuple(node.host for node in start.nodes) if start else attempt.hosts
-        left = (host for host in attempt.spares if host not in hosts)
-        spares = tuple(host for host in left if host not in coordinator.lost)
-        for old, new in zip(attempt.hosts, hosts, strict=True):
+        before, start = attempt.hosts, coordinator.start
+        hosts = tuple(node.host for node in start.nodes) if start else before
+        spares = [host for host in attempt.spares if host not in coordinator.lost and host not in hosts]
+        for old, new in zip(before, hosts, strict=True):
             if old != new:
                 logger.info(f"spare node {new} takes the place of {old}")
                 loss = self.losses.get(old)
@@ -288,11 +211,9 @@ class NodeReplacement:
                     "silence": round(loss.silence, 1) if loss else None,
                 }
                 attempt.manifest.setdefault("replacements", []).append(account)
-        attempt.hosts = hosts
         attempt.manifest["hosts"] = list(hosts)
-        if spares != attempt.spares:
-            attempt.spares = spares
-            attempt.manifest["spares"] = list(spares)
+        if spares != [*attempt.spares]:
+            attempt.manifest["spares"] = spares
             if self.sick:
                 attempt.manifest["sick_spares"] = dict(self.sick)
             attempt.write()
@@ -308,5 +229,5 @@ class NodeReplacement:
     def close(self) -> None:
         """End the watch, and complete the account."""
         self.stopped = True
-        self.wakeup.set()
+        self.events.put(bool)
         self.attend()

@@ -29,6 +29,7 @@ from launcher.slurm.attempt import Attempt
 from launcher.slurm.commands import name_job
 from launcher.slurm.first_node import (
     choose_nodes,
+    describe_node_step,
     order_job_nodes,
     report_node_order,
     run_attempt,
@@ -36,7 +37,6 @@ from launcher.slurm.first_node import (
 )
 from launcher.slurm.job_request import REQUEST_FILE, hold_manifest, make_job_request, write_job_request
 from launcher.slurm.node_job import plan_here
-from launcher.slurm.node_step import describe_node_step
 from launcher.slurm.sbatch import (
     JobOptions,
     Script,
@@ -48,7 +48,6 @@ from launcher.slurm.sbatch import (
     render_dry_run,
     render_script,
 )
-from launcher.slurm.srun import render_step
 from launcher.text import join_words, print_text, quote_word
 
 if TYPE_CHECKING:
@@ -395,12 +394,11 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
             logger.info(f"{', '.join(hosts)} plan for themselves: this machine is none of them")
         request = make_job_request(replace(spec, config=replace(spec.config, cluster=cluster)), argv)
         order = order_job_nodes(os.environ, request)
-        ordered, spares = order.hosts[: request.max_nodes], order.hosts[request.max_nodes :]
-        run = RunDir(spec.run_path)
-        attempt = Attempt(request, run, os.environ, ordered, {}, requeues=False, spares=spares)
+        placed = {"hosts": order.hosts[: request.max_nodes], "spares": order.hosts[request.max_nodes :]}
+        attempt = Attempt(request, RunDir(spec.run_path), os.environ, placed, requeues=False)
         report_node_order(order)
         sys.stderr.flush()
-        print_text(join_words(render_step(describe_node_step(attempt))) + "\n")
+        print_text(join_words(describe_node_step(attempt).render(os.environ)) + "\n")
         return 0
     if spec.fit_model and is_here:  # else its first node judges
         nodes = min(spec.cluster.min_nodes, len(hosts))

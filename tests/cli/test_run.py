@@ -19,7 +19,7 @@ from launcher.config.start import make_request
 from launcher.doctor.model import Facts, PathFacts
 from launcher.launch.job import JobSpec
 from launcher.plan.model import Request
-from launcher.preflight.checks import NodeAnswer, PreflightRequest
+from launcher.preflight import PreflightRequest, render_answer
 from launcher.probe import limits
 from launcher.protocol import name_host
 from tests.seam import Launch, clean_environ, run_outside
@@ -174,10 +174,9 @@ def test_the_defaults_of_a_request_are_the_schemas() -> None:
 CHECKED = ("nproc_per_node=1", "name=x", "preflight=light", "watch.enabled=false")
 STARTED = "would start a job"
 """What the tests' guard says of a run that gets that far."""
-FACTS = Facts(
-    name_host(os.environ), 0, time.time(), cpus=1, paths=(PathFacts("/data", "data", "stuck", 5.0),)
-)
-SICK = f"print({NodeAnswer(FACTS).render()!r})"
+STUCK = PathFacts("/data", "data", "stuck", 5.0)
+FACTS = Facts(name_host(os.environ), 0, time.time(), cpus=1, paths=(STUCK,), seconds=1.0)
+SICK = f"print({render_answer(FACTS)!r})"
 
 
 def check_first(

@@ -13,10 +13,11 @@ import sys
 import traceback
 
 EAGER = {
-    "launcher.slurm.attempt_lifecycle": {"SHORT_TIMEOUT": 0.3},
-    "launcher.slurm.first_node": {"RETRY": 0.0, "RECORD_TIMEOUT": 0.2},
+    "launcher.slurm.attempt": {"SHORT_TIMEOUT": 0.3},
+    "launcher.slurm.first_node": {"RETRY": 0.0, "RECORD_TIMEOUT": 0.2, "CLOSE_TIMEOUT": 0.5},
     "launcher.slurm.commands": {"RETRY": 0.0, "ANSWERED": 0.2},
-    "launcher.slurm.node_step": {"CLOSE_TIMEOUT": 0.5},
+    "launcher.slurm.node_channel": {"CLOSE_TIMEOUT": 0.5},
+    "launcher.slurm.step": {"CLOSE_TIMEOUT": 0.5},
 }
 """Pauses that nobody has to wait for here."""
 LONGEST = 30

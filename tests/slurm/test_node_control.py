@@ -9,8 +9,14 @@ import pytest
 
 from launcher.launch.coordinator import Coordinator, GroupNode, GroupStart, JobEnd
 from launcher.launch.signals import make_signal_channel, open_signal_channel, write_line_to_tasks
-from launcher.slurm.node_channel import NodeControl, NodeReport, find_report, render_order
-from launcher.slurm.node_step import StepGroup, TaskWriter
+from launcher.slurm.node_channel import (
+    NodeControl,
+    NodeReport,
+    StepGroup,
+    TaskWriter,
+    find_report,
+    render_order,
+)
 
 NODES = (GroupNode("n0", 2), GroupNode("n1", 2))
 FIRST, SECOND = GroupStart(0, NODES, "n0", 20000), GroupStart(1, NODES, "n0", 20001)
@@ -154,7 +160,8 @@ def test_a_line_longer_than_a_pipe_stays_whole() -> None:
     nodes = tuple(GroupNode(f"node-{number:05d}", 8) for number in range(4000))
     start = GroupStart(0, nodes, "node-00000", 20000)
     writer = TaskWriter(writing)
-    writer.send(render_order(start), "SIGUSR2")
+    for line in (render_order(start), "SIGUSR2"):
+        writer.send(line)
     control = open_signal_channel(reading)
     signals: list[int] = []
     while not signals:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.config.settings import ContainerConfig
 from launcher.launch.job import DEFAULT_LOCAL, LOWEST, read_client_ports
 from launcher.slurm.node_order import find_node_order, order_nodes, parse_topology
 from launcher.slurm.notation import expand_hosts, fold_hosts, fold_in_order
@@ -21,47 +22,50 @@ from launcher.slurm.slurm_environ import (
     pick_port,
     read_task_identity,
 )
-from launcher.slurm.srun import Container, Step, give_cpus, render_step
+from launcher.slurm.step import Step
 
 TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("srun.toml").read_text())
-STEP = Step(2, ("n0", "n1"), False, "/home/me/a b", ("python", "-m", "task", "/runs/x"), {})
-BOX = Container("pyxis", "nvcr.io/x:1", ("/runs/x:/runs/x", "/data:/data:ro"), ("--container-writable",))
+STEP = Step(("n0", "n1"), ("python", "-m", "task", "/runs/x"), elastic=False, directory="/home/me/a b")
+BOX = ContainerConfig(
+    "pyxis", "nvcr.io/x:1", ["/runs/x:/runs/x", "/data:/data:ro"], args=["--container-writable"]
+)
 
 
 def test_a_step_has_all_of_its_nodes() -> None:
-    assert shlex.join(render_step(STEP)) == (
+    assert shlex.join(STEP.render({})) == (
         "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n0,n1 --whole --overlap --mem=0"
         " --cpu-bind=none --mpi=none --export=ALL --input=all '--chdir=/home/me/a b' --quiet"
         " --kill-on-bad-exit=1 --wait=0 python -m task /runs/x"
     )
-    elastic = render_step(replace(STEP, elastic=True))
+    elastic = replace(STEP, elastic=True).render({})
     assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= {*elastic}
 
 
 def test_the_users_options_win() -> None:
     for options, has, lacks in TABLES["options"]:
-        words = render_step(replace(STEP, options=options))
+        words = replace(STEP, options=options).render({})
         assert {*has} <= {*words} and not {*lacks} & {*words}, options
         assert words[-4:] == STEP.command
-    assert "--nodelist=n0,n1" not in render_step(replace(STEP, options={"nodelist": None}))
+    assert "--nodelist=n0,n1" not in replace(STEP, options={"nodelist": None}).render({})
 
 
 def test_a_nodes_task_that_srun_binds_has_all_cpus() -> None:
     for options, cpus, count in TABLES["cpus"]:
-        words = render_step(replace(STEP, options=give_cpus(options, {"SLURM_JOB_CPUS_PER_NODE": cpus})))
+        step = replace(STEP, options=options)
+        words = step.render({"SLURM_JOB_CPUS_PER_NODE": cpus})
         told = [word for word in words if "cpus-per-task" in word]
         assert told == ([f"--cpus-per-task={count}"] if count else []), options
-        assert {*render_step(replace(STEP, options=options))} <= {*words}
+        assert {*step.render({})} <= {*words}
 
 
 def test_containers() -> None:
-    words = shlex.join(render_step(replace(STEP, container=BOX)))
+    words = shlex.join(replace(STEP, container=BOX).render({}))
     assert words.endswith(
         "--container-image=nvcr.io/x:1 --container-mounts=/runs/x:/runs/x,/data:/data:ro"
         " '--container-workdir=/home/me/a b' --container-writable python -m task /runs/x"
     )
-    box = replace(BOX, runtime="apptainer", args=("--cleanenv",))
-    assert shlex.join(render_step(replace(STEP, container=box))).endswith(
+    box = replace(BOX, runtime="apptainer", args=["--cleanenv"])
+    assert shlex.join(replace(STEP, container=box).render({})).endswith(
         "apptainer exec --nv --bind /runs/x:/runs/x --bind /data:/data:ro --pwd '/home/me/a b' --cleanenv"
         " nvcr.io/x:1 python -m task /runs/x"
     )

@@ -1,0 +1,232 @@
+"""A step of a job: srun's command line, what srun prints, and the running step with a task on each node."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher.config.settings import ContainerConfig
+from launcher.launch.signals import LOST, STOPPING
+from launcher.slurm.node_channel import CLOSE_TIMEOUT, StepGroup, TaskWriter, find_report
+from launcher.slurm.notation import expand_hosts
+from launcher.slurm.slurm_environ import clean_for_step
+
+CPU_COUNTS = re.compile(r"(?:^|,)(\d+)")
+"""The CPUs of nodes in SLURM_JOB_CPUS_PER_NODE, `16(x3),8`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What srun is to start: one task on each of some nodes."""
+
+    hosts: tuple[str, ...]
+    command: tuple[str, ...]
+    options: Mapping[str, object] = field(default_factory=dict)
+    """The user's own (`cluster.srun`), which win."""
+    elastic: bool = True
+    """The step outlives the loss of a node, and of a task."""
+    directory: str = "/"
+    """Working directory of the tasks."""
+    container: ContainerConfig | None = None
+    """What the tasks run in; the run directory and the working directory are among its mounts."""
+
+    def render(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+        """Return srun's command line in a job's environment.
+
+        `--overlap --whole --mem=0` give each task all that the job has on its node, beside the batch script
+        and whatever the user still runs there; `--cpu-bind=none` leaves the placement to the ranks, and
+        `--quiet` spares the logs what srun tells of itself short of errors. A task that fails ends the
+        others, by SIGTERM and, KillWait later, SIGKILL. There is no limit on the time between the first end
+        and the last (`--wait`): a rank that still writes a checkpoint is not to be killed for the others'
+        haste, and torchrun's agents wait for each other by themselves.
+
+        If the user has srun bind (`cpu_bind=cores`), it binds a task of which nobody says how many CPUs it
+        has to a single core, and all of the node's ranks with it. So it is told the job's CPUs on each node,
+        the smallest number if they differ.
+        """
+        options: dict[str, object] = {
+            "nodes": len(self.hosts),
+            "ntasks": len(self.hosts),
+            "ntasks-per-node": 1,
+            "nodelist": ",".join(self.hosts),
+            "whole": True,
+            "overlap": True,
+            "mem": 0,
+            "cpu-bind": "none",
+            "mpi": "none",
+            "export": "ALL",
+            "input": "all",
+            "chdir": self.directory,
+            "quiet": True,
+            "kill-on-bad-exit": 0 if self.elastic else 1,
+            "wait": 0,
+            "no-kill": self.elastic,
+        }
+        box, command, words = self.container, self.command, list[str]()
+        if box and box.runtime == "pyxis":
+            words = box.args
+            options["container-image"] = box.image
+            options["container-mounts"] = ",".join(box.mounts) or None
+            options["container-workdir"] = self.directory
+        elif box:
+            binds = [word for mount in box.mounts for word in ("--bind", mount)]
+            start = ("apptainer", "exec", "--nv", *binds, "--pwd", self.directory, *box.args, str(box.image))
+            command = (*start, *command)
+        options |= {name.replace("_", "-"): value for name, value in self.options.items()}
+        counts = [int(count) for count in CPU_COUNTS.findall(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
+        if counts and "none" not in str(options["cpu-bind"] or "none"):
+            options.setdefault("cpus-per-task", min(counts))
+        argv = ["srun"]
+        for name, value in options.items():  # true is `--name`; null and false are left out
+            if value is not None and value is not False:
+                argv.append(f"--{name}" if value is True else f"--{name}={value}")
+        return (*argv, *words, *command)
+
+    def start(self, environ: Mapping[str, str], **streams: Any) -> "subprocess.Popen[bytes]":  # noqa: ANN401 - Popen's
+        """Start srun in a session of its own: a terminal's Ctrl-C is for this process alone.
+
+        Raises OSError if there is no srun. `environ` is the job's; `streams` are further arguments of Popen.
+        """
+        argv, cleaned = self.render(environ), clean_for_step(environ)
+        return subprocess.Popen(argv, env=cleaned, start_new_session=True, **streams)
+
+
+SLURM_PREFIXES = ("srun: ", "slurmstepd")
+"""Beginnings of the lines that are srun's own, or of the daemon behind a task."""
+TASK_END = re.compile(r"srun: error: (?P<hosts>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
+"""How tasks ended; `_task_finish` in SLURM's src/srun/libsrun/launch.c. One line can tell of several."""
+NODE_FAILURE = re.compile(r"srun: error: Node failure on (?P<hosts>\S+)")
+"""A node that slurmctld has given up; src/api/step_launch.c."""
+CANCELLED = " CANCELLED AT "
+"""In slurmstepd's message on a step that was ended from outside, or by srun."""
+ENDED = "Terminated"
+"""The word on tasks that srun itself has ended because another one failed."""
+CPU_BIND_COMPLAINT = "cluster configuration lacks support for cpu binding"
+"""srun's answer to --cpu-bind=none, even with --quiet, if no TaskPlugin can bind."""
+STEP_BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io error")
+"""In its messages on a step that has begun."""
+TEMPORARY = re.compile(r"contact|imed out|Connection refused|temporar|busy|Zero Bytes")
+"""In its messages if slurmctld is away, or the nodes are not ready for another step."""
+NOT_STARTED = "srun did not start the step"
+"""How the record of a step begins that SLURM has refused."""
+
+
+def has_begun(lines: Iterable[str]) -> bool:
+    """Tell whether any line is about a step that has begun."""
+    return any(map(STEP_BEGUN.search, lines))
+
+
+def join_lines(lines: Sequence[str]) -> str:
+    """Return the last of srun's lines as one, without its prefixes."""
+    return "; ".join(line.removeprefix("srun: ").removeprefix("error: ") for line in lines[-3:])
+
+
+def find_task_ends(lines: Iterable[str], hosts: Collection[str] | None = None) -> dict[str, str]:
+    """Return for each host, or those of `hosts`, srun's word on how its task ended; the last line counts."""
+    found = [match for line in lines if (match := TASK_END.match(line))]
+    ends = {host: match["how"].strip() for match in found for host in expand_hosts(match["hosts"])}
+    return {host: word for host, word in ends.items() if hosts is None or host in hosts}
+
+
+def parse_node_failure(line: str) -> tuple[str, ...]:
+    """Return the nodes that a line of srun's stderr says are lost; none for any other line."""
+    found = NODE_FAILURE.match(line)
+    with contextlib.suppress(ValueError):
+        return expand_hosts(found["hosts"]) if found else ()
+    return ()
+
+
+LABEL = re.compile(r"\s*\d+: ")
+"""What srun's `--label` puts before each line."""
+KEPT_LINES = 40
+"""Lines of srun's that are kept for the report."""
+
+
+@dataclass(slots=True)
+class NodeStep:
+    """A running step whose tasks are ours."""
+
+    process: "subprocess.Popen[bytes]"
+    writer: TaskWriter
+    """Writes to srun's stdin, which every task reads a copy of."""
+    elastic: bool = False
+    """The step outlives the end of a task."""
+    group: StepGroup | None = None
+    """Decides about the starts of all nodes' ranks; None if torchrun's agents agree on them."""
+    srun_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    """srun's own lines."""
+    lost: frozenset[str] = frozenset()
+    """Nodes that SLURM has given up."""
+    signalled: list[tuple[str, int]] = field(default_factory=list)
+    """Nodes whose task got a signal that we have not sent, before any task had ended."""
+    cancelled: bool = False
+    """SLURM said that the step was cancelled, before any task had ended."""
+    ended: bool = False
+    """A task has ended badly, and SLURM ends the others."""
+    reader: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin to pass stderr on."""
+        self.reader = threading.Thread(target=self.forward_stderr, daemon=True)
+        self.reader.start()
+
+    def send(self, number: int) -> None:
+        """Send a signal to the ranks, by way of their supervisors."""
+        if self.group and number in (*STOPPING, signal.SIGKILL):
+            with self.group.lock:
+                self.group.coordinator.note_stop()
+        self.writer.send(signal.Signals(number).name)
+
+    def forward_stderr(self) -> None:
+        """Copy the tasks' stderr to ours, and keep srun's own lines: the thread's body."""
+        for raw in self.process.stderr or ():
+            line, text = raw.decode(errors="replace").rstrip("\n"), raw
+            if found := find_report(line):
+                before, report = found
+                text = b"" if LABEL.fullmatch(before) else before.encode()
+                if report.kind == "signalled":
+                    self.signalled += [] if self.ended else [(report.host, report.number)]
+                elif self.group:
+                    self.group.take_report(report)
+            elif line.startswith(SLURM_PREFIXES) and not self.note_line(line):
+                continue
+            with contextlib.suppress(OSError):
+                os.write(2, text)
+
+    def note_line(self, line: str) -> bool:
+        """Take a line of srun's own; false if it says nothing new to people.
+
+        The nodes' records say more, if there is a task of ours on each. A task that was killed left no
+        record. That srun ends the others adds nothing to the first end.
+        """
+        if CPU_BIND_COMPLAINT in line:
+            return False
+        is_known = CANCELLED in line and any(map(TASK_END.match, self.srun_lines))
+        if found := TASK_END.match(line):
+            is_known = found["how"].startswith((ENDED, "Exited with exit code"))
+        self.srun_lines.append(line)
+        self.cancelled = self.cancelled or (CANCELLED in line and not self.ended)
+        ends = find_task_ends((line,))
+        self.ended = self.ended or bool(ends and not self.elastic)
+        if self.group and self.elastic:
+            for host in ends:
+                self.group.note_task_end(host)
+        if hosts := parse_node_failure(line):
+            self.lost |= {*hosts}  # a new value: another thread reads it
+            if self.group:
+                self.group.take_losses(sorted(self.lost))
+            else:
+                self.writer.send(LOST)  # to those that can go on: of an elastic job
+        return not is_known
+
+    def close(self) -> None:
+        """Take what is left, after srun's end."""
+        self.reader.join(CLOSE_TIMEOUT)
+        if self.writer.close():
+            os.close(self.writer.descriptor)
