@@ -10,7 +10,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 MAX_DEFAULT_SEQ_LEN = 4096
 """Longest sequence that is trained on unless --seq-len says more; published contexts can be far longer."""
 RECOMPUTED = ("none", "selective", "full")
-"""Of a block's activations, from none to all."""
+"""Of a block's activations, from none to all; `selective` is all but matrix products and attention."""
 
 
 class OptionError(ValueError):
@@ -63,7 +63,7 @@ class DataConfig:
 
     path: str | None = option(None, "file or directory to train on, as bytes; Python's library if none")
     val_fraction: float = option(
-        0.01, "share of the sequences that is held out for validation; 0 for none", least=0, most=0.5
+        0.01, "share of sequences held out for validation; 0: none", least=0, most=0.5
     )
 
 
@@ -72,16 +72,10 @@ class TrainConfig:
     """How to train."""
 
     steps: int = option(150, "optimizer steps in all", least=1)
-    seq_len: int | None = option(
-        None, f"tokens of a sequence; model.max_seq_len, at most {MAX_DEFAULT_SEQ_LEN}", least=1
-    )
+    seq_len: int | None = option(None, f"tokens; model.max_seq_len, at most {MAX_DEFAULT_SEQ_LEN}", least=1)
     batch_size: int = option(8, "sequences for each rank and micro-step", least=1)
     grad_accumulation: int = option(1, "micro-steps for each optimizer step", least=1)
-    global_batch: int | None = option(
-        None,
-        "sequences of an optimizer step: then grad_accumulation is what comes nearest on all ranks",
-        least=1,
-    )
+    global_batch: int | None = option(None, "sequences of a step; grad_accumulation comes near it", least=1)
     lr: float | None = option(None, "peak learning rate; 3e-4 * sqrt(4096 / hidden_size) if none", above=0)
     min_lr_ratio: float = option(0.1, "share of the learning rate that the cosine ends on", least=0, most=1)
     warmup_steps: int = option(20, "steps of linear warm-up", least=0)
@@ -92,13 +86,11 @@ class TrainConfig:
     dtype: str = option("auto", "of the computation; weights stay fp32", "auto", "bf16", "fp32")
     parallel: str = option("ddp", "how the ranks work together: fsdp shards what ddp copies", "ddp", "fsdp")
     activation_checkpointing: str = option(
-        "none",
-        "what backward computes again: full is all of a block, selective all but products and attention",
-        *RECOMPUTED,
+        "none", "computed again (selective: cheap parts alone)", *RECOMPUTED
     )
     compile: bool = option(False, "torch.compile each block")
     num_workers: int | None = option(
-        None, "DataLoader workers for each rank; at most 2 of the CPUs if none", least=0
+        None, "DataLoader workers of a rank; at most 2 of the CPUs if none", least=0
     )
     log_every: int = option(10, "steps between log lines", least=1)
     eval_batches: int = option(8, "batches of each rank in the validation at the end; 0 for none", least=0)
@@ -132,13 +124,6 @@ class Config:
         return min(2, len(os.sched_getaffinity(0))) if wanted is None else wanted
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, since each rank of a job prints them."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
-
-
 _SECTIONS = {"model.": ModelConfig, "data.": DataConfig, "": TrainConfig}
 """By the beginning of their options' names: `--model.kv_heads`, `--data.path`, `--batch-size`."""
 _COMPARISONS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le}
@@ -146,62 +131,53 @@ _COMPARISONS = {"at least": operator.ge, "above": operator.gt, "at most": operat
 
 def parse_config(argv: Sequence[str] | None = None) -> Config:
     """Read the command line; a mistake in it ends the program with one line and status 2."""
-    parser = _OneLineParser(
-        prog="train",
-        description="Train a LLaMA-architecture language model on text, by itself or under torchrun.",
-        allow_abbrev=False,
-    )
+
+    class OneLineParser(argparse.ArgumentParser):
+        """Its errors are one line, since each rank of a job prints them."""
+
+        def error(self, message: str) -> NoReturn:
+            self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+    what = "Train a LLaMA-architecture language model on text, by itself or under torchrun."
+    parser = OneLineParser(prog="train", description=what, allow_abbrev=False)
+    names, bounds = dict[str, str](), dict[str, dict[str, Any]]()
     for prefix, section in reversed(_SECTIONS.items()):
         group, hints = parser.add_argument_group(prefix.rstrip(".") or "training"), get_type_hints(section)
         for item in fields(section):
-            kinds = [
-                kind for kind in get_args(hints[item.name]) or [hints[item.name]] if kind is not type(None)
-            ]
-            settings: dict[str, Any] = {"default": item.default, "dest": prefix + item.name}
-            default = "" if item.default in (None, "") else f" (default: {item.default})"
-            settings["help"] = item.metadata["help"] + default
-            if kinds == [bool]:
-                settings["action"] = argparse.BooleanOptionalAction
-            else:
-                settings.update(type=kinds[0], choices=item.metadata["choices"])
-                settings["metavar"] = None if settings["choices"] else kinds[0].__name__.upper()
-            group.add_argument(_name_option(prefix, item.name), **settings)
+            key, default, choices = prefix + item.name, item.default, item.metadata["choices"]
+            kind = (get_args(hints[item.name]) or (hints[item.name],))[0]  # of `int | None`: int
+            metavar = None if choices else kind.__name__.upper()
+            settings = {"type": kind, "choices": choices, "metavar": metavar}
+            if kind is bool:
+                settings = {"action": argparse.BooleanOptionalAction}
+            shown = "" if default in (None, "") else f" (default: {default})"
+            names[key] = f"--{key}" if prefix else f"--{key.replace('_', '-')}"
+            bounds[key] = item.metadata["bounds"]
+            group.add_argument(
+                names[key], dest=key, default=default, help=item.metadata["help"] + shown, **settings
+            )
     given = vars(parser.parse_args(argv))
-    try:
-        config = Config(*(_make_section(section, prefix, given) for prefix, section in _SECTIONS.items()))
-        _check_model(config)
-    except OptionError as error:
-        parser.error(str(error))
-    return config
-
-
-def _name_option(prefix: str, name: str) -> str:
-    return f"--{prefix}{name}" if prefix else f"--{name.replace('_', '-')}"
-
-
-def _make_section(section: type, prefix: str, given: dict[str, Any]) -> Any:  # noqa: ANN401 - one of the sections
-    """Make a section of what was given; raises OptionError for a number out of its range."""
-    values = {item.name: given[prefix + item.name] for item in fields(section)}
-    for item in fields(section):
-        value = values[item.name]
-        for words, bound in item.metadata["bounds"].items():
+    for key, value in given.items():
+        for words, bound in bounds[key].items():
             # Comparisons with nan do not hold.
             if None not in (value, bound) and not _COMPARISONS[words](value, bound):
-                raise OptionError(f"{_name_option(prefix, item.name)} {value} must be {words} {bound}")
-    return section(**values)
-
-
-def _check_model(config: Config) -> None:
-    """Raise OptionError for dimensions that do not make a model."""
+                parser.error(f"{names[key]} {value} must be {words} {bound}")
+    config = Config(
+        *(
+            section(**{item.name: given[prefix + item.name] for item in fields(section)})
+            for prefix, section in _SECTIONS.items()
+        )
+    )
     model = config.model
     if model.heads % model.kv_heads:
-        raise OptionError(f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
+        parser.error(f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
     if model.head_dim is None and model.hidden_size % model.heads:
-        raise OptionError(
+        parser.error(
             f"model.hidden_size={model.hidden_size} is not divisible by model.heads={model.heads}: "
             "change one, or give model.head_dim"
         )
     if model.position == "rope" and model.head_width % 2:
-        raise OptionError(f"rotary embeddings need an even width of a head, not {model.head_width}")
+        parser.error(f"rotary embeddings need an even width of a head, not {model.head_width}")
     if config.seq_len > model.max_seq_len:
-        raise OptionError(f"--seq-len {config.seq_len} is above model.max_seq_len={model.max_seq_len}")
+        parser.error(f"--seq-len {config.seq_len} is above model.max_seq_len={model.max_seq_len}")
+    return config

@@ -1,16 +1,20 @@
 """One run of training on one rank: join the other ranks, build the model, train, and end as it should."""
 
 import contextlib
+import errno
 import gc
+import json
 import math
 import multiprocessing
 import os
 import platform
+import re
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,10 +29,9 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from launcher.fit.gpus import find_gpu
-from launcher.programs.checkpoint import Checkpointer, Progress
 from launcher.programs.data import Schedule, Windows, find_files
-from launcher.programs.device_work import name_processor
-from launcher.programs.options import RECOMPUTED, Config, OptionError, TrainConfig
+from launcher.programs.node_work import name_processor
+from launcher.programs.options import RECOMPUTED, Config, ModelConfig, OptionError, TrainConfig
 from launcher.programs.transformer import Transformer, count_flops, initialise
 
 EXIT_RESTART = os.EX_TEMPFAIL
@@ -36,6 +39,9 @@ EXIT_RESTART = os.EX_TEMPFAIL
 NOTHING, CHECKPOINT, STOP = 0, 1, 2
 """What a rank asks for; all ranks do the largest of these."""
 ACTIONS = {signal.SIGUSR2: CHECKPOINT, signal.SIGTERM: STOP}
+MAX_KEPT = 2
+"""Checkpoints kept; older ones are removed."""
+COMPLETE = re.compile(r"step-(\d{8})")
 
 
 @record
@@ -95,10 +101,9 @@ class Ranks:
         except ValueError as error:
             raise OptionError(f"{error}: start by torchrun, or unset RANK") from None
         self.device = torch.device("cuda", local_rank % visible) if visible else torch.device("cpu")
-        if visible:
-            torch.cuda.set_device(self.device)
         self.backend, self.group = "gloo", dist.group.WORLD
         if visible:
+            torch.cuda.set_device(self.device)
             gpu = f"{platform.node()}/{torch.cuda.get_device_properties(self.device).uuid}"
             if len(set(self.gather(gpu))) == self.world_size:
                 self.backend, self.group = "nccl", dist.new_group(backend="nccl")
@@ -116,36 +121,33 @@ class Ranks:
         dist.all_reduce(total)
         return total.item() / self.world_size
 
+    def agree(self, train: TrainConfig) -> TrainConfig:
+        """Settle the type, and take of what all ranks must share the setting that needs least memory.
 
-def agree(config: Config, ranks: Ranks) -> Config:
-    """Take of each setting that all ranks must share the one that needs least memory, and settle the type.
-
-    Nodes of several kinds may each have been given what fits there, and nodes with other numbers of GPUs
-    micro-steps for as many everywhere: those of the global batch are counted for all ranks.
-    """
-    train = config.train
-    dtype = train.dtype
-    if dtype == "auto":
-        # CPUs with bf16 instructions lose more in autocast's conversions than they gain on small models.
-        bf16 = ranks.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype = "bf16" if bf16 else "fp32"
-    found = ranks.gather(
-        (train.batch_size, train.grad_accumulation, train.activation_checkpointing, train.parallel, dtype)
-    )
-    batch_size, grad_accumulation = min((batch, steps) for batch, steps, *_ in found)
-    if train.global_batch:
-        grad_accumulation = max(1, round(train.global_batch / (batch_size * ranks.world_size)))
-    settled: dict[str, Any] = {
-        "batch_size": batch_size,
-        "grad_accumulation": grad_accumulation,
-        "activation_checkpointing": max((one[2] for one in found), key=RECOMPUTED.index),
-        "parallel": max(one[3] for one in found),
-        "dtype": max(one[4] for one in found),  # each GPU computes in fp32
-    }
-    if ranks.rank == 0 and len(set(found)) > 1:
-        options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settled.items())
-        print(f"train: ranks were started with different settings, all take {options}", flush=True)
-    return replace(config, train=replace(train, **settled))
+        Nodes of several kinds may each have been given what fits there, and nodes with other numbers of GPUs
+        micro-steps for as many everywhere: those of the global batch are counted for all ranks.
+        """
+        dtype = train.dtype
+        if dtype == "auto":
+            # CPUs with bf16 instructions lose more in autocast's conversions than they gain on small models.
+            bf16 = self.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+            dtype = "bf16" if bf16 else "fp32"
+        recomputed = RECOMPUTED.index(train.activation_checkpointing)
+        found = self.gather((train.batch_size, train.grad_accumulation, recomputed, train.parallel, dtype))
+        batch_size, grad_accumulation, *_ = min(found)
+        if train.global_batch:
+            grad_accumulation = max(1, round(train.global_batch / (batch_size * self.world_size)))
+        settled: dict[str, Any] = {
+            "batch_size": batch_size,
+            "grad_accumulation": grad_accumulation,
+            "activation_checkpointing": RECOMPUTED[max(one[2] for one in found)],
+            "parallel": max(one[3] for one in found),
+            "dtype": max(one[4] for one in found),  # each GPU computes in fp32
+        }
+        if self.rank == 0 and len(set(found)) > 1:
+            options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settled.items())
+            print(f"train: ranks were started with different settings, all take {options}", flush=True)
+        return replace(train, **settled)
 
 
 def shard_model(model: Transformer, device: torch.device, backend: str, *, bf16: bool) -> None:
@@ -157,9 +159,8 @@ def shard_model(model: Transformer, device: torch.device, backend: str, *, bf16:
     mesh = DeviceMesh.from_group(dist.new_group(backend=backend), device.type)
     # Inputs are not cast: the rotary angles stay fp32, and the embedding makes the rest bf16.
     policy = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False)
-    for block in model.blocks:
+    for block in (*model.blocks, model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def wrap_ddp(model: Transformer, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
@@ -191,24 +192,54 @@ def compute_learning_rate(config: TrainConfig, peak: float, step: int) -> float:
     return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
+@dataclass(slots=True)
+class Progress:
+    """How far training has come."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    consumed: int = 0
+    """Sequences consumed by all ranks: where the data go on."""
+    loss: float = float("nan")
+    """Loss of the last step that was logged or saved, averaged over the ranks."""
+
+
 class Trainer:
-    """One run of training, on one rank."""
+    """One run of training, on one rank.
+
+    The training draws no random numbers after the weights, so a checkpoint holds no generator's state.
+    """
 
     def __init__(self, config: Config) -> None:
-        """Find the data, join the other ranks, and build everything; raises OptionError."""
+        """Find the data, join the other ranks, and build everything; raises OptionError.
+
+        The model is made on the meta device first, so that one which fits no rank whole is only ever held in
+        shards. `model` is the bare one, `module` is called in training.
+        """
         self.windows = Windows(find_files(config.data.path), config.seq_len, config.data.val_fraction)
         self.ranks = ranks = Ranks(config.train.device)
-        self.config = config = agree(config, ranks)
-        self.train_config = train = config.train
+        self.train_config = train = ranks.agree(config.train)
+        self.config = config = replace(config, train=train)
         self.bf16 = train.dtype == "bf16"
         self.parallel = train.parallel if train.parallel == "fsdp" or ranks.world_size > 1 else "none"
-        self._build_model()
+        with torch.device("meta"):
+            self.model = model = Transformer(config.model, recompute=train.activation_checkpointing)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.flops = count_flops(model, config.seq_len)
+        full = train.activation_checkpointing == "full"
+        self.flops_done = count_flops(model, config.seq_len, recompute=full)
+        """Of a token in the forward and backward pass, and with what is computed again."""
+        for block in model.blocks if train.compile else ():
+            block.compile()
+        if self.parallel == "fsdp":
+            shard_model(model, ranks.device, ranks.backend, bf16=self.bf16)
+        model.to_empty(device=ranks.device)
+        # Shards differ between ranks, replicas must not.
+        seed = train.seed * 1_000_003 + (ranks.rank if self.parallel == "fsdp" else 0)
+        initialise(model, torch.Generator(ranks.device).manual_seed(seed))
+        self.module = wrap_ddp(model, ranks.device, ranks.group) if self.parallel == "ddp" else model
         self.optimizer = make_optimizer(self.model, config.lr, train.weight_decay)
         self.progress = Progress()
-        self.checkpointer = None
-        if train.checkpoint_dir:
-            directory = Path(train.checkpoint_dir)
-            self.checkpointer = Checkpointer(directory, config.model, self.model, self.optimizer)
         self.peak, self.peak_origin = train.peak_tflops, "given"
         """TFLOPS that MFU is measured against, None if unknown: a CPU has none, since training would exceed a
         product of small matrices."""
@@ -220,41 +251,14 @@ class Trainer:
         self.sequences = train.batch_size * train.grad_accumulation * ranks.world_size
         """That all ranks consume in an optimizer step."""
 
-    def _build_model(self) -> None:
-        """Build the model on the device, seeded: `model` bare, and `module` as it is called in training.
-
-        Made on the meta device first, so that a model which fits no rank whole is only ever held in shards.
-        """
-        train, ranks = self.train_config, self.ranks
-        with torch.device("meta"):
-            self.model = model = Transformer(self.config.model, recompute=train.activation_checkpointing)
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.flops = count_flops(model, self.config.seq_len)
-        full = train.activation_checkpointing == "full"
-        self.flops_done = count_flops(model, self.config.seq_len, recompute=full)
-        """Of a token in the forward and backward pass, and with what is computed again."""
-        for block in model.blocks if train.compile else ():
-            block.compile()
-        if self.parallel == "fsdp":
-            shard_model(model, ranks.device, ranks.backend, bf16=self.bf16)
-        model.to_empty(device=ranks.device)
-        # Shards differ between ranks, replicas must not.
-        seed = train.seed * 1_000_003 + (ranks.rank if self.parallel == "fsdp" else 0)
-        initialise(model, torch.Generator(ranks.device).manual_seed(seed))
-        self.module = wrap_ddp(model, ranks.device, ranks.group) if self.parallel == "ddp" else model
-
     def train(self) -> int:
         """Train from the newest checkpoint to the last step; return the exit code, -n for signal n to die by.
 
         If a signal asked to stop, and a checkpoint has been written, it is the code for another start.
         """
         train, votes, begun = self.train_config, SignalVotes(), time.perf_counter()
-        start = "at step 0"
-        found = self.checkpointer.find() if self.checkpointer else None
-        if found is not None and self.checkpointer is not None:
-            self.progress = self.checkpointer.load(found)
-            start = f"at step {self.progress.step}, resumed from {found}"
-        self._print(self._describe(start))
+        resumed = self._resume()
+        self._describe(f"at step {self.progress.step}" + (f", resumed from {resumed}" if resumed else ""))
         first = self.progress.step + 1
         schedule = Schedule(
             self.windows,
@@ -275,11 +279,11 @@ class Trainer:
                 self._log(step, loss)
             agreed = votes.exchange()
             due = step == train.steps or (train.checkpoint_every > 0 and step % train.checkpoint_every == 0)
-            if agreed != NOTHING or (due and self.checkpointer):
+            if agreed != NOTHING or (due and train.checkpoint_dir):
                 self._save(loss, agreed)
                 self.tokens, self.clock = 0, time.perf_counter()
             if agreed == STOP and step < train.steps:
-                return EXIT_RESTART if self.checkpointer else -signal.SIGTERM
+                return EXIT_RESTART if train.checkpoint_dir else -signal.SIGTERM
         votes.finish()
         if self.ranks.device.type == "cuda":
             # In use is also what is not torch's: CUDA's context, NCCL's buffers, other processes.
@@ -341,15 +345,62 @@ class Trainer:
             total += self._compute_loss(batch)
         return ranks.average(total / train.eval_batches)
 
+    def _resume(self) -> Path | None:
+        """Go on from the newest checkpoint, which any number of ranks may have saved, and return it.
+
+        Raises OptionError on all ranks.
+        """
+        if self.train_config.checkpoint_dir is None:
+            return None
+        found: list[Path | OptionError | None] = [None]
+        if self.ranks.rank == 0:
+            try:
+                found = [prepare_directory(Path(self.train_config.checkpoint_dir), self.config.model)]
+            except OptionError as error:
+                found = [error]
+        dist.broadcast_object_list(found, src=0)
+        path = found[0]
+        if isinstance(path, OptionError):
+            raise path
+        if path is not None:
+            from torch.distributed.checkpoint.state_dict import set_state_dict  # noqa: PLC0415 - slow import
+            from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
+
+            state = self._collect_state()
+            load(state, checkpoint_id=path)
+            states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+            set_state_dict(self.model, self.optimizer, **states)
+            self.progress = Progress(**state["progress"])
+        return path
+
+    def _collect_state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: PLC0415 - slow import
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "progress": asdict(self.progress)}
+
     def _save(self, loss: Tensor, agreed: int) -> None:
-        """Write a checkpoint, also if a signal asked for one."""
+        """Write a checkpoint, also if a signal asked for one: beside the others, renamed once it is whole.
+
+        A kill meanwhile leaves the last one as it was. The oldest is removed.
+        """
         cause = {NOTHING: "", CHECKPOINT: " on SIGUSR2", STOP: " on SIGTERM"}[agreed]
-        if self.checkpointer is None:
+        if self.train_config.checkpoint_dir is None:
             self._print(f"no checkpoint{cause}: there is no --checkpoint-dir")
             return
+        from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415 - slow import
+
         self.progress.loss = self.ranks.average(loss)
         begun = time.perf_counter()
-        path = self.checkpointer.save(self.progress)
+        path = Path(self.train_config.checkpoint_dir, f"step-{self.progress.step:08}")
+        part = path.with_suffix(".part")
+        save(self._collect_state(), checkpoint_id=part)
+        if self.ranks.rank == 0:
+            (part / "model.json").write_text(json.dumps(asdict(self.config.model)))
+            part.rename(path)
+            for old in list_complete(path.parent)[:-MAX_KEPT]:
+                shutil.rmtree(old)
+        dist.barrier()  # the other ranks go on once the rename is done
         self._print(f"checkpoint step {self.progress.step} {path} {time.perf_counter() - begun:.1f} s{cause}")
 
     def _log(self, step: int, loss: Tensor) -> None:
@@ -366,8 +417,8 @@ class Trainer:
             f"tokens/s {rate:.0f} tflops {self.flops_done * tera:.4g}{mfu}"
         )
 
-    def _describe(self, start: str) -> str:
-        """Describe the run, a line for each subject."""
+    def _describe(self, start: str) -> None:
+        """Print what is run, a line for each subject."""
         config, train, model, ranks = self.config, self.train_config, self.config.model, self.ranks
         parallel = "" if self.parallel == "none" else f" {self.parallel} over {ranks.backend},"
         full = train.activation_checkpointing == "full"
@@ -376,25 +427,59 @@ class Trainer:
         name = f"{name_processor()}, {torch.get_num_threads()} threads"
         if ranks.device.type == "cuda":
             name = torch.cuda.get_device_name(ranks.device)
-        lines = [
+        self._print(
             f"model   {model.name}: {self.parameters:,} parameters, {model.layers} layers, "
             f"hidden {model.hidden_size}, {model.heads} heads ({model.kv_heads} kv), "
-            f"{model.vocab_size} tokens",
+            f"{model.vocab_size} tokens\n"
             f"data    {origin}: {self.windows.size:,} bytes, {self.windows.training:,} sequences of "
-            f"{config.seq_len}, {self.windows.validation:,} more held out",
+            f"{config.seq_len}, {self.windows.validation:,} more held out\n"
             f"device  {ranks.device} ({name}), {ranks.world_size} rank{'s' * (ranks.world_size > 1)},"
-            f"{parallel} {train.dtype}, {config.workers} DataLoader workers a rank",
+            f"{parallel} {train.dtype}, {config.workers} DataLoader workers a rank\n"
             f"batch   {tokens:,} tokens per step: {train.batch_size} sequences x {config.seq_len} x "
-            f"{ranks.world_size} ranks x {train.grad_accumulation} micro-steps",
-        ]
+            f"{ranks.world_size} ranks x {train.grad_accumulation} micro-steps"
+        )
         if self.peak:
             again = "; tflops count recomputation, mfu does not" if full else ""
-            lines.append(f"peak    {self.peak:.4g} TFLOPS a rank, {self.peak_origin}{again}")
-        return "\n".join([*lines, f"start   {start}"])
+            self._print(f"peak    {self.peak:.4g} TFLOPS a rank, {self.peak_origin}{again}")
+        self._print(f"start   {start}")
 
     def _print(self, text: str) -> None:
         if self.ranks.rank == 0:
             print(text, flush=True)
+
+
+def list_complete(directory: Path) -> list[Path]:
+    """List the complete checkpoints, oldest first."""
+    return sorted(path for path in directory.glob("step-*") if COMPLETE.fullmatch(path.name))
+
+
+def prepare_directory(directory: Path, model: ModelConfig) -> Path | None:
+    """Make the directory, remove what a killed save left, and return the newest checkpoint.
+
+    Raises OptionError if that cannot be done, or if the checkpoint is of a model of other dimensions.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for part in directory.glob("step-*.part"):
+            shutil.rmtree(part)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        complete = list_complete(directory)
+    except OSError as error:
+        raise OptionError(f"--checkpoint-dir {directory}: {error.strerror}: give one to write to") from None
+    if not complete:
+        return None
+    path, here = complete[-1], asdict(model)
+    try:
+        saved = dict(json.loads((path / "model.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise OptionError(f"{path} is no checkpoint of this program ({error}): remove it") from None
+    other = [f"{key}={saved.get(key)}" for key in here if key != "name" and saved.get(key) != here[key]]
+    if other:
+        raise OptionError(
+            f"{path} is of a model with {', '.join(other)}: give that, or another --checkpoint-dir"
+        )
+    return path
 
 
 class SignalVotes:

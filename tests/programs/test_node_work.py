@@ -11,7 +11,7 @@ import time
 import psutil
 import torch
 
-from launcher.programs.device_work import hash_tensor, make_matrix
+from launcher.programs.node_work import hash_tensor, make_matrix
 from tests.seam import clean_environ
 
 CPUS = sorted(os.sched_getaffinity(0))

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.programs.checkpoint import list_complete, prepare_directory
 from launcher.programs.options import ModelConfig, OptionError
+from launcher.programs.training import list_complete, prepare_directory
 
 from .start_program import STEP, Start, read_losses
 
