@@ -29,15 +29,6 @@ _START_STACK = 28 - 3
 """Index of this field of proc(5)'s stat in `read_stat`."""
 _MAX_READS = 3
 """Readings until two agree; of a rank that writes more often than that, the last one is taken."""
-_COUNTS = (
-    hook.AT_RANK,
-    hook.AT_LOCAL_RANK,
-    hook.AT_STEP,
-    hook.AT_BATCHES,
-    hook.AT_NOTES_SIZE,
-    hook.AT_RECORDED,
-)
-_TIMES = (hook.AT_PHASE_SINCE, hook.AT_STEP_TIME, hook.AT_ACTIVITY_TIME, hook.AT_DATA_WAIT)
 
 
 def read_heartbeat(path: str | os.PathLike[str]) -> Heartbeat | None:
@@ -47,50 +38,51 @@ def read_heartbeat(path: str | os.PathLike[str]) -> Heartbeat | None:
     ended or become another program. Times are converted to seconds since the epoch by the clocks of now.
     """
     try:
-        data = read_file(path, hook.SIZE, own=True)
+        structure = hook.load_structure()
+        size = memoryview(structure()).nbytes
+        data = read_file(path, size, own=True)
         for _ in range(_MAX_READS - 1):
-            before, data = data, read_file(path, hook.SIZE, own=True)
+            before, data = data, read_file(path, size, own=True)
             if data == before:
                 break
-        if len(data) != hook.SIZE:
+        if len(data) != size:
             return None
-        items, floats = memoryview(data).cast("q"), memoryview(data).cast("d")
-        if (items[hook.AT_MAGIC], items[hook.AT_LAYOUT]) != (hook.MAGIC, hook.LAYOUT):
+        beat = structure.from_buffer_copy(data)
+        counts = beat.rank, beat.local_rank, beat.step, beat.batches, beat.recorded
+        if (beat.magic, beat.layout) != (hook.MAGIC, hook.LAYOUT) or min(counts) < 0:
             return None
-        rank, local_rank, step, batches, notes_size, recorded = counts = [items[at] for at in _COUNTS]
-        phase_since, step_time, activity_time, data_wait = times = [floats[at] for at in _TIMES]
-        phase = items[hook.AT_PHASE]
-        if not (0 <= phase < len(PHASES) and min(counts) >= 0 and all(map(math.isfinite, times))):
+        if not (
+            0 <= beat.phase < len(PHASES) and all(math.isfinite(getattr(beat, name)) for name in hook.TIMES)
+        ):
             return None
-        state, *_ = fields = read_stat(items[hook.AT_PID])[1]
+        state, *_ = fields = read_stat(beat.pid)[1]
     except OSError:
         return None
     # The kernel shows where a process's stack is, which an exec changes, to those alone who may trace it.
-    stack, stack_before = int(fields[_START_STACK]), items[hook.AT_START_STACK]
+    stack, stack_before = int(fields[_START_STACK]), beat.start_stack
     is_another = stack and stack_before not in (0, stack)
-    if state in "ZX" or is_another or int(fields[START]) != items[hook.AT_START_TIME]:
+    if state in "ZX" or is_another or int(fields[START]) != beat.start_time:
         return None
     # The rings' oldest places may have what was written meanwhile.
-    places = [number % hook.RING for number in range(max(0, recorded - (hook.RING - 1)), recorded)]
-    rings = [(floats[hook.AT_ENDS + at], floats[hook.AT_DURATIONS + at]) for at in places]
-    steps = sorted((end, duration) for end, duration in rings if math.isfinite(end + duration))
-    notes = data[8 * hook.AT_NOTES :][: min(notes_size, hook.MAX_NOTES)].decode(errors="replace")
+    places = [number % hook.RING for number in range(max(0, beat.recorded - (hook.RING - 1)), beat.recorded)]
+    ends, durations = list(beat.ends), list(beat.durations)
+    steps = sorted((ends[at], durations[at]) for at in places if math.isfinite(ends[at] + durations[at]))
     shift = time.time() - time.monotonic()
     return Heartbeat(
-        rank=rank,
-        local_rank=local_rank,
-        pid=items[hook.AT_PID],
-        phase=PHASES[phase],
-        phase_since=phase_since + shift,
-        step=step,
-        step_time=step_time and step_time + shift,
-        activity_time=max(activity_time, phase_since, step_time) + shift,
-        batches=batches,
-        data_wait=data_wait,
+        rank=beat.rank,
+        local_rank=beat.local_rank,
+        pid=beat.pid,
+        phase=PHASES[beat.phase],
+        phase_since=beat.phase_since + shift,
+        step=beat.step,
+        step_time=beat.step_time and beat.step_time + shift,
+        activity_time=max(beat.activity_time, beat.phase_since, beat.step_time) + shift,
+        batches=beat.batches,
+        data_wait=beat.data_wait,
         durations=tuple(duration for _, duration in steps),
         step_ends=tuple(end + shift for end, _ in steps),
-        can_dump=items[hook.AT_DUMP_SIGNAL] > 0,
-        notes=tuple(notes.splitlines()),
+        can_dump=beat.dump_signal > 0,
+        notes=tuple(beat.notes.decode(errors="replace").splitlines()),
     )
 
 

@@ -6,50 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.inprocess.hooked import QUICK, ROOT, check_table, run_code, run_program, run_scenarios
+from tests.inprocess.hooked import (
+    PROGRAMS,
+    QUICK,
+    ROOT,
+    check_table,
+    read_table,
+    run_code,
+    run_program,
+    run_scenarios,
+)
 from tests.seam import find_run, start
-
-BEGIN = """
-import gc, inspect, pickle, weakref
-from launcher import collect
-seen = []
-young, middle, oldest = gc.get_threshold()
-
-def show(value):
-    print(json.dumps(value), flush=True)
-
-def fill():
-    "Make so many objects that a frozen heap is told from another, and raises the oldest threshold."
-    global live
-    live = [[] for _ in range(50 * young * middle)]
-
-def look():
-    "Whether the collector is on, its oldest generation waits longer, and objects are frozen."
-    return [gc.isenabled(), gc.get_threshold()[2] > oldest, gc.get_freeze_count() > len(live)]
-
-def take_over(first, act):
-    "Show the state, and the steps that collect, after a deed of the program's in its first step."
-    fill()
-    for step in range(1, 30):
-        if step == first:
-            act()
-        if collect() and step > first:
-            seen.append(step)
-    show([look(), seen])
-
-class Node:
-    pass
-
-def make_cycle():
-    node = Node()
-    node.me = node
-    return node
-"""
 
 
 @pytest.mark.timeout(600)
 def test_what_policies_do(tmp_path: Path) -> None:
-    check_table("collector.toml", tmp_path, BEGIN, "hooked = scenario['hooked']\n")
+    check_table("collector.toml", tmp_path)
 
 
 def test_collections_are_told_on_request(tmp_path: Path) -> None:
@@ -102,33 +74,17 @@ with open("/proc/self/status") as file:
 """
     policies = ("default", "synchronized", "disabled,every=0")
     scenarios = [{"code": code, "variables": {"LAUNCH_GC": policy}} for policy in policies]
-    default, synchronized, disabled = (int(out) for out, _ in run_scenarios(BEGIN, scenarios, tmp_path))
+    default, synchronized, disabled = (
+        int(out) for out, _ in run_scenarios(read_table("collector.toml")["begin"], scenarios, tmp_path)
+    )
     assert synchronized < 1.1 * default
     assert disabled > 2 * default  # the garbage is there
-
-
-RANKS = """
-import gc
-import torch
-import torch.distributed as dist
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for _ in range(32):
-    for _ in range(3000 * dist.get_rank()):
-        node = []
-        node.append(node)
-    optimizer.zero_grad()
-    model(torch.ones(2, 4)).square().mean().backward()
-    optimizer.step()
-print("done", flush=True)
-"""
 
 
 @pytest.mark.usefixtures("quick_agent")
 def test_ranks_of_a_job_collect_at_the_same_steps(tmp_path: Path) -> None:
     """Whatever garbage each of them makes."""
-    (tmp_path / "program.py").write_text(RANKS)
+    (tmp_path / "program.py").write_text(PROGRAMS["ranks"])
     words = ["nproc_per_node=2", "gc.warmup=4", "gc.every=10", "gc.log=true", "--", "program.py"]
     with start(tmp_path, *words) as started:
         assert started.wait(240) == 0, started.read()

@@ -14,18 +14,10 @@ from typing import Any
 import pytest
 
 import launcher
-from tests.inprocess.hooked import FOLDER, QUICK, ROOT, STEPS, WITHOUT_COMPILER, run_code, run_program
+from tests.inprocess.hooked import FOLDER, PROGRAMS, QUICK, ROOT, run_code, run_program
 from tests.rank.start_shim import run_shim, write_plan
 from tests.seam import clean_environ, find_run, run_outside, start
 
-TELL = """
-import os, sys
-print(__name__, globals().get("__file__"), sys.argv, sys.orig_argv if hasattr(sys, "orig_argv") else "")
-print(sys.path, os.environ.get("PYTHONPATH"), "sitecustomize" in sys.modules, sys.flags)
-def fail():
-    raise KeyError("as it is")
-fail()
-"""
 VERSIONS = ("3.9", "3.10", "3.12", "3.13", "3.14")
 
 
@@ -40,11 +32,11 @@ def assert_same(words: Sequence[str], cwd: Path, **variables: str) -> "subproces
 def test_ways_to_start_a_program(tmp_path: Path) -> None:
     (tmp_path / "launcher").mkdir()
     for name in ("program.py", "launcher.py", "launcher/__main__.py"):
-        (tmp_path / name).write_text(TELL)
+        (tmp_path / name).write_text(PROGRAMS["tell"])
     (tmp_path / "launcher" / "__init__.py").write_text("")
     zipapp.create_archive(tmp_path / "launcher", tmp_path / "app.pyz")
     ways = (["program.py"], ["launcher.py"], ["launcher/__main__.py"], ["-m", "launcher", "word"])
-    for words in (*ways, ["-c", TELL, "-I"], ["app.pyz"]):
+    for words in (*ways, ["-c", PROGRAMS["tell"], "-I"], ["app.pyz"]):
         done = assert_same([sys.executable, *words], tmp_path)
         assert (done.returncode, "KeyError: 'as it is'" in done.stderr) == (1, True)
 
@@ -71,7 +63,7 @@ def test_the_users_own_sitecustomize(own: str, says: str, tmp_path: Path) -> Non
 
 def test_a_sitecustomize_that_raises_does_not_drop_the_policy(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("raise ValueError('boom')")
-    code = f"{STEPS}\nprint([n for n in range(1, 6) if collect()])"
+    code = f"{PROGRAMS['steps']}\nprint([n for n in range(1, 6) if collect()])"
     done = run_program([sys.executable, "-c", code], tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.stdout == "[3, 5]\n"
 
@@ -80,7 +72,7 @@ def test_a_virtual_environments_own_sitecustomize(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (site / "sitecustomize.py").write_text("print('of the environment')")
-    done = assert_same([str(tmp_path / "venv/bin/python"), "-c", TELL], tmp_path)
+    done = assert_same([str(tmp_path / "venv/bin/python"), "-c", PROGRAMS["tell"]], tmp_path)
     assert done.stdout.startswith("of the environment\n")
 
 
@@ -116,7 +108,7 @@ def test_other_versions_of_python(version: str, tmp_path: Path) -> None:
         pytest.skip(f"there is no Python {version} on this machine")
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("print('mine')")
-    assert_same([python, "-W", "error", "-c", TELL], tmp_path, PYTHONPATH=str(tmp_path / "own"))
+    assert_same([python, "-W", "error", "-c", PROGRAMS["tell"]], tmp_path, PYTHONPATH=str(tmp_path / "own"))
     code = """
 import gc, sys
 collect = sys.modules["launch_inprocess.garbage_collection"].end_step
@@ -142,89 +134,12 @@ def find_python(version: str) -> "str | None":
     return None
 
 
-LOOK = """
-import gc, json, os, sys
-
-def look():
-    kinds = type(gc.collect).__name__, type(gc.get_objects).__name__
-    state = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
-    return [*state, *kinds, os.environ.get("PYTHONPATH")]
-"""
-TELL_CHILD = f"{LOOK}\nprint(json.dumps(look()))"
-"""What a child is to find, told by an interpreter that has nothing of ours."""
-CHILDREN = (
-    f"{LOOK}\nTELL = {TELL_CHILD!r}{WITHOUT_COMPILER}"
-    + """
-import copy, multiprocessing, subprocess
-import torch.multiprocessing
-
-def is_hooked():
-    return any(module.startswith("launch_inprocess") for module in sys.modules)
-
-class Looks(torch.utils.data.Dataset):
-    def __len__(self):
-        return 1
-    def __getitem__(self, index):
-        return json.dumps(look())
-
-def train(optimizer, steps):
-    for _ in range(steps):
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-
-def tell_steps(pipe, optimizer):
-    train(optimizer, 20)
-    pipe.send(look())
-
-def spawned(_, path, optimizer):
-    train(optimizer, 20)
-    with open(path, "w") as file:
-        json.dump([look(), is_hooked()], file)
-
-def fork_once():
-    source, sink = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(sink, json.dumps(look()).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(sink)
-    with open(source) as file:
-        return json.load(file)
-
-def main():
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    found = {}
-    # In the middle of a step, and where the collector is ours.
-    handle = optimizer.register_step_pre_hook(lambda *_: found.update(forked=fork_once()))
-    train(optimizer, 8)
-    handle.remove()
-    for way in ("fork", "spawn"):
-        loader = torch.utils.data.DataLoader(Looks(), num_workers=1, multiprocessing_context=way)
-        found[f"loader {way}"] = json.loads([batch for batch in loader][0][0])
-    ends = multiprocessing.Pipe()
-    start = multiprocessing.get_context("fork").Process
-    child = start(target=tell_steps, args=(ends[0], copy.deepcopy(optimizer)))
-    child.start()
-    found["fork"] = ends[1].recv()
-    child.join()
-    torch.multiprocessing.spawn(spawned, (f"{__file__}.json", copy.deepcopy(optimizer)))
-    with open(f"{__file__}.json") as file:
-        found["spawn"], hooked = json.load(file)
-    found["python"] = json.loads(subprocess.check_output([sys.executable, "-c", TELL], text=True))
-    print(json.dumps([found, hooked, look(), is_hooked()]))
-
-if __name__ == "__main__":
-    main()
-"""
-)
-
-
 @pytest.mark.slow
 def test_children_are_as_without_us(tmp_path: Path) -> None:
-    without, found = run_code(TELL_CHILD, tmp_path, None), run_code(CHILDREN, tmp_path)
+    """What a child is to find is told by an interpreter that has nothing of ours."""
+    child = f"{PROGRAMS['look']}\nprint(json.dumps(look()))"
+    code = f"{PROGRAMS['look']}\nTELL = {child!r}\n{PROGRAMS['children']}"
+    without, found = run_code(child, tmp_path, None), run_code(code, tmp_path)
     assert isinstance(found, list)
     children, child_hooked, own, own_hooked = found
     assert children == dict.fromkeys(
@@ -234,39 +149,10 @@ def test_children_are_as_without_us(tmp_path: Path) -> None:
     assert own[2] > 1000 and own_hooked, "the rank itself has the policy"
 
 
-GLOO = """
-import os, sys
-cpus = sorted(os.sched_getaffinity(0))
-os.sched_setaffinity(0, {cpus[int(os.environ["LOCAL_RANK"]) % len(cpus)]})  # as where each rank has one core
-import torch, torch.distributed as dist
-
-def train(cycle):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{os.getcwd()}/store-{cycle}", rank=int(os.environ["RANK"]), world_size=2
-    )
-    for thread in os.listdir("/proc/self/task"):
-        if "gloo_runloop" in open(f"/proc/self/task/{thread}/comm").read():
-            os.setpriority(os.PRIO_PROCESS, int(thread), 10)  # what the main thread does next comes first
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-    model(torch.ones(2, 8)).sum().backward()
-    dist.all_reduce(torch.ones(1))
-    return model
-
-def train_and_destroy(cycle):
-    model = train(cycle)
-    dist.destroy_process_group()
-
-for cycle in range(20):
-    train_and_destroy(cycle)
-model = train("last")
-print("done", flush=True)
-"""
-
-
 @pytest.mark.slow
 def test_ranks_on_one_core_end_after_their_last_collective(tmp_path: Path) -> None:
     """Without gloo's threads being waited for, one cycle in five never ends, or aborts at the end."""
-    (tmp_path / "program.py").write_text(GLOO)
+    (tmp_path / "program.py").write_text(PROGRAMS["gloo"])
     words = ["nproc_per_node=2", "watch.enabled=false", "gc=default", "--", "program.py"]
     with start(tmp_path, *words) as started:
         assert started.wait(240) == 0, started.read()
@@ -344,22 +230,10 @@ def test_the_package_is_as_cheap_as_it_was_and_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
 
-HANDED = """
-import json, os, sys
-import launcher
-from torch.utils.data import DataLoader
-ways = [os.environ["LAUNCH_NUM_WORKERS"], sys.argv[1], launcher.num_workers(9)]
-ways.append(DataLoader([1, 2]).num_workers)
-ways += [launcher.rank_plan()[name] for name in ("num_workers", "local_rank")]
-print("WAYS", json.dumps([int(way) for way in ways]), flush=True)
-print(sys.argv[2], os.environ["LAUNCH_RUN_DIR"], launcher.run_dir(), os.environ["LAUNCH_RUN_ID"], flush=True)
-"""
-
-
 @pytest.mark.usefixtures("quick_agent")
 def test_the_number_and_the_run_directory_are_handed_over_in_all_ways(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(HANDED)
+    program.write_text(PROGRAMS["handed"])
     words = ["nproc_per_node=2", "dataloader.default=true", "dataloader=none", "env.LAUNCH_NUM_WORKERS=1"]
     words += ["--", str(program), "{num_workers}", "{run_dir}"]
     done = run_outside(words, tmp_path, timeout=240)

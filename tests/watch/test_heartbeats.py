@@ -1,9 +1,9 @@
 """The reader of heartbeats, with files that the hook's own code writes, and with what is none."""
 
+import ctypes
 import math
 import os
 import signal
-import struct
 import time
 from pathlib import Path
 from time import monotonic
@@ -13,17 +13,13 @@ import pytest
 from launcher.inprocess.launch_inprocess import heartbeat
 from launcher.watch.ranks import read_heartbeat
 
-TIMES = heartbeat.AT_PHASE_SINCE, heartbeat.AT_ACTIVITY_TIME
-
 
 @pytest.fixture
 def beat(tmp_path: Path) -> heartbeat.Heartbeat:
     """A heartbeat of this process."""
-    integers, floats = {heartbeat.AT_RANK: 3, heartbeat.AT_LOCAL_RANK: 1}, dict.fromkeys(TIMES, monotonic())
     made = heartbeat.Heartbeat(str(tmp_path), 3, 1, 1)
-    made.memory = heartbeat.map_beat(str(tmp_path), 3, integers, floats)
-    made.integers, made.floats = made.memory.cast("q"), made.memory.cast("d")
     made.phase_since, made.has_begun = monotonic(), True
+    made.map_file()
     return made
 
 
@@ -86,7 +82,7 @@ def test_time_that_is_no_part_of_steps_is_left_out(beat: heartbeat.Heartbeat, pa
 def test_a_step_that_ends_an_evaluation_has_no_known_begin(beat: heartbeat.Heartbeat, path: Path) -> None:
     beat.end_step(1)
     beat.note_mode(is_training=False)
-    beat.count_batches(1)
+    beat.batches += 1
     beat.end_step(2)
     beat.end_step(3)
     found = read_heartbeat(path)
@@ -95,29 +91,27 @@ def test_a_step_that_ends_an_evaluation_has_no_known_begin(beat: heartbeat.Heart
 
 
 NOBODYS = [
-    (heartbeat.AT_MAGIC, 0),
-    (heartbeat.AT_LAYOUT, 2),
-    (heartbeat.AT_PID, 1),
-    (heartbeat.AT_PID, -1),
-    (heartbeat.AT_PID, 1 << 62),
-    (heartbeat.AT_START_TIME, 1),
-    (heartbeat.AT_START_STACK, 4096),
-    (heartbeat.AT_PHASE, 8),
-    (heartbeat.AT_PHASE, -1),
-    (heartbeat.AT_STEP, -1),
-    (heartbeat.AT_STEP_TIME, math.nan),
-    (heartbeat.AT_NOTES_SIZE, -5),
+    ("magic", 0),
+    ("layout", 1),
+    ("pid", 1),
+    ("pid", -1),
+    ("pid", 1 << 62),
+    ("start_time", 1),
+    ("start_stack", 4096),
+    ("phase", 8),
+    ("phase", -1),
+    ("step", -1),
+    ("step_time", math.nan),
 ]
 
 
 def test_what_no_live_rank_writes_is_none(beat: heartbeat.Heartbeat, path: Path, tmp_path: Path) -> None:
-    assert beat.memory is not None
-    whole = bytes(beat.memory)
-    for at, value in NOBODYS:
-        (beat.floats if isinstance(value, float) else beat.integers)[at] = value
-        assert read_heartbeat(path) is None, (at, value)
-        beat.memory[:] = whole
-    for number, data in enumerate((b"", whole[:-1], whole + b"x", os.urandom(heartbeat.SIZE))):
+    whole = bytes(beat.file)
+    for name, value in NOBODYS:
+        setattr(beat.file, name, value)
+        assert read_heartbeat(path) is None, (name, value)
+        ctypes.memmove(ctypes.addressof(beat.file), whole, len(whole))
+    for number, data in enumerate((b"", whole[:-1], whole + b"x", os.urandom(len(whole)))):
         (tmp_path / f"rank-1{number}.beat").write_bytes(data)
     (tmp_path / "rank-20.beat").mkdir()
     os.mkfifo(tmp_path / "rank-21.beat")
@@ -144,9 +138,7 @@ def test_the_last_256_steps_are_read_whatever_the_counts_and_clocks_say(
         assert found is not None and found.step == 1000 and 0 <= now - found.step_time < 60
         assert len(found.durations) == len(found.step_ends) == 256
         assert list(found.step_ends) == sorted(found.step_ends) and min(found.durations) >= 0
-    beat.integers[heartbeat.AT_RECORDED] = beat.integers[heartbeat.AT_NOTES_SIZE] = (1 << 63) - 1
-    assert beat.memory is not None
-    struct.pack_into("d", beat.memory, 8 * heartbeat.AT_ENDS, math.nan)
+    beat.file.recorded, beat.file.ends[0] = (1 << 63) - 1, math.nan
     found = read_heartbeat(path)
     assert found is not None and len(found.step_ends) == 255 and all(map(math.isfinite, found.step_ends))
 
@@ -155,8 +147,8 @@ def test_what_is_read_between_two_writes_is_sound(beat: heartbeat.Heartbeat, pat
     """A process steps all the time, without a pause."""
     child = os.fork()
     if not child:
-        beat.integers[heartbeat.AT_PID] = os.getpid()
-        beat.integers[heartbeat.AT_START_TIME] = int(heartbeat._read_stat_fields("self")[22 - 3])
+        beat.file.pid = os.getpid()
+        beat.file.start_time = int(heartbeat._read_stat_fields("self")[22 - 3])
         for step in range(1, 1 << 40):
             beat.end_step(step)
     try:

@@ -1,61 +1,74 @@
 """What a rank does, in a small mapped file that the node's watcher reads without the rank's help.
 
-The file has SIZE bytes: items of 8 bytes in the machine's byte order, integers and floats, then the notes'
-text. Times are CLOCK_MONOTONIC's, which is the same for all processes of a node and does not jump. An item is
-written at once. Those that belong together are written in such an order that a reader between two of them
-finds the values from before, so that there is no lock. `launcher.watch.ranks` reads the file.
+The file is a structure of ctypes, which `launcher.watch.ranks` reads. Times are CLOCK_MONOTONIC's, which is
+the same for all processes of a node and does not jump. A field is written at once. Those that belong together
+are written in such an order that a reader between two of them finds the values from before, so that there is
+no lock.
+
+Phases beside training are seen by functions of torch's that call the original and note that. They are put in
+place before any program has a copy of the original. One that the program replaces is not put back.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from _thread import get_ident
 from time import monotonic
 
-from .import_hook import call_safely, when_framework_is_used
+from .import_hook import REPLACED, call_safely, replace, surround, when_framework_is_used, when_imported
+from .loaders import watch_waits
 from .step_counter import on_step
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # these would cost each start of an interpreter some milliseconds
-    from collections.abc import Mapping, MutableMapping
+    from collections.abc import Callable, MutableMapping
     from signal import getsignal
+    from types import ModuleType
+    from typing import Any
 else:
     from _signal import getsignal  # `signal` costs a millisecond
 
 STARTING, JOINING, TRAINING, LOADING, COMPILING, SAVING, EVALUATING, ENDED = range(8)
 """Phases, as `launcher.watch.model.PHASES` has them."""
 MAGIC = int.from_bytes(b"launchHB", "little")
-LAYOUT = 1
+LAYOUT = 2
 """Version of the layout."""
-SIZE = 8192
-(
-    AT_MAGIC,
-    AT_LAYOUT,
-    AT_PID,
-    AT_START_TIME,
-    AT_START_STACK,
-    AT_RANK,
-    AT_LOCAL_RANK,
-    AT_PHASE,
-    AT_PHASE_SINCE,
-    AT_STEP,
-    AT_STEP_TIME,
-    AT_ACTIVITY_TIME,
-    AT_BATCHES,
-    AT_DATA_WAIT,
-    AT_DUMP_SIGNAL,
-    AT_NOTES_SIZE,
-    AT_RECORDED,
-) = range(17)
-"""Items. The start's time and stack are fields 22 and 28 of proc(5)'s stat: an exec changes the latter. The
-dump's signal is 0 if it is not in place. RECORDED counts the steps in the rings."""
+COUNTS = (
+    *("magic", "layout", "pid", "start_time", "start_stack", "rank", "local_rank", "phase", "step"),
+    *("batches", "dump_signal", "recorded"),
+)
+"""Whole numbers. The start's time and stack are fields 22 and 28 of proc(5)'s stat: an exec changes the
+latter. The dump's signal is 0 if it is not in place; `recorded` counts the steps in the rings."""
+TIMES = ("phase_since", "step_time", "activity_time", "data_wait")
 RING = 257
 """Entries of a ring: the last 256 are whole, while one is written."""
-AT_ENDS, AT_DURATIONS, AT_NOTES = 32, 32 + RING, 32 + 2 * RING
 MAX_NOTES = 1024
 """Bytes of the notes, lines of UTF-8."""
 DUMP_OFFSET = 8
 """From SIGRTMIN; programs use SIGUSR1 and SIGUSR2, and the C library's first real-time signals."""
+SAVERS = ("torch.serialization", "torch.distributed.checkpoint.state_dict_saver", "safetensors.torch")
+"""Modules with functions that save."""
+MAX_PATH = 107
+"""Bytes of a Unix socket's path (unix(7))."""
+LOG_LEVELS = ("FLAGS_caffe2_log_level", "_ZN3c1022FLAGS_caffe2_log_levelE")
+"""Names of libc10's variable below which its messages are not printed; the second one is in a namespace."""
+ERROR = 2
+structure: Any = None
+
+
+def load_structure() -> Any:  # noqa: ANN401  # a class that is made here
+    """Return the structure of the file, made when it is needed: ctypes costs two milliseconds."""
+    global structure  # noqa: PLW0603
+    if structure is None:
+        import ctypes  # torch imports it anyway
+
+        fields: list[tuple[str, Any]] = [(name, ctypes.c_int64) for name in COUNTS]
+        fields += [(name, ctypes.c_double) for name in TIMES]
+        fields += [("ends", ctypes.c_double * RING), ("durations", ctypes.c_double * RING)]
+        fields += [("notes", ctypes.c_char * MAX_NOTES)]
+        structure = type("Beat", (ctypes.Structure,), {"_fields_": fields})
+    return structure
 
 
 def start_heartbeat(environ: MutableMapping[str, str]) -> None:
@@ -76,11 +89,8 @@ class Heartbeat:
 
     def __init__(self, folder: str, rank: int, local_rank: int, world_size: int) -> None:
         self.folder, self.rank, self.local_rank, self.world_size = folder, rank, local_rank, world_size
-        self.integers: list[int] | memoryview[int] = [0] * (SIZE // 8)
-        self.floats: list[float] | memoryview[float] = [0.0] * (SIZE // 8)
-        """The same items."""
-        self.memory: memoryview | None = None
-        """The file's, as bytes."""
+        self.file: Any = None
+        """The mapped structure; in a forked child, one that nobody sees."""
         self.has_begun = self.has_joined = False
         self.notes: list[str] = []
         self.thread = get_ident()
@@ -106,15 +116,12 @@ class Heartbeat:
         self.thread = get_ident()
         os.register_at_fork(after_in_child=self.stop)
         self.phase_since = monotonic()
-        integers = {AT_RANK: self.rank, AT_LOCAL_RANK: self.local_rank}
-        floats = {AT_PHASE_SINCE: self.phase_since, AT_ACTIVITY_TIME: self.phase_since}
-        self.memory = map_beat(self.folder, self.rank, integers, floats)
-        self.integers, self.floats = self.memory.cast("q"), self.memory.cast("d")
+        self.map_file()
         try:
             self._offer_dump()
         except Exception as error:
             self.add_note(f"no stacks by a signal: {type(error).__name__}: {error}"[:200])
-        call_safely(_note_phases, self)
+        call_safely(note_phases, self)
         import atexit
 
         atexit.register(self.set_base, ENDED)
@@ -123,20 +130,17 @@ class Heartbeat:
         """Count a step; its entry is in the rings before it counts."""
         if not self.has_begun:
             self.begin()
-        now, integers, floats = monotonic(), self.integers, self.floats
+        now, file = monotonic(), self.file
         # A program may set a model to evaluate, as one that is not trained, for the step itself.
         is_training = self.base == TRAINING or (
             self.base == EVALUATING and self.batches == self.batches_at_eval
         )
         if is_training and self.last_end:
             at = self.recorded % RING
-            floats[AT_ENDS + at] = now
-            floats[AT_DURATIONS + at] = now - self.last_end - self.excluded
-            self.recorded += 1
-            integers[AT_RECORDED] = self.recorded
+            file.ends[at], file.durations[at] = now, now - self.last_end - self.excluded
+            file.recorded = self.recorded = self.recorded + 1
         self.last_end, self.excluded = now, 0.0
-        floats[AT_STEP_TIME] = now
-        integers[AT_STEP] = step
+        file.step_time, file.step = now, step
         self.thread = get_ident()
         if self.base != TRAINING:
             self.is_training = True
@@ -158,12 +162,11 @@ class Heartbeat:
             self.excluded += now - self.phase_since
         self.is_excluded = self.base != TRAINING or phase not in (TRAINING, LOADING)
         self.phase, self.phase_since = phase, now
-        self.floats[AT_PHASE_SINCE] = now
-        self.integers[AT_PHASE] = phase
+        self.file.phase_since, self.file.phase = now, phase
 
     def note_activity(self) -> None:
         """Tell that the rank goes on."""
-        self.floats[AT_ACTIVITY_TIME] = monotonic()
+        self.file.activity_time = monotonic()
 
     def note_mode(self, *, is_training: bool) -> None:
         """Begin or end an evaluation. Before the first step, models are set to evaluate for other reasons."""
@@ -179,26 +182,27 @@ class Heartbeat:
             return STARTING
         return TRAINING if self.is_training else EVALUATING
 
-    def begin_loading(self) -> None:
-        """Begin a wait for data, which ends saving."""
-        if self.base in (SAVING, STARTING):
-            self.base = self._choose_base()
-        self.set_phase(LOADING)
+    def begin_loading(self) -> bool:
+        """Begin a wait for data, which ends saving; False within another one."""
+        if self.phase == LOADING:
+            return False
+        if get_ident() == self.thread:
+            if self.base in (SAVING, STARTING):
+                self.base = self._choose_base()
+            self.set_phase(LOADING)
+        return True
 
-    def end_loading(self, batches: int) -> None:
-        """End a wait for data, and count the batches that came."""
-        since = self.phase_since
-        self.set_phase(self.base)
-        self.data_wait += self.phase_since - since
-        self.batches += batches
-        self.floats[AT_DATA_WAIT] = self.data_wait
-        self.integers[AT_BATCHES] = self.batches
-
-    def count_batches(self, number: int) -> None:
-        """Count batches of another thread."""
-        self.batches += number
-        self.integers[AT_BATCHES] = self.batches
-        self.note_activity()
+    def end_loading(self, batch: object) -> None:
+        """End a wait for data, and count the batch if one came; in other threads that alone."""
+        if get_ident() == self.thread:
+            since = self.phase_since
+            self.set_phase(self.base)
+            self.data_wait += self.phase_since - since
+            self.file.data_wait = self.data_wait
+        else:
+            self.note_activity()
+        self.batches += batch is not None
+        self.file.batches = self.batches
 
     def _offer_dump(self) -> None:
         """Have a signal write the Python stacks of all threads to `rank-RANK.stack`; raises OSError.
@@ -222,78 +226,67 @@ class Heartbeat:
         descriptor = os.open(os.path.join(self.folder, f"rank-{self.rank}.stack"), flags, 0o600)
         faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
         self.dump_signal, self.found_handler = number, getsignal(number)
-        self.integers[AT_DUMP_SIGNAL] = number
+        self.file.dump_signal = number
 
     def _check_dump(self) -> None:
         """Take the offer back if the program has taken the signal for itself."""
         if self.dump_signal and getsignal(self.dump_signal) is not self.found_handler:
-            self.dump_signal = self.integers[AT_DUMP_SIGNAL] = 0
+            self.dump_signal = self.file.dump_signal = 0
 
     def add_note(self, text: str) -> None:
         """Tell what could not be set up."""
         self.notes.append(text)
-        if self.memory is not None:
-            data = "\n".join(self.notes).encode(errors="replace")[:MAX_NOTES]
-            self.memory[8 * AT_NOTES : 8 * AT_NOTES + len(data)] = data
-            self.integers[AT_NOTES_SIZE] = len(data)
+        self.file.notes = "\n".join(self.notes).encode(errors="replace")[:MAX_NOTES]
 
     def stop(self) -> None:
         """Write to nowhere from now on, in a forked child: the file is still mapped there."""
-        self.memory, self.has_joined = None, True  # not freed: `map_beat` keeps it
-        self.integers, self.floats = [0] * (SIZE // 8), [0.0] * (SIZE // 8)
+        self.file, self.has_joined = load_structure()(), True  # the old one is not freed: `keep_forever`
 
+    def map_file(self) -> None:
+        """Map a new `rank-RANK.beat`, which gets its name once it has its items; raises OSError.
 
-def _note_phases(beat: Heartbeat) -> None:
-    from .phases import note_phases
+        All its blocks are there before it is mapped: to write to a page without one is SIGBUS.
+        """
+        import mmap
 
-    note_phases(beat)
-
-
-def map_beat(folder: str, rank: int, integers: Mapping[int, int], floats: Mapping[int, float]) -> memoryview:
-    """Map a new `rank-RANK.beat`, which gets its name once it has these items; raises OSError.
-
-    All its blocks are there before it is mapped: to write to a page without one is SIGBUS.
-    """
-    import mmap
-
-    path, draft = (os.path.join(folder, name.format(rank)) for name in ("rank-{}.beat", ".rank-{}.beat"))
-    if _is_taken(path):
-        raise FileExistsError(path)
-    if os.path.lexists(draft):
-        os.unlink(draft)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(draft, flags, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, SIZE)
-        memory = memoryview(mmap.mmap(descriptor, SIZE))
-        fields = _read_stat_fields("self")
-        own = {AT_MAGIC: MAGIC, AT_LAYOUT: LAYOUT, AT_PID: os.getpid()}
-        own[AT_START_TIME], own[AT_START_STACK] = (int(fields[number - 3]) for number in (22, 28))
-        whole, real = memory.cast("q"), memory.cast("d")
-        for at, integer in {**own, **integers}.items():
-            whole[at] = integer
-        for at, number in floats.items():
-            real[at] = number
-        os.replace(draft, path)
-    except BaseException:
-        os.unlink(draft)
-        raise
-    finally:
-        os.close(descriptor)
-    keep_forever(memory)
-    return memory
+        self.file = load_structure()()  # where it is written to if there is no other
+        path, draft = (os.path.join(self.folder, f"{dot}rank-{self.rank}.beat") for dot in ("", "."))
+        if _is_taken(path):
+            raise FileExistsError(path)
+        if os.path.lexists(draft):
+            os.unlink(draft)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(draft, flags, 0o600)
+        try:
+            size = memoryview(self.file).nbytes
+            os.posix_fallocate(descriptor, 0, size)
+            file = load_structure().from_buffer(mmap.mmap(descriptor, size))
+            fields = _read_stat_fields("self")
+            file.magic, file.layout, file.pid = MAGIC, LAYOUT, os.getpid()
+            file.start_time, file.start_stack = (int(fields[number - 3]) for number in (22, 28))
+            file.rank, file.local_rank = self.rank, self.local_rank
+            file.phase_since = file.activity_time = self.phase_since
+            os.replace(draft, path)
+        except BaseException:
+            os.unlink(draft)
+            raise
+        finally:
+            os.close(descriptor)
+        keep_forever(file)
+        self.file = file
 
 
 def _is_taken(path: str) -> bool:
     """Tell whether another process of this rank, as of a shell script, steps and has its heartbeat here."""
     try:
         with open(path, "rb") as file:
-            items = memoryview(file.read(SIZE)).cast("q")
-        if items[AT_MAGIC] != MAGIC or items[AT_LAYOUT] != LAYOUT or not items[AT_STEP]:
+            found = load_structure().from_buffer_copy(file.read())
+        if found.magic != MAGIC or found.layout != LAYOUT or not found.step:
             return False
-        pid = items[AT_PID]
-        return pid != os.getpid() and int(_read_stat_fields(pid)[22 - 3]) == items[AT_START_TIME]
-    except (OSError, ValueError, TypeError, IndexError):  # none, or no heartbeat
+        if found.pid == os.getpid():
+            return False
+        return bool(_read_stat_fields(found.pid)[22 - 3] == str(found.start_time))
+    except (OSError, ValueError, IndexError):  # none, or no heartbeat
         return False
 
 
@@ -314,3 +307,111 @@ def keep_forever(kept: object) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     except (ImportError, AttributeError):  # an interpreter without it
         return
+
+
+def note_phases(beat: Heartbeat) -> None:
+    """Have phases noted in a heartbeat as soon as the modules are imported in which they are."""
+
+    def watch(name: str, action: Callable[[ModuleType], object]) -> None:
+        """Run an action with a module once it is imported; tell if the module is not as expected."""
+
+        def act_or_tell(module: ModuleType) -> None:
+            try:
+                action(module)
+            except Exception as error:
+                beat.add_note(f"{name} is not watched: {type(error).__name__}: {error}"[:200])
+
+        when_imported(name, act_or_tell)
+
+    def begin_saving() -> None:
+        """A phase that lasts until a batch is drawn or a step ends; other threads' savings are none."""
+        if get_ident() == beat.thread:
+            beat.set_base(SAVING)
+
+    def end_saving() -> None:
+        if get_ident() == beat.thread:
+            beat.note_activity()
+
+    def begin_joining() -> None:
+        """Start torch's server before the first process group."""
+        if beat.world_size > 1 and not beat.has_joined:
+            beat.has_joined = True
+            _start_server(beat)
+        beat.set_phase(JOINING)
+
+    def return_to_base() -> None:
+        beat.set_phase(beat.base)
+
+    def watch_savers(module: ModuleType) -> None:
+        for name in REPLACED[module.__name__]:
+            if callable(getattr(module, name, None)):
+                surround(module, name, begin_saving, end_saving)
+
+    def watch_compiling(module: ModuleType) -> None:
+        """`torch._dynamo.reset()` forgets callbacks, and these stay."""
+        surround(module.callback_handler, "run_start_callbacks", lambda: beat.set_phase(COMPILING))
+        surround(module.callback_handler, "run_end_callbacks", return_to_base)
+
+    def watch_joining(module: ModuleType) -> None:
+        surround(module, "init_process_group", begin_joining, return_to_base)
+
+    for name in SAVERS:
+        watch(name, watch_savers)
+    watch_waits(watch, beat.begin_loading, beat.end_loading)
+    # The method is replaced once torch can tell whether it compiles it.
+    watch(
+        "torch.nn.modules.module",
+        lambda module: watch("torch.compiler", lambda compiler: _replace_train(beat, module, compiler)),
+    )
+    watch("torch._dynamo.callback", watch_compiling)
+    watch("torch.distributed.distributed_c10d", watch_joining)
+
+
+def _replace_train(beat: Heartbeat, module: ModuleType, compiler: ModuleType) -> None:
+    """Replace the method that `eval` calls, too, and that calls itself for submodules.
+
+    Where torch.compile traces it, it is the original: `is_compiling` comes first, since Dynamo makes a guard
+    of what is read before it, and would compile again when the heartbeat has another mode.
+    """
+    is_compiling, original = compiler.is_compiling, module.Module.train
+
+    def train(self: Any, mode: bool = True) -> Any:  # noqa: ANN401  # torch's own form
+        if not is_compiling() and mode is not beat.is_training:
+            beat.note_mode(is_training=mode is not False)
+        return original(self, mode)
+
+    replace(module.Module, "train", train)
+
+
+def _start_server(beat: Heartbeat) -> None:
+    """Start torch's own server on `rank-RANK.sock`, which answers even while the rank hangs in a collective.
+
+    It is an experimental part of torch: where it is missing or different, there is a note in its place. It is
+    started without torch's warnings that it listens, and that it ends; and it is never freed: its end would
+    print more, and wait for its threads.
+    """
+    try:
+        path = os.path.join(beat.folder, f"rank-{beat.rank}.sock")
+        if len(os.fsencode(path)) > MAX_PATH:
+            raise OSError(f"its path has more than {MAX_PATH} bytes")
+        if os.path.lexists(path):  # of an earlier program of this rank
+            os.unlink(path)
+        import ctypes
+
+        torch = sys.modules["torch"]
+        server_class = torch._C._distributed_c10d._WorkerServer
+        file = os.path.join(os.path.dirname(str(torch.__file__)), "lib", "libc10.so")
+        library = ctypes.CDLL(file, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        names = [name for name in LOG_LEVELS if hasattr(library, name)]
+        if not names:
+            raise AttributeError("libc10 has no level for its messages that is known")
+        level = ctypes.c_int.in_dll(library, names[0])
+        before = level.value
+        level.value = max(before, ERROR)
+        try:
+            server = server_class(path)
+        finally:
+            level.value = before
+        keep_forever(server)
+    except Exception as error:
+        beat.add_note(f"no server of torch's: {type(error).__name__}: {error}"[:200])

@@ -181,3 +181,20 @@ def replace(owner: object, name: str, function: Function, *, traced: bool = True
     for namespace, copy in COPIES.get(id(original), ()):
         if namespace.get(copy) is original:
             namespace[copy] = function
+
+
+def surround(
+    owner: object, name: str, begin: Callable[[], object], end: Callable[[], object] | None = None
+) -> None:
+    """Have something done before each call of a function, and perhaps after it, however it ends."""
+    original: Function = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # they are the user's
+        begin()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if end is not None:
+                end()
+
+    replace(owner, name, call, traced=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from .import_hook import when_imported
+from .import_hook import replace, when_imported
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # these would cost each start of an interpreter some milliseconds
@@ -37,6 +37,42 @@ def start_loader_policies(environ: Mapping[str, str]) -> None:
     if environ.get("LAUNCH_LOADER_DEFAULT") == "1" and number.isdecimal() and int(number):
         for module, name in LOADER_CLASSES.items():
             when_imported(module, lambda module, name=name: _install_default(module, name, int(number)))  # type: ignore[misc]
+
+
+def watch_waits(
+    watch: Callable[[str, Callable[[ModuleType], None]], None],
+    begin: Callable[[], bool],
+    end: Callable[[object], None],
+) -> None:
+    """Have waits for batches, and for the workers' start, seen: `watch` runs an action with a module.
+
+    `begin()` comes before each wait, and tells whether it is one; `end(iterator)` after it, with None if no
+    batch has come.
+    """
+
+    def replace_wait(owner: type, name: str) -> None:
+        original: Callable[[object], Any] = getattr(owner, name)
+
+        def wait(loader: object) -> Any:  # noqa: ANN401  # a batch
+            if not begin():
+                return original(loader)
+            came: object = None
+            try:
+                found = original(loader)
+                came = loader if name == "__next__" else None
+            finally:
+                end(came)
+            return found
+
+        replace(owner, name, wait)
+
+    def replace_waits(module: ModuleType) -> None:
+        replace_wait(getattr(module, LOADER_CLASSES[module.__name__]), "__iter__")
+        if module.__name__ == "torch.utils.data.dataloader":
+            replace_wait(module._BaseDataLoaderIter, "__next__")  # torchdata's iterators have it, too
+
+    for name in LOADER_CLASSES:
+        watch(name, replace_waits)
 
 
 class WorkerPlacement:

@@ -16,7 +16,8 @@ import sys
 import time
 from _thread import get_ident
 
-from .import_hook import call_safely, find_cuda, when_framework_is_used, when_imported
+from .import_hook import call_safely, find_cuda, surround, when_framework_is_used, when_imported
+from .loaders import watch_waits
 from .step_counter import COUNTER, on_step
 
 TYPE_CHECKING = False
@@ -80,8 +81,11 @@ def start_meter(environ: Mapping[str, str]) -> None:
 
     order = json.loads(environ["LAUNCH_METER"])
     meter = Meter(order, int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1")))
-    when_imported("torch.utils.data.dataloader", meter.time_loaders)
-    when_imported("torch.optim.optimizer", meter.note_optimizers)
+    watch_waits(when_imported, meter.begin_wait, meter.end_wait)
+    when_imported(
+        "torch.optim.optimizer",
+        lambda module: surround(module.Optimizer, "__init__", meter.note_optimizer),
+    )
     atexit.register(meter.record_at_exit)
     on_step(meter.note_step)
 
@@ -96,8 +100,8 @@ class Meter:
         self.process = os.getpid()
         self.waited, self.batches = 0.0, 0
         """Seconds in the DataLoaders' `__next__` and `__iter__`, and the batches that came."""
-        self.waiting: set[int] = set()
-        """Threads in one of these: a dataset may read from another loader."""
+        self.waiting: dict[int, float] = {}
+        """When threads have begun to wait in one of these."""
         self.loaders: dict[tuple[int, bool, int | None], int] = {}
         """Batches by the loader's number of workers, whether its dataset is iterable, and its batch size."""
         self.has_optimizer, self.unit = False, "batch"
@@ -107,40 +111,23 @@ class Meter:
         """Index of the mark at which the warm-up was over."""
         self.done = False
 
-    def time_loaders(self, module: ModuleType) -> None:
-        """Time what the training waits for: batches, and the start of the workers."""
-        for owner, name in ((module._BaseDataLoaderIter, "__next__"), (module.DataLoader, "__iter__")):
-            setattr(owner, name, self._time_method(getattr(owner, name), counts=name == "__next__"))
+    def begin_wait(self) -> bool:
+        """Begin a wait for data; False within one: a dataset may read from another loader."""
+        thread = get_ident()
+        if self.done or thread in self.waiting or os.getpid() != self.process:
+            return False
+        self.waiting[thread] = time.perf_counter()
+        return True
 
-    def _time_method(self, original: Any, *, counts: bool) -> Any:  # noqa: ANN401 - torch's own methods
-        """Return a method of torch's that adds its time to the waiting, and counts what it returns."""
+    def end_wait(self, iterator: object) -> None:
+        """End a wait for data, or for the workers' start; count the batch if one came."""
+        self.waited += time.perf_counter() - self.waiting.pop(get_ident())
+        if iterator is not None:
+            self._note_batch(iterator)
 
-        def timed(owner: Any) -> Any:  # noqa: ANN401
-            thread = get_ident()
-            if self.done or thread in self.waiting or os.getpid() != self.process:
-                return original(owner)
-            self.waiting.add(thread)
-            begin = time.perf_counter()
-            try:
-                found = original(owner)
-            finally:
-                self.waiting.discard(thread)
-                self.waited += time.perf_counter() - begin
-            if counts:
-                self._note_batch(owner)
-            return found
-
-        return timed
-
-    def note_optimizers(self, module: ModuleType) -> None:
+    def note_optimizer(self) -> None:
         """Note that there is an optimizer: then its steps are counted, else batches."""
-        original = module.Optimizer.__init__
-
-        def init_and_note(owner: object, *args: object, **kwargs: object) -> None:
-            self.has_optimizer = True
-            original(owner, *args, **kwargs)
-
-        module.Optimizer.__init__ = init_and_note
+        self.has_optimizer = True
 
     def _note_batch(self, iterator: object) -> None:
         """Count a batch, which is a step if there is no optimizer; its size is that of the batch sampler."""

@@ -334,9 +334,9 @@ def pretend_cuda(gpu: dict[str, Any], memory: StepMemory) -> None:
 
     def describe_memory() -> dict[str, int]:
         kinds = [f"{kind}_bytes.all" for kind in ("allocated", "reserved", "active")]
-        now, most = ({f"{kind}.{when}": 0 for kind in kinds} for when in ("current", "peak"))
-        now, most = dict.fromkeys(now, measure_now()), dict.fromkeys(most, measure_most())
-        return {"num_alloc_retries": 0, "num_ooms": 0, **now, **most}
+        now, most = measure_now(), measure_most()
+        found = {f"{kind}.current": now for kind in kinds} | {f"{kind}.peak": most for kind in kinds}
+        return {"num_alloc_retries": 0, "num_ooms": 0, **found}
 
     answer_by_names(
         torch.cuda,

@@ -147,6 +147,11 @@ class StepMemory:
         return {"total": total, "categories": categories, "modules": modules}
 
 
+def is_tensor(value: object) -> bool:
+    """Tell whether a value is a tensor."""
+    return isinstance(value, torch.Tensor)
+
+
 def unwrap_tensor(value: object) -> list[torch.Tensor]:
     """Return the tensors with a storage within a value; a wrapper such as DTensor has them as attributes."""
     if not isinstance(value, torch.Tensor):
@@ -158,79 +163,23 @@ def unwrap_tensor(value: object) -> list[torch.Tensor]:
     return [inner for name in names for inner in unwrap_tensor(getattr(value, name))]
 
 
-class ModuleOwners:
-    """The modules whose forward runs, and the names of all."""
-
-    def __init__(self, memory: StepMemory) -> None:
-        self.memory = memory
-        self.stack: list[nn.Module] = []
-        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self.parameters: dict[int, tuple[Any, str]] = {}
-        """By the number of the parameter, which is kept."""
-
-    def register(self) -> None:
-        """Register for all modules of the process."""
-        modules.register_module_forward_pre_hook(self._enter_module)
-        modules.register_module_forward_hook(self._leave_module, always_call=True)
-        modules.register_module_parameter_registration_hook(self._empty_tensor)
-        modules.register_module_buffer_registration_hook(self._empty_tensor)
-
-    def _enter_module(self, module: nn.Module, _inputs: object) -> None:
-        """Begin a forward; the modules of a model get their names, and its tensors their owners."""
-        if not self.stack and module not in self.names:
-            for name, inner in module.named_modules():
-                self.names[inner] = own = name.removeprefix("module.") or type(module).__name__
-                for parameter in [each for each in inner._parameters.values() if each is not None]:
-                    self.parameters[id(parameter)] = parameter, own
-                    self.memory.mark(parameter, "weights", own)
-                for buffer in [each for each in inner._buffers.values() if each is not None]:
-                    self.memory.mark(buffer, "buffers", own)
-        self.stack.append(module)
-
-    def _leave_module(self, module: nn.Module, _inputs: object, _outputs: object) -> None:
-        """End a forward."""
-        while self.stack:
-            if self.stack.pop() is module:
-                return
-
-    def name_current(self) -> str:
-        """Return the module whose forward runs; empty outside of all."""
-        for module in reversed(self.stack):
-            if name := self.names.get(module, ""):
-                return name
-        return ""
-
-    def find_owner(self, parameter: object) -> str:
-        """Return the module of a parameter."""
-        return self.parameters.get(id(parameter), (None, ""))[1]
-
-    def count_parameters(self) -> int:
-        """Return how many elements the parameters of all models have that have run."""
-        return sum(int(parameter.numel()) for parameter, _ in self.parameters.values())
-
-    def _empty_tensor(self, _module: nn.Module, _name: str, tensor: Any) -> None:  # torch's hook
-        """Make a real parameter or buffer fake, as the same object."""
-        if type(tensor) in (torch.Tensor, nn.Parameter) and get_device(tensor).type != "meta":
-            tensor.data = make_fake(tensor, "cpu")
-            self.memory.note(tensor.untyped_storage(), tensor.device.type, "weights", "")
-
-
 class StepSession:
-    """The session of this process."""
+    """The session of this process: its memory, the modules whose forward runs, and the steps."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.order = order
         self.process = os.getpid()
         self.begun = time.monotonic()
         self.memory = StepMemory()
-        self.owners = ModuleOwners(self.memory)
-        self.steps: dict[int, int] = {}
+        self.stack: list[nn.Module] = []
+        """Modules whose forward runs."""
+        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.parameters: dict[int, tuple[Any, str]] = {}
+        """Parameters, and their modules' names, by the number of the parameter, which is kept."""
+        self.steps: dict[Any, int] = {}
         """Steps by optimizer."""
-        self.kept: list[object] = []
-        """Optimizers, so that no other gets the number of one that is gone."""
         self.is_in_optimizer = False
         self.notes: list[str] = []
-        self.optimizer_names: list[str] = []
         self.failure: tuple[str, BaseException] | None = None
         """The last operation that failed, and its exception."""
         self.show_error = sys.excepthook
@@ -242,30 +191,60 @@ class StepSession:
         pretend_group()
         leave_out_work(self)
         self.memory.watch_resizes()
-        self.owners.register()
+        modules.register_module_forward_pre_hook(self._enter_module)
+        modules.register_module_forward_hook(self._leave_module, always_call=True)
+        modules.register_module_parameter_registration_hook(self._empty_tensor)
+        modules.register_module_buffer_registration_hook(self._empty_tensor)
         register_optimizer_step_pre_hook(self.begin_step)
         register_optimizer_step_post_hook(self.end_step)
         sys.excepthook = self.record_error
         replace_functions()
         FakeDispatch(self).__enter__()
 
+    def _enter_module(self, module: nn.Module, _inputs: object) -> None:
+        """Begin a forward; the modules of a model get their names, and its tensors their owners."""
+        if not self.stack and module not in self.names:
+            for name, inner in module.named_modules():
+                self.names[inner] = own = name.removeprefix("module.") or type(module).__name__
+                for parameter in filter(is_tensor, inner._parameters.values()):
+                    self.parameters[id(parameter)] = parameter, own
+                    self.memory.mark(parameter, "weights", own)
+                for buffer in filter(is_tensor, inner._buffers.values()):
+                    self.memory.mark(buffer, "buffers", own)
+        self.stack.append(module)
+
+    def _leave_module(self, module: nn.Module, _inputs: object, _outputs: object) -> None:
+        """End a forward."""
+        while self.stack and self.stack.pop() is not module:
+            pass
+
+    def _empty_tensor(self, _module: nn.Module, _name: str, tensor: Any) -> None:  # torch's hook
+        """Make a real parameter or buffer fake, as the same object."""
+        if type(tensor) in (torch.Tensor, nn.Parameter) and get_device(tensor).type != "meta":
+            tensor.data = make_fake(tensor, "cpu")
+            self.memory.note(tensor.untyped_storage(), tensor.device.type, "weights", "")
+
     def note_result(self, result: object) -> None:
         """Note what an operation has allocated."""
-        if self.is_in_optimizer or (torch._C._current_graph_task_id() != -1 and not self.owners.stack):
+        if self.is_in_optimizer or (torch._C._current_graph_task_id() != -1 and not self.stack):
             category, owner = "temporary", ""
         else:
-            category, owner = "activations", self.owners.name_current()
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.memory.note(leaf.untyped_storage(), leaf.device.type, category, owner)
+            names = (self.names.get(module, "") for module in reversed(self.stack))
+            category, owner = "activations", next(filter(None, names), "")
+        for leaf in filter(is_tensor, tree_leaves(result)):
+            self.memory.note(leaf.untyped_storage(), leaf.device.type, category, owner)
         self.memory.end_operation()
+
+    def find_owner(self, parameter: object) -> str:
+        """Return the module of a parameter."""
+        return self.parameters.get(id(parameter), (None, ""))[1]
 
     def begin_step(self, optimizer: Any, *_: object) -> None:  # torch's hook
         """Note the gradients, and that an optimizer steps."""
         self.is_in_optimizer = True
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                owner = self.owners.find_owner(parameter)
+                owner = self.find_owner(parameter)
                 self.memory.mark(parameter, "weights", owner)
                 if parameter.grad is not None:
                     self.memory.mark(parameter.grad, "gradients", owner)
@@ -274,14 +253,10 @@ class StepSession:
         """Note the optimizer's states; after the last step, end the process."""
         self.is_in_optimizer = False
         for parameter, state in optimizer.state.items():
-            owner = self.owners.find_owner(parameter)
-            for value in tree_leaves(state):
-                if isinstance(value, torch.Tensor) and value.dim():
-                    self.memory.mark(value, "optimizer", owner)
-        if id(optimizer) not in self.steps:
-            self.kept.append(optimizer)
-            self.optimizer_names.append(type(optimizer).__name__)
-        self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
+            for value in filter(is_tensor, tree_leaves(state)):
+                if value.dim():
+                    self.memory.mark(value, "optimizer", self.find_owner(parameter))
+        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         wanted = int(self.order.get("steps", 2))
         if min(self.steps.values()) >= wanted or max(self.steps.values()) > wanted:
             self.finish({"complete": True})
@@ -302,7 +277,7 @@ class StepSession:
             what, answer = "a number", 1.0
         else:
             what = "a truth value" if tensor.dtype == torch.bool else "a whole number"
-            if self.owners.stack:
+            if self.stack:
                 self.refuse(f"the program's way depends on {what} of a tensor", "aten::_local_scalar_dense")
             if tensor.dtype == torch.bool:
                 answer = any(name in text for name in TRUE_NAMES)
@@ -353,8 +328,8 @@ class StepSession:
             "device": device,
             "peak": self.memory.describe_peak(device),
             "steps": max(self.steps.values(), default=0),
-            "parameters": self.owners.count_parameters(),
-            "optimizers": self.optimizer_names,
+            "parameters": sum(int(parameter.numel()) for parameter, _ in self.parameters.values()),
+            "optimizers": [type(optimizer).__name__ for optimizer in self.steps],
             "notes": self.notes,
             "seconds": round(time.monotonic() - self.begun, 2),
             "torch": torch.__version__,
