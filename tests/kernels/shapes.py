@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.cpulist import format_cpulist, parse_cpulist
 
-from .guest.scenario import Scenario
+from .guest.init import Scenario
 
 Data = dict[str, Any]
 """A machine description in the lab's form."""

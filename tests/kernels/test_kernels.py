@@ -11,7 +11,7 @@ from launcher.plan.model import Machine, machine_from_json
 from tests.plan.lab_machines import convert, score
 
 from .conftest import Report
-from .guest.scenario import Scenario
+from .guest.init import Scenario
 from .shapes import SHAPES, Shape
 
 pytestmark = pytest.mark.kernels
