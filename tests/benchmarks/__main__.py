@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tests.benchmarks.false_alarms import bench_false_alarms
-from tests.benchmarks.fit_grid import bench_fit
+from tests.benchmarks.fit import bench_fit
 from tests.benchmarks.hangs import bench_hangs
 from tests.benchmarks.recovery import bench_recovery
 from tests.benchmarks.shim import bench_shim

@@ -5,7 +5,6 @@ The library (fake_cuda.cpp) is loaded before torch; `-` is none, for torch's CUD
 real modules and its real training step, and knows nothing of the estimates.
 """
 
-import contextlib
 import ctypes
 import json
 import sys
@@ -21,7 +20,6 @@ if __name__ == "__main__" and sys.argv[1] != "-":
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.cuda.amp import common
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -29,6 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from launcher.inprocess.launch_inprocess.fake_step import pretended_torch
+from launcher.inprocess.launch_inprocess.fake_step.session import StepMemory
 from launcher.programs.options import Config, DataConfig, ModelConfig, TrainConfig
 from launcher.programs.training import Trainer, make_optimizer, shard_model, wrap_ddp
 from launcher.programs.transformer import Transformer
@@ -53,18 +53,6 @@ def make_tracker() -> Any:
     return tracker
 
 
-class NoStream:
-    """Stands for CUDA's streams and events: nothing is computed."""
-
-    device = DEVICE
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: self
-
-
 class Reducer:
     """DDP's reducer, but it keeps its first buckets: rebuilding them sends real numbers."""
 
@@ -80,18 +68,17 @@ class Reducer:
 
 def fake_device() -> None:
     """Make torch.cuda answer as with one GPU, and let DDP and the mesh do without real numbers."""
-    stream = {"Stream": NoStream, "Event": NoStream, "current_stream": NoStream}
-    calls = {"current_device": lambda: 0, "device_count": lambda: 1, "set_device": lambda _: None}
-    more = {"stream": lambda _: contextlib.nullcontext(), "is_bf16_supported": lambda *_, **__: True}
-    patches: tuple[tuple[Any, dict[str, Any]], ...] = (
-        (torch.cuda, {**stream, **calls, **more, "_lazy_init": lambda: None}),
-        (common, {"amp_definitely_not_available": lambda: False}),
-        (distributed, {"_verify_param_shape_across_processes": lambda *_, **__: True}),
-        (DeviceMesh, {"from_group": staticmethod(partial(make_real_mesh, DeviceMesh.from_group))}),
+    gpu = {"name": "NVIDIA H100 80GB HBM3", "memory": 80 << 30, "capability": (9, 0), "count": 1}
+    pretended_torch.pretend_cuda(gpu, StepMemory())
+    pretended_torch.replace_kernels()
+    pretended_torch.answer_reducer(distributed)
+    patches: tuple[tuple[Any, str, Any], ...] = (
+        (common, "amp_definitely_not_available", lambda: False),
+        (distributed, "_verify_param_shape_across_processes", lambda *_, **__: True),
+        (DeviceMesh, "from_group", staticmethod(partial(make_real_mesh, DeviceMesh.from_group))),
     )
-    for module, values in patches:
-        for name, value in values.items():
-            setattr(module, name, value)
+    for owner, name, value in patches:
+        setattr(owner, name, value)
 
 
 def make_real_mesh(make_mesh: Callable[..., DeviceMesh], *args: Any, **keywords: Any) -> DeviceMesh:
@@ -100,27 +87,9 @@ def make_real_mesh(make_mesh: Callable[..., DeviceMesh], *args: Any, **keywords:
         return make_mesh(*args, **keywords)
 
 
-def register_kernels() -> Any:
-    """Tell torch's CPU build of CUDA kernels; it would take these operators to pieces, which save more."""
-    make_library: Any = torch.library.Library
-    library = make_library("aten", "IMPL", "CUDA")
-    if torch.version.cuda is None:
-        for name in ("silu_backward", "_fused_rms_norm"):
-            library.impl(name, lambda *_: None)
-    return library
-
-
-def share_bucket(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Stand for DDP's all_reduce, which is in place; the fake process group's has no result."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
 def wrap_fake_ddp(model: Transformer) -> nn.Module:
     """Wrap as the program does, without what needs real numbers."""
     module: Any = wrap_ddp(model, DEVICE, None)
-    module.register_comm_hook(None, share_bucket)
     module.logger = SimpleNamespace(set_runtime_stats_and_log=lambda: None)
     module.reducer = Reducer(module.reducer)
     assert isinstance(module, DistributedDataParallel)
@@ -205,10 +174,8 @@ def main() -> None:
     """Answer a line for each case."""
     warnings.simplefilter("ignore")
     fake_device()
-    library = register_kernels()
     for line in sys.stdin:
         print(track(json.loads(line)), flush=True)
-    del library
 
 
 if __name__ == "__main__":

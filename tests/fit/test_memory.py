@@ -28,9 +28,7 @@ from launcher.fit.training import (
     TrainingSettings,
     check_layout,
 )
-from tests.benchmarks.fit_cases import FEW, GRID, FitCase
-from tests.benchmarks.fit_cases import make_request as make_bundled
-from tests.benchmarks.fit_grid import MOST_ABOVE, find_missing, track_cases
+from tests.benchmarks.fit import FEW, GRID, MOST_ABOVE, FitCase, find_missing, track_cases
 from tests.fit.made_requests import DATA, H100, LLAMA7B, MODELS
 from tests.fuzzing import WORDS
 
@@ -348,7 +346,7 @@ RECORDED = json.loads((DATA / "tracked_peaks.json").read_text())["peaks"]
 
 
 def check_estimate(case: FitCase, truth: int) -> None:
-    allocated = estimate_memory(make_bundled(case)).allocated
+    allocated = estimate_memory(case.request).allocated
     # The tracker sees no workspaces of libraries, and the smallest models have no more than those.
     assert allocated.expected - CUBLAS.expected == pytest.approx(truth, rel=0.05), case.label
     assert truth <= (1 + MOST_ABOVE) * allocated.high, case.label
