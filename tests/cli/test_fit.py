@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.seam import clean_environ, run_outside, start, wait_for
+from tests.benchmarks.fit import FEW, FitCase
+from tests.seam import run_outside, start, wait_for
 
 PROGRAMS = Path(__file__).parents[1] / "fit_programs"
 
@@ -47,18 +47,21 @@ def test_a_loop_for_a_gpu_runs_without_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_bundled_program_has_the_peak_that_torchs_tracker_sees(tmp_path: Path) -> None:
-    words = ["program.device=cpu", "program.dtype=fp32", "program.batch_size=8", "program.num_workers=0"]
-    found = fit_json(tmp_path, *words)
-    done = subprocess.run(
-        [sys.executable, str(PROGRAMS / "track_bundled.py"), "8", "128"],
-        env=clean_environ(),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert found["peak"] == pytest.approx(int(done.stdout), rel=0.02)
+@pytest.mark.parametrize("case", FEW[1:], ids=lambda case: case.label)
+def test_the_bundled_program_has_the_peak_that_torchs_tracker_sees(case: FitCase, tmp_path: Path) -> None:
+    """The recorded peaks are tracked again by tests/fit."""
+    words = [f"model.{key}={value}" for key, value in json.loads(case.question)["model"].items()]
+    options: dict[str, object] = {
+        "batch_size": case.batch,
+        "seq_len": case.seq_len,
+        "grad_accumulation": case.accumulation,
+    }
+    options |= {"activation_checkpointing": case.checkpointing, "dtype": "bf16", "num_workers": 0}
+    options |= {"parallel": case.parallel if case.parallel == "fsdp" else "ddp"}
+    words += [f"program.{key}={value}" for key, value in options.items()]
+    words += ["fit.gpu=H100", "program=train", f"nproc_per_node={case.world_size}", "+model=tiny"]
+    peaks = json.loads((PROGRAMS.parent / "data" / "tracked_peaks.json").read_text())["peaks"]
+    assert fit_json(tmp_path, *words)["peak"] == pytest.approx(peaks[case.label], rel=0.001)
 
 
 @pytest.mark.slow
