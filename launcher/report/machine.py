@@ -6,10 +6,10 @@ nodes with their cores, GPUs and NICs in the colours of the ranks that have them
 
 import io
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby, takewhile
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -19,9 +19,6 @@ from launcher.cpulist import format_cpulist
 from launcher.errors import MachineError
 from launcher.plan.model import Cpu, Gpu, Machine, Nic, Plan, RankPlan
 from launcher.text import clean_text, count_things, format_size, shorten_cpulist
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Device = Gpu | Nic
 _GAP = "  "
@@ -43,8 +40,10 @@ _ISOLATED: _Fills = ("#c0c0c0",)
 """Fills of what is no rank's; outside the job's cpuset; set apart at boot, and left alone."""
 _MOST_RANKS = 64
 """Ranks that are listed below a picture."""
-_WIDTH, _CORE, _LINE, _CARD, _SPACE = 1240, 33, 15, 280, 8
-"""Pixels: the width of a picture, of a core and of a card, the height of a line, gaps."""
+_WIDTH, _CORE, _LINE, _CARD, _SPACE, _EDGE = 1240, 33, 15, 297, 8, "#888888"
+"""Pixels: the width of a picture, of a core and of a card, the height of a line, gaps; colour of borders."""
+_MOST_CORES, _MOST_CARDS = 35, 4
+"""Cores and cards in a row."""
 
 
 def _divide(cpus: Sequence[Cpu], level: str) -> dict[int, list[Cpu]]:
@@ -293,27 +292,160 @@ def render_machine(plan: Plan, note: str, form: str) -> bytes:
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
-    machine, output = plan.machine, io.BytesIO()
+    output, y = io.BytesIO(), 0.0
     with mpl.rc_context(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that the font lacks
         mpl.rcdefaults()
         mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "launch", "text.parse_math": False})
         figure = Figure()
         FigureCanvasAgg(figure)
-        picture = _Picture(plan, figure.add_axes((0, 0, 1, 1)))
-        name, *words = _describe_machine(machine)
-        picture.write(_SPACE, 20, name, _WIDTH, size=17)
-        told = [*words, count_things(len(plan.ranks), "rank"), note]
-        picture.write(_SPACE, 40, ", ".join(filter(None, told)), _WIDTH, size=11)
-        bottom = picture.draw_nodes(48)
-        bottom = picture.draw_legend(bottom + _SPACE)
-        picture.axes.set(xlim=(0, _WIDTH), ylim=(bottom, 0))
-        picture.axes.axis("off")
-        figure.set_size_inches(_WIDTH / 72, bottom / 72)  # 72 dots an inch: a dot is a pixel
+        axes = figure.add_axes((0, 0, 1, 1))
+        for rows in _list_parts(plan, note):
+            top = y
+            y += _SPACE
+            for row in rows:
+                x, lines = 2.0 * _SPACE, max(box.text.count("\n") + 1 for box in row)
+                for box in row:
+                    stripe = box.width / max(1, len(box.fills))
+                    for at, fill in enumerate(box.fills):
+                        patch = Rectangle((x + at * stripe, y), stripe, lines * _LINE, facecolor=fill)
+                        axes.add_patch(patch).set_gid(f"{box.name}-{at}" if box.name else None)
+                    if box.fills:
+                        border = Rectangle((x, y), box.width, lines * _LINE, fill=False, edgecolor=_EDGE)
+                        axes.add_patch(border).set_linewidth(0.7)
+                    # Black or white, whichever reads better (relative luminance of WCAG 2, simplified).
+                    colours = [bytes.fromhex(fill[1:]) for fill in box.fills]
+                    light = sum(0.2 * red + 0.7 * green + 0.1 * blue for red, green, blue in colours)
+                    ink = "#ffffff" if colours and light / len(colours) < 125 else "#222222"
+                    most = max(1, int((box.width - 4) / (0.58 * box.size)))
+                    short = [
+                        one if len(one) <= most else f"{one[: most - 1]}…" for one in box.text.split("\n")
+                    ]
+                    is_cell = box.width <= _CORE
+                    where = (x + box.width / 2 if is_cell else x + 4, y + lines * _LINE / 2)
+                    text = axes.text(*where, "\n".join(short), fontsize=box.size, color=ink, va="center")
+                    text.set_horizontalalignment("center" if is_cell else "left")
+                    x += box.width + 1
+                y += lines * _LINE + 1
+            y += _SPACE
+            frame = Rectangle((_SPACE, top), _WIDTH - 2 * _SPACE, y - top, fill=False, edgecolor=_EDGE)
+            axes.add_patch(frame).set_linewidth(0.7)
+        axes.set(xlim=(0, _WIDTH), ylim=(y, 0))
+        axes.axis("off")
+        figure.set_size_inches(_WIDTH / 72, y / 72)  # 72 dots an inch: a dot is a pixel
         metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[form]
         figure.savefig(output, format=form, dpi=144, facecolor="white", metadata=metadata)
     return output.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A rectangle in stripes of its colours with lines of text; without colours the text alone."""
+
+    width: float
+    text: str = ""
+    fills: _Fills = ()
+    name: str = ""
+    """Identifies it in an SVG."""
+    size: int = 9
+    """Of the letters."""
+
+
+def _list_parts(plan: Plan, note: str) -> Iterator[list[list[_Box]]]:
+    """Give the parts of a picture, each as rows of boxes: title, NUMA nodes, lone devices, legend."""
+    machine, room = plan.machine, _WIDTH - 4 * _SPACE
+    name, *words = _describe_machine(machine)
+    told = ", ".join(filter(None, [*words, count_things(len(plan.ranks), "rank"), note]))
+    yield [[_Box(room, name, size=16)], [_Box(room, told, size=11)]]
+    owners = _find_owners(plan)
+    for node in sorted({cpu.node for cpu in machine.cpus} | {node.id for node in machine.nodes}):
+        cpus, cards = [cpu for cpu in machine.cpus if cpu.node == node], _list_cards(plan, node)
+        if not cpus and not cards:
+            continue
+        memory = next((one.memory_kib for one in machine.nodes if one.id == node), 0)
+        users = [rank.local_rank for rank in plan.ranks if node in rank.memory.nodes]
+        title = (
+            f"Package {format_cpulist(frozenset(cpu.package for cpu in cpus))}" if cpus else "",
+            f"NUMANode {node}",
+            format_size(memory) if memory else "",
+            *(f"{len(caches)} x {name}" for name, caches in _describe_caches(machine, cpus).items()),
+            f"memory of {_name_ranks('R', users)}" if users else "",
+        )
+        rows = [[_Box(room, ", ".join(filter(None, title)))]]
+        columns: list[list[_Box]] = []
+        for share in _divide(cpus, "l3").values():
+            columns += [[_Box(_SPACE)]] if columns else []  # caches stand apart
+            for pus in _divide(share, "core").values():
+                names = [owners[cpu.id][1] for cpu in pus]
+                column = [_Box(_CORE, max(names, key=lambda name: (name[:1] == "R", name[:1] == "w")))]
+                column += [_Box(_CORE, str(cpu.id), owners[cpu.id][0], f"pu{cpu.id}") for cpu in pus]
+                columns.append(column)
+        for at in range(0, len(columns), _MOST_CORES):
+            some = columns[at : at + _MOST_CORES]
+            for level in range(max(map(len, some))):
+                rows.append([each[level] if level < len(each) else _Box(each[0].width) for each in some])
+        yield rows + cards
+    if cards := _list_cards(plan, None):
+        yield cards
+    yield _list_legend(plan, owners)
+
+
+def _find_owners(plan: Plan) -> dict[int, tuple[_Fills, str]]:
+    """Return by PU its fills and a short name of the ranks that have it."""
+    machine, owners = plan.machine, dict[int, tuple[_Fills, str]]()
+    for pu in (cpu.id for cpu in machine.cpus):
+        ranks = [rank.local_rank for rank in plan.ranks if pu in rank.cpus]
+        workers = [rank.local_rank for rank in plan.ranks if pu in rank.worker_cpus]
+        owners[pu] = (_ISOLATED, "iso") if pu in machine.isolated else (_FREE, "")
+        if ranks:
+            owners[pu] = _colour(ranks), _name_ranks("R", ranks)
+        elif workers:
+            owners[pu] = tuple(map(lighten, _colour(workers))), _name_ranks("w", workers)
+        elif pu not in machine.allowed_cpus:
+            owners[pu] = _FORBIDDEN, ""
+    return owners
+
+
+def _list_cards(plan: Plan, place: int | None) -> list[list[_Box]]:
+    """Return rows of the devices next to a NUMA node, or of unknown place, with the ranks that use them."""
+    cards = []
+    for device in _list_devices(plan.machine, place):
+        name, pci, *more = _describe_device(device)
+        if isinstance(device, Gpu):
+            used = [one.local_rank for one in plan.ranks if one.gpu and one.gpu.pci == device.pci]
+        else:
+            used = [one.local_rank for one in plan.ranks if one.nic == device.name]
+        kind = "gpu" if isinstance(device, Gpu) else "nic"
+        owner = f"{_name_ranks('R', used)}: " if used else ""
+        text = f"{owner}{name}\n{', '.join((pci, *more))}"
+        tag = f"{kind}{clean_text(device.pci)}" if used else ""
+        cards.append(_Box(_CARD, text, _colour(used) or _FREE, tag))
+    return [cards[at : at + _MOST_CARDS] for at in range(0, len(cards), _MOST_CARDS)]
+
+
+def _list_legend(plan: Plan, owners: Mapping[int, tuple[_Fills, str]]) -> list[list[_Box]]:
+    """Return a row for each rank, and for the other marks that occur."""
+    rows: list[tuple[str, _Fills, str]] = [
+        (f"R{one.local_rank}", _colour([one.local_rank]), _describe_rank(one)) for one in plan.ranks
+    ]
+    if len(rows) > _MOST_RANKS:
+        more = f"and {len(rows) - _MOST_RANKS} more ranks: launch plan lists them all"
+        rows = [*rows[:_MOST_RANKS], ("", _FREE, more)]
+    found = set(owners.values())
+    if any(name.startswith("w") for _, name in found):
+        rank = min(one.local_rank for one in plan.ranks if one.worker_cpus - one.cpus)
+        fills = (lighten(find_colour(rank)),)
+        rows.append((f"w{rank}", fills, f"DataLoader workers of rank {rank} alone"))
+    for fills, label, text in (
+        (_FORBIDDEN, "", "not allowed: outside this job's cpuset"),
+        (_ISOLATED, "iso", "isolated at boot, left alone"),
+        (_FREE, "", "no rank's"),
+    ):
+        rows += [(label, fills, text)] if (fills, label) in found else []
+    room = _WIDTH - 5 * _SPACE - _CORE
+    return [[_Box(_CORE, label, fills), _Box(room, text)] for label, fills, text in rows]
 
 
 def find_colour(rank: int) -> str:
@@ -335,171 +467,6 @@ def _name_ranks(letter: str, ranks: Collection[int]) -> str:
     """Return a short name for some ranks: `R0`, `w2-5`; `R0+3` is rank 0 and three more."""
     text = format_cpulist(frozenset(ranks))
     return f"{letter}{text if len(text) <= 5 else f'{min(ranks)}+{len(ranks) - 1}'}"
-
-
-class _Picture:
-    """Draws NUMA nodes beside and below each other, y counted downwards."""
-
-    def __init__(self, plan: Plan, axes: "Axes") -> None:
-        self.plan = plan
-        self.axes = axes
-        self.owners: dict[int, tuple[_Fills, str]] = {}
-        """By PU, its fills and a short name of the ranks that have it."""
-        machine = plan.machine
-        for pu in (cpu.id for cpu in machine.cpus):
-            ranks = [rank.local_rank for rank in plan.ranks if pu in rank.cpus]
-            workers = [rank.local_rank for rank in plan.ranks if pu in rank.worker_cpus]
-            if ranks:
-                self.owners[pu] = _colour(ranks), _name_ranks("R", ranks)
-            elif workers:
-                self.owners[pu] = tuple(map(lighten, _colour(workers))), _name_ranks("w", workers)
-            elif pu not in machine.allowed_cpus:
-                self.owners[pu] = _FORBIDDEN, ""
-            else:
-                self.owners[pu] = (_ISOLATED, "iso") if pu in machine.isolated else (_FREE, "")
-
-    def draw_nodes(self, top: float) -> float:
-        """Draw each NUMA node with its cores and devices, then the devices of unknown place."""
-        machine = self.plan.machine
-        places = sorted({cpu.node for cpu in machine.cpus} | {node.id for node in machine.nodes})
-        shown = [
-            one for one in places if any(cpu.node == one for cpu in machine.cpus) or self.list_cards(one)
-        ]
-        columns = 1 if len(shown) == 1 else 2
-        width = (_WIDTH - _SPACE * (columns + 1)) / columns
-        for at in range(0, len(shown), columns):
-            row = [
-                self.draw_node(node, _SPACE + number * (width + _SPACE), top, width)
-                for number, node in enumerate(shown[at : at + columns])
-            ]
-            top = max(row) + _SPACE
-        return self.draw_cards(self.list_cards(None), _SPACE, top, _WIDTH - 2 * _SPACE)
-
-    def draw_node(self, node: int, left: float, top: float, width: float) -> float:
-        """Draw a node: what it is, its cores with their PUs below each other, caches apart, its devices."""
-        machine = self.plan.machine
-        cpus = [cpu for cpu in machine.cpus if cpu.node == node]
-        memory = next((one.memory_kib for one in machine.nodes if one.id == node), 0)
-        users = [rank.local_rank for rank in self.plan.ranks if node in rank.memory.nodes]
-        packages = format_cpulist(frozenset(cpu.package for cpu in cpus))
-        words = (
-            f"Package {packages}" if cpus else "",
-            f"NUMANode {node}",
-            format_size(memory) if memory else "",
-            *(f"{len(caches)} x {name}" for name, caches in _describe_caches(machine, cpus).items()),
-            f"memory of {_name_ranks('R', users)}" if users else "",
-        )
-        self.write(left + _SPACE, top + _LINE, ", ".join(filter(None, words)), width)
-        begin = left + _SPACE
-        x, y, height = begin, top + _LINE + _SPACE, 0.0
-        for share in _divide(cpus, "l3").values():
-            for pus in _divide(share, "core").values():
-                if x + _CORE > left + width:
-                    x, y, height = begin, y + height + 2, 0.0
-                names = [self.owners[cpu.id][1] for cpu in pus]
-                name = max(names, key=lambda name: (name[:1] == "R", name[:1] == "w"))
-                self.write(x + _CORE / 2, y + 11, name, _CORE, centred=True)
-                for number, cpu in enumerate(pus):
-                    at = y + _LINE * (number + 1)
-                    self.draw_box(x, at, _CORE, _LINE, [str(cpu.id)], self.owners[cpu.id][0], f"pu{cpu.id}")
-                height = max(height, _LINE * (len(pus) + 1))
-                x += _CORE + 1
-            x += _SPACE
-        bottom = self.draw_cards(self.list_cards(node), begin, y + height + _SPACE, width - 2 * _SPACE)
-        self.draw_box(left, top, width, bottom - top, [], (), "")
-        return bottom
-
-    def list_cards(self, place: int | None) -> list[Device]:
-        """Return the devices next to a NUMA node; those of unknown place for None."""
-        return _list_devices(self.plan.machine, place)
-
-    def draw_cards(self, devices: Sequence[Device], left: float, top: float, width: float) -> float:
-        """Draw GPUs and NICs with the ranks that use them."""
-        columns = max(1, int(width // _CARD))
-        height = 2 * _LINE + 6
-        for at, device in enumerate(devices):
-            name, pci, *more = _describe_device(device)
-            if isinstance(device, Gpu):
-                used = [one.local_rank for one in self.plan.ranks if one.gpu and one.gpu.pci == device.pci]
-            else:
-                used = [one.local_rank for one in self.plan.ranks if one.nic == device.name]
-            kind = "gpu" if isinstance(device, Gpu) else "nic"
-            lines = [f"{_name_ranks('R', used)}: {name}" if used else name, ", ".join((pci, *more))]
-            x, y = left + at % columns * _CARD, top + at // columns * (height + 2)
-            tag = f"{kind}{clean_text(device.pci)}" if used else ""
-            self.draw_box(x, y, _CARD - 2, height, lines, _colour(used) or _FREE, tag)
-        return top + -(-len(devices) // columns) * (height + 2)
-
-    def draw_legend(self, top: float) -> float:
-        """Draw a line for each rank, and for the other marks that occur."""
-        rows = [
-            (f"R{one.local_rank}", _colour([one.local_rank]), _describe_rank(one)) for one in self.plan.ranks
-        ]
-        if len(rows) > _MOST_RANKS:
-            more = f"and {len(rows) - _MOST_RANKS} more ranks: launch plan lists them all"
-            rows = [*rows[:_MOST_RANKS], ("", _FREE, more)]
-        found = dict.fromkeys(self.owners.values())
-        workers = [name for _, name in found if name.startswith("w")]
-        if workers:
-            rank = min(one.local_rank for one in self.plan.ranks if one.worker_cpus - one.cpus)
-            text = f"DataLoader workers of rank {rank} alone"
-            rows.append((f"w{rank}", (lighten(find_colour(rank)),), text))
-        for fills, label, text in (
-            (_FORBIDDEN, "", "not allowed: outside this job's cpuset"),
-            (_ISOLATED, "iso", "isolated at boot, left alone"),
-            (_FREE, "", "no rank's"),
-        ):
-            rows += [(label, fills, text)] if (fills, label) in found else []
-        for label, fills, text in rows:
-            self.draw_box(_SPACE, top, _CORE, _LINE, [label], fills, "")
-            self.write(2 * _SPACE + _CORE, top + 11, text, _WIDTH - _CORE - 3 * _SPACE)
-            top += _LINE + 3
-        return top + _SPACE
-
-    def draw_box(
-        self,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
-        lines: Sequence[str],
-        fills: Sequence[str],
-        name: str,
-    ) -> None:
-        """Draw a rectangle in stripes of its colours, with lines of text; `name` identifies it in an SVG."""
-        from matplotlib.patches import Rectangle
-
-        for at, fill in enumerate(fills):
-            stripe = width / len(fills)
-            patch = Rectangle((x + at * stripe, y), stripe, height, facecolor=fill)
-            self.axes.add_patch(patch).set_gid(f"{name}-{at}" if name else None)
-        self.axes.add_patch(Rectangle((x, y), width, height, fill=False, linewidth=0.7, edgecolor="#888888"))
-        # Black or white, whichever reads better (relative luminance of WCAG 2, simplified).
-        lights = [
-            0.2 * red + 0.7 * green + 0.1 * blue for red, green, blue in (bytes.fromhex(f[1:]) for f in fills)
-        ]
-        ink = "#ffffff" if fills and sum(lights) / len(lights) < 125 else "#222222"
-        for at, line in enumerate(lines):
-            small = len(lines) == 1
-            left = x + width / 2 if small else x + _SPACE
-            self.write(left, y + 11 + at * _LINE, line, width - 4, ink=ink, centred=small)
-
-    def write(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        room: float,
-        *,
-        size: int = 9,
-        centred: bool = False,
-        ink: str = "#222222",
-    ) -> None:
-        """Write a line of text that ends with the room there is, y being its baseline."""
-        most = max(1, int(room / (0.58 * size)))
-        shown = text if len(text) <= most else f"{text[: most - 1]}…"
-        align = "center" if centred else "left"
-        self.axes.text(x, y, shown, fontsize=size, color=ink, ha=align, va="baseline", zorder=99)
 
 
 def _describe_rank(rank: RankPlan) -> str:
