@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.arguments import Command
+from launcher.cli.verbs import Command
 from launcher.errors import UsageError
 from launcher.protocol import LAUNCH_WATCH
 

@@ -8,8 +8,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from launcher.cli.arguments import Command, check_words, parse_command
-from launcher.cli.verbs import Call, Takes, call_verb, find_verb, print_full_help, print_help
+from launcher.cli.verbs import (
+    Call,
+    Command,
+    Takes,
+    call_verb,
+    check_words,
+    find_verb,
+    parse_command,
+    print_full_help,
+    print_help,
+)
 from launcher.errors import EXIT_DEFECT, EXIT_MACHINE, LaunchError
 from launcher.protocol import LAUNCH_RANK_PLAN, OWN_VARIABLES
 from launcher.text import leave, log_defect, log_error, set_up_logging

@@ -1,4 +1,4 @@
-"""The runs that there are: which ones a command line means, and `launch status`, `nodes` and `cancel`."""
+"""The runs that there are: which ones are meant, and `launch status`, `nodes`, `cancel` and `logs`."""
 
 import contextlib
 import logging
@@ -8,8 +8,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
@@ -20,14 +20,16 @@ from launcher.config.settings import Settings
 from launcher.errors import EXIT_MACHINE, MachineError, SchedulerError, UsageError
 from launcher.files import read_file
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
+from launcher.report.viewer import open_stream
 from launcher.runs.manifest import OPEN, parse_manifest, read_manifest, stamp_time, take_dict, write_manifest
+from launcher.runs.rank_logs import Output, RunOutputReader
 from launcher.runs.run_directory import RunDir
 from launcher.runs.run_lookup import RunLookupError, choose_runs, list_runs, name_run
 from launcher.runs.run_process import check_process, open_process
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.slurm.commands import ENDED, WAITING, ask_queue, run_slurm
 from launcher.slurm.notation import expand_hosts, fold_hosts
-from launcher.slurm.run_states import explain_reason, find_run_states
+from launcher.slurm.run_states import RunWatch, describe_run_state, explain_reason, find_run_states
 from launcher.text import describe_time, escape_text, print_text
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,12 @@ POLL_SECONDS = 0.5
 """Seconds between two questions to SLURM."""
 EXIT_DECLINED = 1
 """Exit code if the user answers no."""
+NETWORK_SECONDS = 3.0
+"""Seconds that a network filesystem has to show the last lines of a job on other machines."""
+LOG_SECONDS = 0.25
+"""Seconds between two looks at the logs."""
+LONGEST_HOST = 80
+"""Characters of a host's name."""
 
 
 def choose_named(config: Settings, names: Sequence[str]) -> list[Path]:
@@ -115,7 +123,7 @@ def show_status(call: Call) -> int:
         print_text(f"no run below runs_dir={config.runs_dir} yet\n")
         return 0
     from launcher.report.console import make_console
-    from launcher.report.runs import print_details, print_runs
+    from launcher.report.tables import print_details, print_runs
 
     console = make_console(stderr=False)
     for at, run in enumerate(runs):
@@ -192,7 +200,7 @@ def show_nodes(call: Call) -> int:
         print_text(f"no run below runs_dir={config.runs_dir} yet\n")
         return 0
     from launcher.report.console import make_console
-    from launcher.report.runs import print_nodes
+    from launcher.report.tables import print_nodes
 
     shown = nodes if call.names else nodes[:MOST_NODES]
     print_nodes(make_console(stderr=False), shown, detailed=bool(call.names))
@@ -359,3 +367,102 @@ def _stop_process(run: RunStatus, grace: float) -> int:
     (now,) = find_run_states([Path(run.path)]).runs
     logger.info(f"{run.run} has ended: {now.state}" if ready else f"{run.run} is still ending")
     return 0 if ready else 1
+
+
+# launch logs
+
+
+def show_logs(call: Call) -> int:
+    """Print the output of a run's last attempt, or follow it; returns 0. Raises UsageError."""
+    config = call.config
+    path = choose_one(config, call.names, "logs")
+    writer = OutputWriter(config.rank)
+    if config.follow:
+        _follow_output(path, RunOutputReader(path, config.rank, config.logs.tail), writer)
+        return 0
+    tail = RunOutputReader(path, config.rank)
+    if tail.rank is not None and not tail.find_attempts():
+        logs = [log for logs in RunOutputReader(path).find_attempts().values() for log in logs]
+        if known := sorted({int(log.stem.partition("-")[2]) for log in logs}):
+            raise UsageError(
+                f"rank={tail.rank} has printed nothing: the run's ranks are {known[0]} to {known[-1]}"
+            )
+    if not writer.write(tail.read_lines(final=True)):
+        (run,) = find_run_states([path]).runs
+        logger.info(f"no output: {describe_run_state(run)}")
+    return 0
+
+
+def _follow_output(path: Path, tail: RunOutputReader, writer: "OutputWriter") -> None:
+    """Print what comes, over all attempts, until the run has ended; Ctrl-C ends it earlier."""
+    said, changed, lived = "", time.monotonic(), False
+    watch = RunWatch([path])
+    while True:
+        (run,) = watch.update()
+        lived = lived or run.is_live
+        if writer.write(tail.read_lines()) or run.is_live:
+            changed = time.monotonic()
+        # Lines of a job on other machines that ended while it was followed may still come.
+        elif time.monotonic() - changed >= (NETWORK_SECONDS if lived and run.job_id else 0):
+            break
+        text = describe_run_state(run)
+        if run.state == "queued" and run.slurm_state and run.reason and text != said:
+            logger.info(text)
+            said = text
+        time.sleep(LOG_SECONDS)
+    writer.write(tail.read_lines(final=True))
+    if open_stream("stdout").is_same_file(open_stream("stderr")):
+        writer.end_line()
+    logger.info(describe_run_state(run))
+
+
+@dataclass(slots=True)
+class OutputWriter:
+    """Prints lines on stdout, those of several ranks with their origin, and our remarks on stderr.
+
+    On a terminal a line is text, of a bar its last state, and of what acts on the terminal only colours are
+    let through; elsewhere it is its bytes.
+    """
+
+    rank: int | None
+    """The one rank that is shown; None is all of them."""
+    unfinished: Output | None = None
+    """What was printed last, if it does not end with a newline."""
+
+    def write(self, lines: Iterable[Output]) -> int:
+        """Print lines; returns how many."""
+        count, is_terminal = 0, sys.stdout.isatty()
+        for line in lines:
+            if line.remark:
+                self.end_line()
+                logger.info(line.text)
+                continue
+            if not is_terminal:
+                self.copy_line(line)
+            elif not line.raw.endswith(b"\r"):  # that is a former state of a bar
+                print_text(f"{self.format_origin(line)}{line.text}\n", colours=True)
+            count += 1
+        sys.stdout.flush()
+        return count
+
+    def end_line(self) -> None:
+        """End an unfinished line, and have all that was printed shown."""
+        if self.unfinished:
+            sys.stdout.buffer.write(b"\n")
+            self.unfinished = None
+        sys.stdout.flush()
+
+    def copy_line(self, line: Output) -> None:
+        """Print a line as it is; a newline of ours ends an unfinished one that another source's follows."""
+        before, origin = b"", os.fsencode(self.format_origin(line))
+        if last := self.unfinished:
+            is_same = (last.rank, last.stream, last.host) == (line.rank, line.stream, line.host)
+            before, origin = (b"", b"") if is_same else (b"\n", origin)
+        sys.stdout.buffer.write(before + origin + line.raw)
+        self.unfinished = None if line.raw.endswith(b"\n") else line
+
+    def format_origin(self, line: Output) -> str:
+        """Return what stands before a line."""
+        if self.rank is not None or line.rank is None:
+            return ""
+        return f"[{escape_text(line.host, LONGEST_HOST)}:{line.rank}] "

@@ -5,10 +5,10 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from launcher.cli.arguments import Command
 from launcher.cli.job_warnings import name_files
 from launcher.cli.main import add_pet, call_composed
 from launcher.cli.run import check_resume, is_for_slurm, specify_job, try_anew
+from launcher.cli.verbs import Command
 from launcher.config.compose import Composed, compose
 from launcher.config.run_path import choose_run_path, use_sweep_folder
 from launcher.config.sweep import Multirun, expand_sweep, list_sweep_files, read_multirun

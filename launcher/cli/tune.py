@@ -16,7 +16,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from launcher.cli.job_warnings import name_files, unset_settings
-from launcher.cli.output_files import check_target, explain, write_file
+from launcher.cli.plan import check_target, explain, write_file
 from launcher.cli.run import plan_job, settle_fit, specify_job, try_anew
 from launcher.cli.verbs import Call, print_json
 from launcher.config.compose import Composed, read_values, resolve

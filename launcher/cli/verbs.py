@@ -1,18 +1,20 @@
-"""The verbs: a row for each, what a verb is called with, and the help, which loads no Hydra.
+"""The verbs: a row for each, its help, what it is called with, and the words of a command line.
 
 The help of a verb is `help/VERB.txt`; a line in `help/all.txt` says what it does.
 """
 
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum, auto
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.errors import UsageError
 from launcher.text import print_text
 
 if TYPE_CHECKING:
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
 HELP = Path(__file__).with_name("help")
 WIDTH = 106
 """Columns of the full help."""
+FOLLOW = ("-f", "--follow")
+"""`follow=true` as `tail` writes it, for `launch logs`."""
+MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""A module's dotted name."""
+GPU_NAMES = re.compile(r"[\d,]+|(?:GPU|MIG)-.*")
+"""GPUs as `CUDA_VISIBLE_DEVICES` names them."""
 
 
 class Takes(Enum):
@@ -61,10 +69,10 @@ VERBS: Mapping[str, Verb] = {
     "fit": Verb("fit:show_fit", Takes.PROGRAM),
     "tune": Verb("tune:tune_program", Takes.PROGRAM, subjects=("dataloader", "batch")),
     "status": Verb("runs:show_status", Takes.RUNS, ("format=", "runs_dir=")),
-    "logs": Verb("logs:show_logs", Takes.RUNS, ("-f", "rank=", "logs.tail=", "runs_dir=")),
+    "logs": Verb("runs:show_logs", Takes.RUNS, ("-f", "rank=", "logs.tail=", "runs_dir=")),
     "watch": Verb("watch:show_watch", Takes.RUNS, ("rank=", "format=", "runs_dir=")),
     "nodes": Verb("runs:show_nodes", Takes.NODES, ("format=", "runs_dir=")),
-    "report": Verb("report:write_run_report", Takes.RUNS, ("save=", "runs_dir=")),
+    "report": Verb("watch:write_run_report", Takes.RUNS, ("save=", "runs_dir=")),
     "cancel": Verb("runs:cancel_runs", Takes.RUNS, ("yes=true", "runs_dir=")),
 }
 """Without one of these words at its beginning, a command line runs a job."""
@@ -163,7 +171,6 @@ def print_full_help() -> int:
     from textwrap import fill
 
     from launcher.config.words import Sources, find_shipped, find_sources, make_parser
-    from launcher.errors import UsageError
 
     try:
         sources = find_sources(None, None, None)
@@ -182,3 +189,178 @@ def print_full_help() -> int:
         text = text.replace(name, "\n".join(lines))
     print_text(text)
     return 0
+
+
+# The words of a command line
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command line's parts."""
+
+    verb: str
+    words: tuple[str, ...]
+    """Overrides and Hydra's flags."""
+    names: tuple[str, ...]
+    """Runs, jobs and nodes, for the verbs that take them; what `tune` is to tune."""
+    program: tuple[str, ...] | None
+    """The program and its arguments; None if there is none."""
+
+
+def parse_command(argv: Sequence[str]) -> Command:
+    """Split a command line into verb, overrides and program; raises UsageError for an empty program."""
+    words = list(argv)
+    name = words.pop(0) if words and words[0] in VERBS else "run"
+    verb = find_verb(name)
+    names: list[str] = []
+    if verb.subjects and words and words[0].isalpha():
+        names = [words.pop(0)]
+    if verb.takes_names:
+        words = ["follow=true" if word in FOLLOW else word for word in words]
+    groups = list(group_words(words, has_program=not verb.takes_names))
+    size = sum(map(len, groups))
+    words, tail = words[:size], tuple(words[size:])
+    program = tail[tail[0] == "--" :] if tail else None
+    if program == ():
+        raise UsageError("nothing stands after `--`: give a program, as in `launch -- ./train --lr 3e-4`")
+    alone = [group[0] for group in groups if len(group) == 1]
+    if verb.takes_names:
+        names = [word for word in alone if "=" not in word and not word.startswith(("-", "~"))]
+        words = [word for group in groups for word in group if len(group) == 2 or word not in names]
+    else:
+        _check_verbs(name, alone)
+    return Command(name, tuple(words), tuple(names), program)
+
+
+def group_words(argv: Sequence[str], *, has_program: bool = True) -> Iterator[tuple[str, ...]]:
+    """Give the words before the program: an option together with its value, any other word alone.
+
+    Without a program, `--` ends them.
+    """
+    at = 0
+    while at < len(argv) and not (_begins_program(argv[at : at + 2]) if has_program else argv[at] == "--"):
+        size = 2 if _takes_value(argv[at : at + 3]) else 1
+        yield tuple(argv[at : at + size])
+        at += size
+
+
+def _begins_program(words: Sequence[str]) -> bool:
+    """Tell whether a program begins with the first of these words, which is no value of an option.
+
+    A program begins with `--`, with `-m` before the name of a module (before anything else `-m` is Hydra's
+    --multirun), or with a word that is a file or ends in .py. An override or a verb is no program, even if
+    there is a file of that name.
+    """
+    word, *after = words
+    if word == "-m":
+        module = after[0] if after else ""
+        return bool(MODULE.fullmatch(module)) and module not in VERBS and not _is_script(module)
+    if word == "--":
+        return True
+    if word.startswith(("-", "~")) or "=" in word or word in VERBS:
+        return False
+    return _is_script(word)
+
+
+def _is_script(word: str) -> bool:
+    """Tell whether a word names a program by itself: it ends in .py, or is a file."""
+    try:
+        return word.endswith(".py") or Path(word).is_file()
+    except (OSError, ValueError):  # too long for a name
+        return False
+
+
+def _takes_value(words: Sequence[str]) -> bool:
+    """Tell whether the second of these words is the value of the first, an option."""
+    option, *after = words
+    if not option.startswith("-") or "=" in option or not after or after[0] == "--":
+        return False
+    from launcher.config.words import takes_flag_value
+
+    if (is_value := takes_flag_value(option, after[0])) is not None:
+        return is_value
+    return not after[0].startswith("-") and "=" not in after[0] and not _begins_program(after)
+
+
+def _check_verbs(verb: str, words: Sequence[str]) -> None:
+    """Raise UsageError for a verb that does not stand first, and for a first word that is nearly one."""
+    late = next((word for word in words if word in VERBS), None)
+    if late and verb in VERBS:
+        raise UsageError(f"{verb} and {late} are two verbs: give one, as in `launch {late}`")
+    if late:
+        raise UsageError(
+            f"{late} is a verb, which stands first: launch {late} KEY=VALUE … (a program: `launch -- {late}`)"
+        )
+    if verb not in VERBS and words and words[0].isalpha():
+        import difflib
+
+        near = difflib.get_close_matches(words[0].lower(), VERBS, n=1, cutoff=0.8)
+        if near:
+            raise UsageError(f"there is no verb {words[0]!r}: did you mean {near[0]}?")
+
+
+def check_words(command: Command) -> None:
+    """Raise UsageError for the words before the program that are neither settings nor flags.
+
+    All names of other tools are told of at once, with ours.
+    """
+    problems: list[str] = []
+    for group in group_words(command.words):
+        word = group[0]
+        if word.startswith("-") and word != "-":
+            problems.append(_explain_option(group))
+        elif "=" in word or word.startswith("~") or not word:
+            problems.append(_explain_key(word, command.words))
+        elif not any(problems):
+            wrong = f"{word!r} is not KEY=VALUE, and"
+            if find_verb(command.verb).takes is Takes.PROGRAM:
+                problems.append(f"{wrong} no file here: to run it as a program, put `--` before it")
+            else:
+                problems.append(f"{wrong} `launch {command.verb}` takes nothing else")
+            break
+    if any(problems):
+        raise UsageError("; ".join(filter(None, problems)))
+
+
+def _explain_key(word: str, words: Sequence[str]) -> str:
+    """Say what another tool's key is here; empty for others, and for a group of the user's of that name."""
+    from launcher.config.words import explain_foreign, find_flag_sources, read_key
+    from launcher.runs.secrets import mask_words
+
+    key, value = read_key(word), word.partition("=")[2]
+    if key == "devices" and GPU_NAMES.fullmatch(value):
+        return (
+            f"{word} names GPUs, and devices takes all, own or spread: write env.CUDA_VISIBLE_DEVICES={value}"
+        )
+    explained = "" if key in _list_own_keys() else explain_foreign(key)
+    if not explained or find_flag_sources(words).has_group(key):
+        return ""
+    return f"{mask_words([word])[0]} {explained}"
+
+
+def _explain_option(group: Sequence[str]) -> str:
+    """Say what to write instead of an option that is not ours, else nothing."""
+    import difflib
+
+    from launcher.config.words import explain_option, make_parser, takes_flag_value
+    from launcher.runs.secrets import mask_words
+
+    option, _, value = group[0].partition("=")
+    if takes_flag_value(option, "") is not None:
+        return ""
+    shown, name = " ".join(mask_words(list(group))), option.lstrip("-").replace("-", "_")
+    if explained := explain_option(option):
+        return f"{shown} {explained}"
+    if name.partition(".")[0] in _list_own_keys():
+        value = group[1] if len(group) == 2 else value
+        return f"{shown} is a setting, and these are written KEY=VALUE: write {name}={value or '…'}"
+    if near := difflib.get_close_matches(option, make_parser()._option_string_actions, n=1, cutoff=0.7):
+        return f"there is no option {option}: did you mean {near[0]}?"
+    return f"there is no option {option}: a program's options stand after the program"
+
+
+def _list_own_keys() -> set[str]:
+    """Return the keys at the top of the configuration."""
+    from launcher.config.settings import Settings
+
+    return {field.name for field in fields(Settings)}

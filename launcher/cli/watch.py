@@ -1,22 +1,30 @@
-"""`launch watch`: a live table of what a run's ranks do, from its directory."""
+"""`launch watch`, a live table of what a run's ranks do, and `launch report`, all that is known as a page."""
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.runs import choose_live
+from launcher.cli.plan import check_target, explain, write_file
+from launcher.cli.runs import choose_live, choose_one
 from launcher.cli.verbs import Call, print_json
+from launcher.codec import load
 from launcher.config.run_path import read_config_value
-from launcher.errors import UsageError
+from launcher.errors import MachineError, UsageError
+from launcher.files import LARGEST, open_own, read_file, write_whole
+from launcher.plan.model import Plan, RankPlan, parse_machine, warn
+from launcher.protocol import name_plan_file, parse_plan_file
 from launcher.report.viewer import open_stream
+from launcher.runs.run_directory import closing_descriptor
 from launcher.runs.run_status import RunStatus
 from launcher.slurm.run_states import RunWatch, describe_run_state, find_run_states
-from launcher.text import redirect_log
+from launcher.text import print_text, redirect_log
 from launcher.watch.run_files import StackRequest, write_value
 from launcher.watch.run_reader import RunReader, RunSnapshot, read_details
 
@@ -25,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NAME = "report.html"
+INSTALL = "pip install 'launch-ranks[report]'"
 SCHEMA = 1
 """Version of the JSON form."""
 
@@ -139,3 +149,66 @@ def watch_live(path: Path, rank: int | None) -> "View":
         signal.signal(ended_by, signal.SIG_DFL)
         os.kill(os.getpid(), ended_by)
     return app.view
+
+
+# launch report
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPlan:
+    """A plan's JSON, less its machine."""
+
+    ranks: tuple[RankPlan, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def write_run_report(call: Call) -> int:
+    """Write the page of the named run, or of the newest, and print its path; return 0.
+
+    Raises UsageError or MachineError.
+    """
+    config = call.config
+    path = choose_one(config, call.names, "report")
+    if find_spec("jinja2") is None:  # which torch brings along
+        raise MachineError(f"launch report needs jinja2: {INSTALL}")
+    if find_spec("matplotlib") is None:
+        logger.warning(f"without matplotlib the page has no charts: {INSTALL}")
+    if config.save is not None:
+        check_target("save", config.save)
+    from launcher.report.page import read_account, render_report
+
+    account = read_account(path)
+    page, target = render_report(account, _read_plans(path)), path / NAME
+    if config.save is not None:
+        write_file("save", config.save, page)
+    else:  # into the run directory, for its owner alone
+        try:
+            with closing_descriptor(open_own(path)) as at:
+                write_whole(at, NAME, page)
+        except PermissionError as error:
+            reason = error.strerror or error
+            raise UsageError(f"{target} cannot be written ({reason}): name another file, save=FILE") from None
+        except OSError as error:
+            raise explain("save", str(target), error) from None
+    if account.status.is_live:
+        logger.info(f"{account.status.run} is {account.status.state}: the report tells of it so far")
+    print_text(f"{config.save or target}\n")
+    return 0
+
+
+def _read_plans(path: Path) -> dict[str, Plan]:
+    """Return the plans of a run by host; the report tells of those that cannot be read as damaged."""
+    plans = {}
+    for file in sorted(path.glob(name_plan_file("*"))):
+        with contextlib.suppress(OSError, ValueError, UsageError):
+            text = read_file(file, LARGEST).decode()
+            machine, found = parse_machine(text), load(WrittenPlan, text)
+            warnings = []
+            for line in found.warnings:
+                what, _, fix = line.rpartition(": ")
+                is_probed = line in machine.warnings
+                warnings.append(
+                    warn("machine", text=line) if is_probed else warn("written", text=what or fix, fix=fix)
+                )
+            plans[parse_plan_file(file.name)] = Plan(machine, found.ranks, tuple(warnings))
+    return plans

@@ -1,24 +1,29 @@
 """The charts of a page by matplotlib, as SVG with texts as text; without matplotlib there are none.
 
-A chart has one width and a viewBox: the page scales it. Its colours are those of light paper.
+A chart has one width and a viewBox: the page scales it. Its colours are those of light paper. Times are
+seconds since the epoch.
 """
 
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
+from itertools import pairwise
+from math import isfinite
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from launcher.report.timeline import ACTIVITIES, Bins, RunAccount, Series, bin_values, find_spread, share_time
 from launcher.text import clean_text, count_things
 from launcher.watch.metrics import METRICS
+from launcher.watch.model import NodeReport, Rank
 
 if TYPE_CHECKING or find_spec("matplotlib"):
     import matplotlib as mpl
@@ -26,6 +31,8 @@ if TYPE_CHECKING or find_spec("matplotlib"):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+Series = NDArray[np.float64]
 
 _WIDTH = 900
 """Pixels, at 72 dots an inch."""
@@ -50,6 +57,35 @@ _MOST_LINES = 8
 """Ranks that have a line of their own; of more, the spread is shown."""
 _MOST_BARS = 24
 """Ranks that have a bar of their own, the slowest; of others the mean is shown."""
+
+
+_MOST_BINS = 160
+"""Bins of a chart: more than one for each six pixels of it are not told apart."""
+_LARGEST_VALUE = 1e15
+"""Numbers above this are damage: no bytes, seconds or watts of a rank."""
+_LONGEST_GAP = 3.0
+"""Intervals between two reports that count as time of the later one; what is longer is a gap."""
+_ACTIVITIES = ("compute", "waiting for others", "data", "saving", "evaluating", "starting", "hanging")
+"""Where a rank's time goes, in the order in which the chart has it; waiting that is not known is compute."""
+_PHASES = {
+    **dict.fromkeys(("starting", "joining", "compiling"), "starting"),
+    **dict.fromkeys(("ended", "exited", "unwatched"), ""),
+    "saving": "saving",
+    "evaluating": "evaluating",
+}
+"""Phases that take all of a rank's time, with the activity that they are; none for a rank that is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened."""
+
+    kind: str
+    """`hang`, `straggler`, `restart`, `checkpoint` or `requeue`."""
+    time: float
+    text: str
+    until: float | None = None
+    """When it was over; None if it took no time worth showing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,137 +145,217 @@ def _format(value: float) -> str:
     return "-" if np.isnan(value) else f"{value:.4g}"
 
 
-def draw_steps(account: RunAccount, bins: Bins) -> Chart | None:
-    """Return the step time over time, with what happened."""
-    low, middle, high = find_spread(bin_values(account, bins, lambda rank: rank.p50), bins.count)
-    worst = find_spread(bin_values(account, bins, lambda rank: rank.p99), bins.count)[2]
-    if np.isnan(middle).all():
-        return None
-    counts = [(kind, sum(event.kind == kind for event in account.events)) for kind in _LANES]
-    told = ", ".join(count_things(number, kind) for kind, number in counts if number) or "no events"
-    title = f"The median step takes {_format(float(np.nanmedian(middle)))} s; {told}."
-    curves = (
-        _Curve("slow steps (p99), 95th percentile of the ranks", worst, _LINES[1], dashed=True),
-        _Curve("median step (p50), with the spread over ranks", middle, _LINES[0], band=(low, high)),
-    )
-    svg = _draw_times("steps", title, account, bins, {"time of a step (s)": curves}, shows_events=True)
-    return Chart("Time of a step over the run", title, svg)
+class Charts:
+    """Draws what nodes reported of a run, and the events, from its begin to its end."""
+
+    def __init__(
+        self, samples: Sequence[NodeReport], events: Sequence[Event], begin: float, end: float
+    ) -> None:
+        """Choose bins as fine as the reports are dense, _MOST_BINS at most; there is one at least."""
+        self.samples, self.events, self.begin, self.end = samples, events, begin, end
+        self.nodes: dict[str, list[NodeReport]] = {}
+        for sample in samples:
+            self.nodes.setdefault(sample.host, []).append(sample)
+        pairs = [pair for reports in self.nodes.values() for pair in pairwise(reports)]
+        gaps = [later.time - earlier.time for earlier, later in pairs if later.time > earlier.time]
+        self.interval = max(median(gaps), 0.1) if gaps else 5.0
+        """The usual seconds between two reports of a node."""
+        span = max(end - begin, 1.0)
+        self.count = max(1, min(_MOST_BINS, int(span / self.interval)))
+        self.width = span / self.count
+        """Of a bin, in seconds."""
+
+    def bin_values(self, read: Callable[[Rank], float | None], factor: float = 1.0) -> dict[int, Series]:
+        """Return for each rank the mean of a quantity in each bin, by rank; NaN where it was not reported.
+
+        Values that cannot be are left out.
+        """
+        totals: dict[int, Series] = {}
+        counts: dict[int, Series] = {}
+        for sample in self.samples:
+            place = (sample.time - self.begin) / self.width
+            for state in sample.ranks if 0 <= place < self.count + 1 else ():
+                value, at = read(state), min(int(place), self.count - 1)
+                if value is not None and isfinite(value) and 0 <= value * factor < _LARGEST_VALUE:
+                    totals.setdefault(state.rank, np.zeros(self.count))[at] += value * factor
+                    counts.setdefault(state.rank, np.zeros(self.count))[at] += 1
+        with np.errstate(invalid="ignore"):
+            return {rank: totals[rank] / counts[rank] for rank in sorted(totals)}
+
+    def find_spread(self, values: Mapping[int, Series]) -> Series:
+        """Return the 5th percentile, the median and the 95th over the ranks in each bin: three rows.
+
+        Each is the value of one rank, the nearest; NaN where there is none.
+        """
+        spread = np.full((3, self.count), np.nan)
+        if values:
+            table = np.array(list(values.values()))
+            known = ~np.isnan(table).all(axis=0)
+            spread[:, known] = np.nanquantile(table[:, known], (0.05, 0.5, 0.95), axis=0, method="nearest")
+        return spread
+
+    def draw_steps(self) -> Chart | None:
+        """Return the step time over time, with what happened."""
+        low, middle, high = self.find_spread(self.bin_values(lambda rank: rank.p50))
+        worst = self.find_spread(self.bin_values(lambda rank: rank.p99))[2]
+        if np.isnan(middle).all():
+            return None
+        counts = [(kind, sum(event.kind == kind for event in self.events)) for kind in _LANES]
+        told = ", ".join(count_things(number, kind) for kind, number in counts if number) or "no events"
+        title = f"The median step takes {_format(float(np.nanmedian(middle)))} s; {told}."
+        curves = (
+            _Curve("slow steps (p99), 95th percentile of the ranks", worst, _LINES[1], dashed=True),
+            _Curve("median step (p50), with the spread over ranks", middle, _LINES[0], band=(low, high)),
+        )
+        svg = self._draw_times("steps", title, {"time of a step (s)": curves}, shows_events=True)
+        return Chart("Time of a step over the run", title, svg)
+
+    def draw_quantities(self, *, of_gpus: bool) -> Chart | None:
+        """Return curves of quantities of each rank, those that nodes reported; of many ranks their spread."""
+        found = {}
+        for metric in METRICS:
+            if metric.chart and metric.is_gpu is of_gpus:
+                values = self.bin_values(metric.read, _FACTORS.get(metric.unit, 1.0))
+                if any(np.nansum(line) for line in values.values()):
+                    found[metric.chart] = values
+        if not found:
+            return None
+        ranks = sorted({rank for values in found.values() for rank in values})
+        panels: dict[str, Sequence[_Curve]] = {}
+        words = []
+        for label, values in found.items():
+            low, middle, high = self.find_spread(values)
+            words.append(f"{label}: median {_format(float(np.nanmedian(middle)))}")
+            summed = f"median of {count_things(len(ranks), 'rank')}, with 5th to 95th percentile"
+            panels[label] = [_Curve(summed, middle, _LINES[0], band=(low, high))]
+            if len(ranks) <= _MOST_LINES:
+                none = np.full(self.count, np.nan)
+                panels[label] = [
+                    _Curve(f"rank {rank}", values.get(rank, none), _LINES[number], dashed=number >= 4)
+                    for number, rank in enumerate(ranks)
+                ]
+        title = "; ".join(words)
+        svg = self._draw_times("gpu" if of_gpus else "cpu", title, panels)
+        caption = "Each rank over the run" if len(ranks) <= _MOST_LINES else "All ranks over the run"
+        return Chart(caption, title, svg)
+
+    def _draw_times(
+        self, name: str, title: str, panels: Mapping[str, Sequence[_Curve]], *, shows_events: bool = False
+    ) -> str:
+        """Draw quantities over time below each other, events below them. The legend is that of the first."""
+        begin, span = self.begin, self.end - self.begin
+        events = [event for event in self.events if begin <= event.time <= self.end and shows_events]
+        kinds = [kind for kind in _LANES if any(event.kind == kind for event in events)]
+        heights = [230.0 if len(panels) == 1 else 150.0] * len(panels) + [22.0 * len(kinds) + 6] * bool(kinds)
+        unit, unit_name = next((unit, word) for least, unit, word in _UNITS if span >= least)
+        times = [(at + 0.5) * self.width / unit for at in range(self.count)]
+        with _drawing(sum(heights) + 60) as figure:
+            grid = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
+            axes: list[Axes] = list(grid[:, 0])
+            for each, (label, curves) in zip(axes, panels.items(), strict=False):
+                for curve in curves:
+                    if curve.band:
+                        each.fill_between(times, *curve.band, color=curve.colour, alpha=0.22, linewidth=0)
+                    lonely = np.isfinite(curve.values).sum() < 3
+                    (line,) = each.plot(times, curve.values, "--" if curve.dashed else "-", label=curve.name)
+                    line.set(color=curve.colour, linewidth=1.6, marker="o" if lonely else "", markersize=4)
+                each.set_ylim(bottom=0)
+                each.yaxis.set_major_locator(MaxNLocator(4, min_n_ticks=2))
+                each.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+                each.set_title(label, loc="left", fontsize=12)
+            for event in events:
+                colour, marker = _LANES[event.kind]
+                start = (event.time - begin) / unit
+                axes[-1].plot([start], [kinds.index(event.kind)], marker, color=colour, markersize=8)
+                for each in axes[:-1]:
+                    if event.until is not None:
+                        until = (min(event.until, self.end) - begin) / unit
+                        each.axvspan(start, until, color=colour, alpha=0.18, lw=0)
+                    elif event.kind in ("restart", "requeue"):
+                        each.axvline(start, color=colour, linewidth=1.2, linestyle=":")
+            if kinds:
+                axes[-1].set_ylim(len(kinds) - 0.5, -0.5)
+                axes[-1].set_yticks(range(len(kinds)), [f"{kind}s" for kind in kinds])
+                axes[-1].tick_params(axis="y", length=0)
+            axes[-1].set_xlim(0, max(span / unit, 1e-3))
+            axes[-1].xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 3, 5, 6, 10]))
+            axes[-1].set_xlabel(f"{unit_name} since the start")
+            figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
+            return _save(figure, name, title)
+
+    def draw_time_shares(self) -> Chart | None:
+        """Return where the time of each rank went; of many, of the slowest, and of all others together."""
+        times = self.share_time()
+        if not times:
+            return None
+        note, rest = "", times[_MOST_BARS:]
+        shown = times[:_MOST_BARS] if rest else sorted(times, key=lambda one: one[0])
+        rows = [(f"rank {rank} {host}", seconds / seconds.sum()) for rank, host, seconds in shown]
+        if rest:
+            seconds = np.sum([seconds for _, _, seconds in rest], axis=0)
+            rows.append((count_things(len(rest), "other rank"), seconds / seconds.sum()))
+            note = (
+                f"Of {len(times)} ranks, those that wait least for others are shown: others wait for these."
+            )
+        total = np.sum([seconds for _, _, seconds in times], axis=0)
+        parts = zip(_ACTIVITIES, total / total.sum(), strict=True)
+        told = ", ".join(f"{name} {100 * share:.0f}%" for name, share in parts if share >= 0.005)
+        title = f"All ranks together: {told}."
+        with _drawing(22 * len(rows) + 90) as figure:
+            axes = figure.subplots()
+            places, left = range(len(rows)), np.zeros(len(rows))
+            for at, activity in enumerate(_ACTIVITIES):
+                widths = np.array([100 * shares[at] for _, shares in rows])
+                if widths.max() >= 0.05:
+                    bars = axes.barh(places, widths, 0.72, left, label=activity, color=_AREAS[at])
+                    for bar in bars:
+                        bar.set(edgecolor="white", linewidth=0.8)
+                left += widths
+            axes.set_yticks(places, [clean_text(label, 24) for label, _ in rows])
+            axes.set_ylim(len(rows) - 0.5, -0.5)
+            axes.set_xlim(0, 100)
+            axes.grid(axis="y", visible=False)
+            axes.tick_params(axis="y", length=0)
+            axes.set_xlabel("% of its time")
+            figure.legend(loc="outside upper left", ncols=4)
+            return Chart("Share of the time of each rank", title, _save(figure, "time", title), note)
+
+    def share_time(self) -> list[tuple[int, str, Series]]:
+        """Return each rank with its host and the seconds of each of _ACTIVITIES, the slowest first.
+
+        The one that others wait for waits least itself. The time from one report of a node to the next is
+        counted by what the later one says: all of it for the phase that the rank is in, and while it trains
+        by its shares of waiting.
+        """
+        hangs = [(event.time, event.until or event.time) for event in self.events if event.kind == "hang"]
+        found: dict[int, tuple[int, str, Series]] = {}
+        for host, reports in self.nodes.items():
+            before = None
+            for report in reports:
+                past = report.interval if before is None else report.time - before
+                seconds, before = min(max(past, 0.0), _LONGEST_GAP * self.interval), report.time
+                hanging = any(begin <= report.time <= end for begin, end in hangs)
+                for state in report.ranks:
+                    known = found.setdefault(state.rank, (state.rank, host, np.zeros(len(_ACTIVITIES))))
+                    known[2][:] += _share_activities(state, hanging) * seconds
+        waits = _ACTIVITIES.index("waiting for others")
+        times = [one for one in found.values() if one[2].sum()]
+        return sorted(times, key=lambda one: (one[2][waits] / one[2].sum(), one[0]))
 
 
-def draw_quantities(account: RunAccount, bins: Bins, *, of_gpus: bool) -> Chart | None:
-    """Return curves of quantities of each rank, those that nodes reported; of many ranks their spread."""
-    found = {}
-    for metric in METRICS:
-        if metric.chart and metric.is_gpu is of_gpus:
-            values = bin_values(account, bins, metric.read, _FACTORS.get(metric.unit, 1.0))
-            if any(np.nansum(line) for line in values.values()):
-                found[metric.chart] = values
-    if not found:
-        return None
-    ranks = sorted({rank for values in found.values() for rank in values})
-    panels: dict[str, Sequence[_Curve]] = {}
-    words = []
-    for label, values in found.items():
-        low, middle, high = find_spread(values, bins.count)
-        words.append(f"{label}: median {_format(float(np.nanmedian(middle)))}")
-        summed = f"median of {count_things(len(ranks), 'rank')}, with 5th to 95th percentile"
-        panels[label] = [_Curve(summed, middle, _LINES[0], band=(low, high))]
-        if len(ranks) <= _MOST_LINES:
-            none = np.full(bins.count, np.nan)
-            panels[label] = [
-                _Curve(f"rank {rank}", values.get(rank, none), _LINES[number], dashed=number >= 4)
-                for number, rank in enumerate(ranks)
-            ]
-    title = "; ".join(words)
-    svg = _draw_times("gpu" if of_gpus else "cpu", title, account, bins, panels)
-    caption = "Each rank over the run" if len(ranks) <= _MOST_LINES else "All ranks over the run"
-    return Chart(caption, title, svg)
-
-
-def _draw_times(
-    name: str,
-    title: str,
-    account: RunAccount,
-    bins: Bins,
-    panels: Mapping[str, Sequence[_Curve]],
-    *,
-    shows_events: bool = False,
-) -> str:
-    """Draw quantities over time below each other, events below them. The legend is that of the first."""
-    begin, span = account.begin, account.end - account.begin
-    events = [event for event in account.events if begin <= event.time <= account.end and shows_events]
-    kinds = [kind for kind in _LANES if any(event.kind == kind for event in events)]
-    heights = [230.0 if len(panels) == 1 else 150.0] * len(panels) + [22.0 * len(kinds) + 6] * bool(kinds)
-    unit, unit_name = next((unit, word) for least, unit, word in _UNITS if span >= least)
-    times = [at / unit for at in bins.list_centers()]
-    with _drawing(sum(heights) + 60) as figure:
-        grid = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
-        axes: list[Axes] = list(grid[:, 0])
-        for each, (label, curves) in zip(axes, panels.items(), strict=False):
-            for curve in curves:
-                if curve.band:
-                    each.fill_between(times, *curve.band, color=curve.colour, alpha=0.22, linewidth=0)
-                lonely = np.isfinite(curve.values).sum() < 3
-                (line,) = each.plot(times, curve.values, "--" if curve.dashed else "-", label=curve.name)
-                line.set(color=curve.colour, linewidth=1.6, marker="o" if lonely else "", markersize=4)
-            each.set_ylim(bottom=0)
-            each.yaxis.set_major_locator(MaxNLocator(4, min_n_ticks=2))
-            each.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            each.set_title(label, loc="left", fontsize=12)
-        for event in events:
-            colour, marker = _LANES[event.kind]
-            start = (event.time - begin) / unit
-            axes[-1].plot([start], [kinds.index(event.kind)], marker, color=colour, markersize=8)
-            for each in axes[:-1]:
-                if event.until is not None:
-                    until = (min(event.until, account.end) - begin) / unit
-                    each.axvspan(start, until, color=colour, alpha=0.18, lw=0)
-                elif event.kind in ("restart", "requeue"):
-                    each.axvline(start, color=colour, linewidth=1.2, linestyle=":")
-        if kinds:
-            axes[-1].set_ylim(len(kinds) - 0.5, -0.5)
-            axes[-1].set_yticks(range(len(kinds)), [f"{kind}s" for kind in kinds])
-            axes[-1].tick_params(axis="y", length=0)
-        axes[-1].set_xlim(0, max(span / unit, 1e-3))
-        axes[-1].xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 3, 5, 6, 10]))
-        axes[-1].set_xlabel(f"{unit_name} since the start")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
-        return _save(figure, name, title)
-
-
-def draw_time_shares(account: RunAccount) -> Chart | None:
-    """Return where the time of each rank went; of many, of the slowest, and of all others together."""
-    times = share_time(account)
-    if not times:
-        return None
-    rows = [(f"rank {one.rank} {one.host}", one.seconds / one.seconds.sum()) for one in times[:_MOST_BARS]]
-    note = ""
-    if rest := times[_MOST_BARS:]:
-        seconds = np.sum([one.seconds for one in rest], axis=0)
-        rows.append((count_things(len(rest), "other rank"), seconds / seconds.sum()))
-        note = f"Of {len(times)} ranks, those that wait least for others are shown: others wait for these."
+def _share_activities(state: Rank, hanging: bool) -> Series:
+    """Return the share of each of _ACTIVITIES in what a rank does; all 0 for one that is gone."""
+    shares = dict.fromkeys(_ACTIVITIES, 0.0)
+    if (whole := _PHASES.get(state.phase)) is not None or hanging:
+        if name := ("hanging" if hanging and whole != "" else whole):
+            shares[name] = 1.0
     else:
-        order = {f"rank {one.rank} {one.host}": one.rank for one in times}
-        rows.sort(key=lambda row: order[row[0]])
-    total = np.sum([one.seconds for one in times], axis=0)
-    parts = zip(ACTIVITIES, total / total.sum(), strict=True)
-    told = ", ".join(f"{name} {100 * share:.0f}%" for name, share in parts if share >= 0.005)
-    title = f"All ranks together: {told}."
-    with _drawing(22 * len(rows) + 90) as figure:
-        axes = figure.subplots()
-        places, left = range(len(rows)), np.zeros(len(rows))
-        for at, activity in enumerate(ACTIVITIES):
-            widths = np.array([100 * shares[at] for _, shares in rows])
-            if widths.max() >= 0.05:
-                bars = axes.barh(places, widths, 0.72, left, label=activity, color=_AREAS[at])
-                for bar in bars:
-                    bar.set(edgecolor="white", linewidth=0.8)
-            left += widths
-        axes.set_yticks(places, [clean_text(label, 24) for label, _ in rows])
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlim(0, 100)
-        axes.grid(axis="y", visible=False)
-        axes.tick_params(axis="y", length=0)
-        axes.set_xlabel("% of its time")
-        figure.legend(loc="outside upper left", ncols=4)
-        return Chart("Share of the time of each rank", title, _save(figure, "time", title), note)
+        waits = _limit_share(state.wait_share)
+        data = min(_limit_share(1.0 if state.phase == "loading" else state.data_share), 1.0 - waits)
+        shares |= {"compute": 1.0 - waits - data, "waiting for others": waits, "data": data}
+    return np.array(list(shares.values()))
+
+
+def _limit_share(value: float | None) -> float:
+    """Return a share between 0 and 1; 0 for none."""
+    return min(max(value, 0.0), 1.0) if value is not None and isfinite(value) else 0.0

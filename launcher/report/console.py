@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -50,7 +50,6 @@ class Source:
     """Stands at the beginning of each line; empty if there is one rank."""
 
 
-@dataclass(slots=True)
 class Sink:
     """Where stdout, stderr or both lead to.
 
@@ -60,26 +59,27 @@ class Sink:
     its bytes pass as they are.
     """
 
-    erases: bool
-    """It is a terminal on which a line can be erased."""
-    newline: bytes = b"\n"
-    """Ends our own lines; a terminal in raw mode wants a carriage return too."""
-    footer: bytes = b""
-    """Our own line at the bottom, shown while no line of the ranks is unfinished."""
-    drawn: bytes = b""
-    """What is at the bottom of the screen: an unfinished line, or the footer."""
-    open: Source | None = None
-    """Whose unfinished line was written last."""
-    cut: set[Source] = field(default_factory=set)
-    """Sources whose unfinished line was ended by a newline of ours."""
-    rows: dict[Source, tuple[bytes, float]] = field(default_factory=dict)
-    """Unfinished lines that wait, the newest last, and since when, in monotonic seconds."""
+    def __init__(self, stream: Stream, newline: bytes = b"\n") -> None:
+        self.stream = stream
+        self.erases = stream.is_screen
+        self.newline = newline
+        """Ends our own lines; a terminal in raw mode wants a carriage return too."""
+        self.footer = b""
+        """Our own line at the bottom, shown while no line of the ranks is unfinished."""
+        self.drawn = b""
+        """What is at the bottom of the screen: an unfinished line, or the footer."""
+        self.open: Source | None = None
+        """Whose unfinished line was written last."""
+        self.cut = set[Source]()
+        """Sources whose unfinished line was ended by a newline of ours."""
+        self.rows: dict[Source, tuple[bytes, float]] = {}
+        """Unfinished lines that wait, the newest last, and since when, in monotonic seconds."""
 
-    def write_chunk(self, stream: Stream, source: Source, data: bytes) -> None:
+    def write_chunk(self, source: Source, data: bytes) -> None:
         """Write what a source has printed, but for its unfinished line."""
         if not source.prefix:
             self.open = None if data.endswith(b"\n") else source
-            self.write_parts(stream, data)
+            self.write_parts(data)
             return
         before, since = self.rows.pop(source, (b"", time.monotonic()))
         data = before + data
@@ -91,45 +91,44 @@ class Sink:
             whole, rest = OVERWRITTEN.sub(b"", whole), OVERWRITTEN.sub(b"", rest)
         if rest:
             self.rows[source] = (rest, time.monotonic() if end else since)
-        self.write_lines(stream, source, whole)
+        self.write_lines(source, whole)
 
-    def write_lines(self, stream: Stream, source: Source, data: bytes) -> None:
+    def write_lines(self, source: Source, data: bytes) -> None:
         """Write lines with their prefix; the last may be the beginning of one."""
+        before = b""
         if data and source in self.cut:
             self.cut.discard(source)
             data = data.removeprefix(b"\n")  # it has been written already
-        before = b""
         if data:
             if self.open != source:
                 before = self.break_line() + source.prefix
             ends = data.endswith(b"\n")
-            data = data.replace(b"\n", b"\n" + source.prefix)
-            data = data.removesuffix(source.prefix) if ends else data
+            data = data[:-1].replace(b"\n", b"\n" + source.prefix) + data[-1:]
             self.open = None if ends else source
-        self.write_parts(stream, before, data)
+        self.write_parts(before, data)
 
-    def write_waiting(self, stream: Stream, *, final: bool, ends_lines: bool) -> None:
+    def write_waiting(self, *, final: bool, ends_lines: bool) -> None:
         """Write the unfinished lines that have waited long enough, in the end all of them."""
         due = math.inf if final else time.monotonic() - HOLD
         for source, (data, since) in sorted(self.rows.items(), key=lambda item: item[0] != self.open):
             if since <= due and (final or not self.erases):
                 del self.rows[source]
-                self.write_lines(stream, source, data)
+                self.write_lines(source, data)
                 if ends_lines:
-                    self.end_line(stream)
+                    self.end_line()
 
-    def write_message(self, stream: Stream, text: bytes) -> None:
+    def write_message(self, text: bytes) -> None:
         """Write whole lines of our own."""
-        self.write_parts(stream, self.break_line(), text.replace(b"\n", self.newline))
+        self.write_parts(self.break_line(), text.replace(b"\n", self.newline))
 
-    def show_footer(self, stream: Stream, footer: bytes) -> None:
+    def show_footer(self, footer: bytes) -> None:
         """Draw another footer; an empty one takes it away."""
         self.footer = footer
-        self.write_parts(stream)
+        self.write_parts()
 
-    def end_line(self, stream: Stream) -> None:
+    def end_line(self) -> None:
         """End an unfinished line; what its source prints later begins another one."""
-        self.write_parts(stream, self.break_line())
+        self.write_parts(self.break_line())
 
     def break_line(self) -> bytes:
         """Return what ends the unfinished line that was written last, if there is one."""
@@ -139,16 +138,16 @@ class Sink:
         self.open = None
         return self.newline
 
-    def write_parts(self, stream: Stream, *parts: bytes) -> None:
+    def write_parts(self, *parts: bytes) -> None:
         """Write in one go, in the place of what is at the bottom, and that again below it."""
         bottom = b""
         if self.erases and self.open is None:
             bottom = self.footer
             if self.rows:
                 source, (row, _) = next(reversed(self.rows.items()))
-                bottom = fit_row(source.prefix + row, (stream.columns or 80) - 1)
+                bottom = fit_row(source.prefix + row, (self.stream.columns or 80) - 1)
         if any(parts) or bottom != self.drawn:
-            stream.write(b"".join((ERASE if self.drawn else b"", *parts, bottom)))
+            self.stream.write(b"".join((ERASE if self.drawn else b"", *parts, bottom)))
             self.drawn = bottom
 
 
@@ -186,19 +185,11 @@ class StepBar:
         done = min(BAR_WIDTH, BAR_WIDTH * step.step // total)
         bar = ("━" if blocks else "-") * done
         head = f"step {step.step:>{len(str(total))}}/{total} {bar:{BAR_WIDTH}} "
-        room = width - len(head) - max(TIME_WIDTH, len(left)) - 1
-        metrics = fit_metrics([f"{name} {value}" for name, value in step.metrics if name != "lr"], room)
-        return f"{head}{metrics[: max(room, 0)]:{max(room, 0)}} {left:>{TIME_WIDTH}}"[:width]
-
-
-def fit_metrics(metrics: Sequence[str], room: int) -> str:
-    """Return the first metrics that fit into some columns as a whole; the first of all in any case."""
-    text = "".join(metrics[:1])
-    for metric in metrics[1:]:
-        if len(text) + 2 + len(metric) > room:
-            break
-        text += f"  {metric}"
-    return text
+        room = max(width - len(head) - max(TIME_WIDTH, len(left)) - 1, 0)
+        metrics = [f"{name} {value}" for name, value in step.metrics if name != "lr"]
+        while len(metrics) > 1 and len("  ".join(metrics)) > room:
+            metrics.pop()
+        return f"{head}{'  '.join(metrics)[:room]:{room}} {left:>{TIME_WIDTH}}"[:width]
 
 
 class PipeAwareConsole(Console):
@@ -235,10 +226,8 @@ class JobConsole:
     """Tells whether the terminal of stdout is in raw mode."""
     console: Console = field(default_factory=make_console)
     """Renders what is not plain text, for stderr."""
-    out: Stream = field(default_factory=lambda: open_stream("stdout"))
-    err: Stream = field(default_factory=lambda: open_stream("stderr"))
-    out_sink: Sink = field(init=False)
-    err_sink: Sink = field(init=False)
+    err: Sink = field(default_factory=lambda: Sink(open_stream("stderr")))
+    out: Sink = field(default_factory=lambda: Sink(open_stream("stdout")))
     sources: dict[tuple[int, str], Source] = field(default_factory=dict)
     progress: ProgressReader = field(default_factory=ProgressReader)
     bar: StepBar | None = None
@@ -252,15 +241,19 @@ class JobConsole:
     """What is shown at the bottom in place of a bar."""
 
     def __post_init__(self) -> None:
-        """See where the streams lead."""
-        self.err_sink = Sink(self.err.is_screen)
-        joined = self.out.is_same_file(self.err)
-        self.out_sink = self.err_sink if joined else Sink(self.out.is_screen)
+        """Have one sink for one terminal, pipe or file."""
+        if self.out.stream.is_same_file(self.err.stream):
+            self.out = self.err
+
+    @property
+    def taken(self) -> int:
+        """Bytes that the readers of our output have taken."""
+        return sum(sink.stream.taken for sink in {self.out, self.err})
 
     @property
     def is_within_line(self) -> bool:
         """Whether an unfinished line is where our own would go."""
-        return self.err_sink.open is not None
+        return self.err.open is not None
 
     def show_chunk(self, chunk: Chunk) -> None:
         """Show some of a rank's output if the mode says so, and read progress from rank 0's."""
@@ -280,39 +273,39 @@ class JobConsole:
 
     def write_output(self, source: Source, data: bytes) -> None:
         """Write what a source has printed."""
-        stream, sink = (self.out, self.out_sink) if source.stream == "out" else (self.err, self.err_sink)
-        if sink is self.err_sink and sink.erases and not self.program_draws and DRAWS.search(data):
+        sink = self.out if source.stream == "out" else self.err
+        if sink is self.err and sink.erases and not self.program_draws and DRAWS.search(data):
             self.program_draws = True
-            sink.show_footer(self.err, b"")
-        sink.write_chunk(stream, source, data)
+            sink.show_footer(b"")
+        sink.write_chunk(source, data)
 
     def tick(self, *, final: bool = False) -> None:
-        """Write what has waited long enough, and keep the bar up to date; to be called again and again."""
-        for stream, sink in ((self.out, self.out_sink), (self.err, self.err_sink)):
-            sink.write_waiting(stream, final=final, ends_lines=self.options.shared)
-        for stream in (self.out, self.err):
-            if stream.fault:
-                fault, stream.fault = stream.fault, None
+        """Write what has waited long enough, and keep the bar up to date; to be called again and again.
+
+        The bar appears with the first step, and not beside one of the program's.
+        """
+        for sink in (self.out, self.err):
+            sink.write_waiting(final=final, ends_lines=self.options.shared)
+        for sink in (self.out, self.err):
+            stream = sink.stream
+            if fault := stream.fault:
+                stream.fault = None
                 self.print_own_line(
                     f"warning: {stream.name} takes no more ({fault.strerror}): see {self.logs}"
                 )
-        if not final and self.moved and time.monotonic() - self.drawn >= REDRAW:
-            self.draw_progress()
-
-    def draw_progress(self) -> None:
-        """Draw the newest step; the bar appears with the first, and not beside one of the program's."""
-        step, self.moved = self.progress.steps[-1], False
-        if not step.total or self.program_draws or not self.err_sink.erases:
+        if final or not self.moved or time.monotonic() - self.drawn < REDRAW:
             return
-        self.bar = self.bar or StepBar()
-        self.drawn = time.monotonic()
-        blocks = self.console.encoding.startswith("utf")
-        self.show_footer(self.bar.render_bar(step, max(self.console.width - 1, 1), blocks=blocks))
+        step, self.moved = self.progress.steps[-1], False
+        if step.total and not self.program_draws and self.err.erases:
+            self.bar = self.bar or StepBar()
+            self.drawn = time.monotonic()
+            blocks = self.console.encoding.startswith("utf")
+            self.show_footer(self.bar.render_bar(step, max(self.console.width - 1, 1), blocks=blocks))
 
     def show_footer(self, text: str) -> None:
         """Show a line at the bottom of the terminal, below all others; an empty one takes it away."""
-        if self.err_sink.erases:
-            self.err_sink.show_footer(self.err, self.encode(text))
+        if self.err.erases:
+            self.err.show_footer(self.encode(text))
 
     def show_status(self, text: str) -> None:
         """Show a text at the bottom in place of the former one; an empty one takes that away."""
@@ -326,12 +319,12 @@ class JobConsole:
 
     def write_own_lines(self, lines: bytes) -> None:
         """Write whole lines to stderr that are no rank's."""
-        self.out_sink.newline = b"\r\n" if self.is_raw() else b"\n"
-        self.err_sink.write_message(self.err, lines)
+        self.out.newline = b"\r\n" if self.is_raw() else b"\n"
+        self.err.write_message(lines)
 
     def print_renderable(self, show: Callable[[Console], None]) -> None:
         """Have rich print something on stderr."""
-        if self.err.descriptor is None:
+        if self.err.stream.descriptor is None:
             return
         with self.console.capture() as captured:
             show(self.console)
@@ -341,22 +334,18 @@ class JobConsole:
         """Return a text as the reader of stderr knows it."""
         return text.encode(getattr(sys.stderr, "encoding", None) or "utf-8", "replace")
 
-    def end_lines(self) -> None:
-        """End the lines that are unfinished, since something else follows them."""
-        self.out_sink.end_line(self.out)
-        self.err_sink.end_line(self.err)
-
     def begin_line(self) -> None:
         """Let what others write to stderr begin on a line of its own."""
-        if self.err_sink.open:
+        if self.err.open:
             self.write_own_lines(b"")
 
     def close(self) -> None:
-        """Show what has waited, and take the bar down."""
+        """Show what has waited, end the lines that something else follows, and take the bar down."""
         self.moved = self.progress.finish() or self.moved
         self.tick(final=True)
         if self.options.shared or self.options.followed:
-            self.end_lines()
+            self.out.end_line()
+            self.err.end_line()
         self.drop_bar()
 
     def drop_bar(self) -> None:

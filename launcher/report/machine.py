@@ -366,14 +366,14 @@ def _list_parts(plan: Plan, note: str) -> Iterator[list[list[_Box]]]:
             continue
         memory = next((one.memory_kib for one in machine.nodes if one.id == node), 0)
         users = [rank.local_rank for rank in plan.ranks if node in rank.memory.nodes]
-        title = (
+        words = [
             f"Package {format_cpulist(frozenset(cpu.package for cpu in cpus))}" if cpus else "",
             f"NUMANode {node}",
             format_size(memory) if memory else "",
             *(f"{len(caches)} x {name}" for name, caches in _describe_caches(machine, cpus).items()),
             f"memory of {_name_ranks('R', users)}" if users else "",
-        )
-        rows = [[_Box(room, ", ".join(filter(None, title)))]]
+        ]
+        rows = [[_Box(room, ", ".join(filter(None, words)))]]
         columns: list[list[_Box]] = []
         for share in _divide(cpus, "l3").values():
             columns += [[_Box(_SPACE)]] if columns else []  # caches stand apart
@@ -436,8 +436,8 @@ def _list_legend(plan: Plan, owners: Mapping[int, tuple[_Fills, str]]) -> list[l
     found = set(owners.values())
     if any(name.startswith("w") for _, name in found):
         rank = min(one.local_rank for one in plan.ranks if one.worker_cpus - one.cpus)
-        fills = (lighten(find_colour(rank)),)
-        rows.append((f"w{rank}", fills, f"DataLoader workers of rank {rank} alone"))
+        light: _Fills = (lighten(find_colour(rank)),)
+        rows.append((f"w{rank}", light, f"DataLoader workers of rank {rank} alone"))
     for fills, label, text in (
         (_FORBIDDEN, "", "not allowed: outside this job's cpuset"),
         (_ISOLATED, "iso", "isolated at boot, left alone"),

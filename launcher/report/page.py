@@ -3,25 +3,31 @@
 The template takes the values of the run, of watching and of the doctor as they are; here is what it computes.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from launcher import codec
 from launcher.cpulist import format_cpulist
 from launcher.doctor.machine import BindingTrial, Case, judge_plan, judge_run_records
 from launcher.doctor.model import Facts, Finding, found
+from launcher.files import LARGEST, read_file
 from launcher.plan.model import Plan
-from launcher.report.charts import Chart, draw_quantities, draw_steps, draw_time_shares, inline_svg
+from launcher.report.charts import Chart, Charts, Event, inline_svg
 from launcher.report.machine import DRAWS, render_machine
-from launcher.report.runs import shorten_time
-from launcher.report.timeline import RunAccount, choose_bins
+from launcher.report.tables import shorten_time
 from launcher.report.watch import describe_process
-from launcher.runs.manifest import read_time, take_dict, take_list
-from launcher.runs.run_records import compare_rank
+from launcher.runs.manifest import read_manifest, read_time, take_dict, take_list
+from launcher.runs.run_records import RunRecords, compare_rank, read_run
+from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.runs.secrets import mask_words
 from launcher.text import (
     clean_text,
@@ -32,7 +38,9 @@ from launcher.text import (
     shorten_cpulist,
     tame_text,
 )
-from launcher.watch.model import RankEvidence, Stack
+from launcher.watch.metrics import MetricsEvent, read_metrics
+from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport, RankEvidence, Stack
+from launcher.watch.run_files import hang_path, read_evidence, read_job_state, read_reports, watch_path
 
 _LEVELS = ("error", "warning", "note")
 _STRAGGLER_FIXES = {
@@ -51,6 +59,14 @@ _LONGEST = 2000
 """Characters of a text."""
 _MOST_ROWS, _MOST_EVENTS = 64, 24
 """Rows of tables: of ranks and attempts, of events."""
+_MOST_STATES = 60_000
+"""States of ranks that are read of all nodes' metrics: some seconds' work."""
+_FEWEST_SAMPLES, _MOST_SAMPLES = 12, 2000
+"""Samples of a node that are read."""
+_MOST_HANGS = 20
+"""Hangs whose evidence is read."""
+_DAY = 86400.0
+"""Seconds before a run's start, or after its end, from which on a report's time is damage."""
 _MOST_PUS = 2048
 """PUs of a machine that is drawn."""
 _MOST_STACKS, _MOST_FRAMES = 16, 60
@@ -66,12 +82,123 @@ class _Table:
     rows: Sequence[tuple[str, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class RunAccount:
+    """A run, as far as its directory tells."""
+
+    status: RunStatus
+    manifest: Mapping[str, Any]
+    records: RunRecords
+    reports: tuple[NodeReport, ...]
+    """The last one of each node."""
+    samples: tuple[NodeReport, ...]
+    """What nodes reported over time, a selection of it if that is much; by time."""
+    job: JobState | None
+    hangs: tuple[tuple[Hang, tuple[NodeEvidence, ...]], ...]
+    """Each with what the nodes gathered for it."""
+    events: tuple[Event, ...]
+    begin: float
+    end: float
+    """When it ended, or now."""
+    notes: tuple[str, ...] = ()
+    """What of the directory could not be read."""
+
+
+def read_account(path: Path) -> RunAccount:
+    """Read a run's directory; nothing raises."""
+    now = time.time()
+    status = add_progress(read_status(path))
+    reports = read_reports(path)
+    ranks = sum(len(report.ranks) for report in reports) or 8
+    metrics = read_metrics(path, max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, _MOST_STATES // ranks)))
+    rows = {(row.host, row.time): row for node in metrics for row in node.rows}
+    newest = {node.host: max((row.time for row in node.rows), default=0.0) for node in metrics}
+    # A run that has ended early has the nodes' last reports alone.
+    rows |= {(one.host, one.time): one for one in reports if one.time > newest.get(one.host, 0.0)}
+    samples = sorted(rows.values(), key=lambda row: row.time)
+
+    starts = [found for one in status.attempts if (found := read_time(one.started)) is not None]
+    ended = None if status.is_live else read_time(status.ended)
+    begin = min(starts, default=min((sample.time for sample in samples), default=now))
+    last = max((sample.time for sample in samples if sample.time <= now), default=begin)
+    end = max(ended or (now if status.is_live else last), begin)
+    samples = [one for one in samples if begin - _DAY < one.time < end + _DAY]
+    job = read_job_state(path)
+    hangs = _list_hangs(path, job)
+    told = [event for node in metrics for event in node.events]
+    events = _list_events(status, job, told, hangs, end)
+    return RunAccount(
+        status=status,
+        manifest=read_manifest(path),
+        records=read_run(path),
+        reports=reports,
+        samples=tuple(samples),
+        job=job,
+        hangs=tuple(
+            (hang, read_evidence(hang_path(path, number), number) or read_evidence(watch_path(path), number))
+            for number, hang in ((hang.number, hang) for hang in hangs[:_MOST_HANGS])
+        ),
+        events=tuple(sorted(events, key=lambda event: event.time)),
+        begin=begin,
+        end=end,
+        notes=tuple(
+            f"metrics of {node.host}: {count_things(node.skipped, 'line')} could not be read"
+            for node in metrics
+            if node.skipped
+        ),
+    )
+
+
+def _list_hangs(path: Path, job: JobState | None) -> list[Hang]:
+    """Return the hangs of all attempts by number: those with a folder, and those that the job's state has."""
+    hangs = {hang.number: hang for hang in (job.hangs if job else ())}
+    for file in sorted(path.glob("hang-*/verdict.json")):
+        try:
+            hang = codec.load(Hang, read_file(file, LARGEST))
+        except (OSError, ValueError):
+            continue
+        known = hangs.setdefault(hang.number, hang)
+        if known.recovered is None and known.time == hang.time:
+            hangs[hang.number] = hang
+    return [hangs[number] for number in sorted(hangs) if 0 < number < 10**6]
+
+
+def _list_events(
+    status: RunStatus,
+    job: JobState | None,
+    told: Sequence[MetricsEvent],
+    hangs: Sequence[Hang],
+    end: float,
+) -> Iterator[Event]:
+    """Give all that is known to have happened; `told` are the events of the nodes' metrics."""
+    for before, attempt in pairwise(status.attempts):
+        if (start := read_time(attempt.started)) is not None:
+            requeued = before.state == "requeued"
+            why = f" ({before.reason})" if before.reason else ""
+            text = f"requeued{why}" if requeued else f"started again after it had {before.state}{why}"
+            yield Event("requeue" if requeued else "restart", start, text)
+    for one in told:  # hangs and stragglers are told where the files that say more are gone
+        known = {"hang": bool(hangs), "straggler": bool(job), "restart": False, "checkpoint": False}
+        if not known.get(one.event, True):
+            yield Event(one.event, one.time, one.sentence)
+    for hang in hangs:
+        until = end if hang.recovered is None else hang.recovered
+        lasted = describe_time(max(0.0, until - hang.stalled_since))
+        text = f"hang {hang.number}, {lasted}: {hang.verdict.sentence}"
+        yield Event("hang", hang.stalled_since, text, until)
+    for slow in job.stragglers if job else ():
+        text = f"rank {slow.rank} on {slow.host}, {100 * slow.excess:.0f}% slower: {slow.detail}"
+        yield Event("straggler", slow.time, text)
+
+
+# The page
+
+
 def render_report(account: RunAccount, plans: Mapping[str, Plan]) -> bytes:
     """Return the page of a run, UTF-8; `plans` are those that can be read, by host.
 
     Every text is escaped, and control characters are shown as escapes; pictures are our own.
     """
-    bins = choose_bins(account)
     page: dict[str, object] = {
         **dict.fromkeys(("steps", "time", "gpu", "cpu", "machine")),
         "warnings": _list_warnings(account, plans),
@@ -81,10 +208,9 @@ def render_report(account: RunAccount, plans: Mapping[str, Plan]) -> bytes:
         "attempts": _tabulate_attempts(account),
     }
     if DRAWS:
-        page["steps"] = draw_steps(account, bins)
-        page["time"] = draw_time_shares(account)
-        page["gpu"] = draw_quantities(account, bins, of_gpus=True)
-        page["cpu"] = draw_quantities(account, bins, of_gpus=False)
+        charts = Charts(account.samples, account.events, account.begin, account.end)
+        page["steps"], page["time"] = charts.draw_steps(), charts.draw_time_shares()
+        page["gpu"], page["cpu"] = (charts.draw_quantities(of_gpus=of_gpus) for of_gpus in (True, False))
         page["machine"] = _draw_machine(plans)
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, finalize=_tame, trim_blocks=True, lstrip_blocks=True

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from launcher.runs.progress import Progress
@@ -176,7 +177,8 @@ class OutputViewer:
 
     def start(self) -> None:
         """Begin to show."""
-        self.restore_log = redirect_log(self.show_record)
+        prefix = self.options.log_prefix
+        self.restore_log = redirect_log(lambda record: self.waiting.put(prefix + format_record(record)))
         self.thread.start()
 
     def release_log(self) -> None:
@@ -200,10 +202,6 @@ class OutputViewer:
         """Show at once what the program has printed on its terminal."""
         self.news.set()
 
-    def show_record(self, record: logging.LogRecord) -> None:
-        """Show what has been logged."""
-        self.waiting.put(self.options.log_prefix + format_record(record))
-
     def run(self) -> None:
         """Show the job to its end: the thread's body. If that fails, the job goes on without."""
         try:
@@ -214,8 +212,15 @@ class OutputViewer:
             self.shown.set()
 
     def show_job(self) -> None:
-        """Show what is new until there is no more; the console's import is hidden by torch's in the agent."""
-        self.await_news()
+        """Show what is new until there is no more.
+
+        The console's import waits until a rank has started, something is logged, the end has come, or for
+        long enough: it is hidden by torch's in the agent.
+        """
+        deadline = time.monotonic() + self.options.hold
+        while time.monotonic() < deadline and not self.follower.offsets and self.waiting.empty():
+            if self.ending.wait(TICK):
+                break
         self.console = console = self.open_console()
         while not self.ending.is_set():
             if not self.show_new(console):
@@ -231,22 +236,13 @@ class OutputViewer:
         if self.options.ends_line:
             console.begin_line()
 
-    def await_news(self) -> None:
-        """Wait until a rank has started, something is logged, the end has come, or for long enough."""
-        deadline = time.monotonic() + self.options.hold
-        while time.monotonic() < deadline and not self.follower.offsets and self.waiting.empty():
-            if self.ending.wait(TICK):
-                return
-
     def show_new(self, console: "JobConsole") -> bool:
         """Show some of what is new; False if there is nothing of the ranks'."""
+        data = self.read_terminal()
+        if not self.is_raw():  # the user's terminal makes `\r\n` of `\n` itself again
+            data = data.replace(b"\r\n", b"\n")
         busy = False
-        if data := self.read_terminal():
-            if not self.is_raw():  # the user's terminal makes `\r\n` of `\n` itself again
-                data = data.replace(b"\r\n", b"\n")
-            console.show_chunk(Chunk(0, "out", data))
-            busy = True
-        for chunk in self.follower.read_turn():
+        for chunk in chain([Chunk(0, "out", data)] if data else [], self.follower.read_turn()):
             console.show_chunk(chunk)
             busy = True
         if not (busy and console.is_within_line):  # whose rest is on its way
@@ -276,37 +272,30 @@ class OutputViewer:
         return console
 
     def finish(self, *, patient: bool = True) -> Sequence[Progress]:
-        """Have the ranks' last lines shown, and return the first and the last logging step."""
-        self.await_shown(patient=patient)
-        return self.steps
+        """Have the ranks' last lines shown, for as long as their reader keeps taking some of them.
 
-    def await_shown(self, *, patient: bool = True) -> bool:
-        """Have the ranks' output shown to its end, for as long as its reader keeps taking some of it."""
+        Returns the first and the last logging step.
+        """
         self.ending.set()
         self.news.set()
         taken = -1
         while not self.shown.wait(PATIENCE):
-            if not patient or taken == self.count_taken():
-                return False
-            taken = self.count_taken()
-        return True
-
-    def count_taken(self) -> int:
-        """Return the bytes that the readers of our output have taken."""
-        return self.console.out.taken + self.console.err.taken if self.console else 0
+            now = self.console.taken if self.console else 0
+            if not patient or taken == now:
+                break
+            taken = now
+        return self.steps
 
     def close(self) -> bool:
-        """Have the last lines shown; False if the reader of our output takes none."""
+        """Have the last lines shown; False if the reader of our output takes none.
+
+        That is told if it can be said without waiting for it.
+        """
         self.restore_log()
         self.closing.set()
         self.thread.join(PATIENCE if self.shown.is_set() else 0)
-        if self.thread.is_alive():
-            self.warn_unread()
-        return not self.thread.is_alive()
-
-    def warn_unread(self) -> None:
-        """Say that a reader has left some of the output, if that can be said without waiting for it."""
         stderr = open_stream("stderr")
-        if stderr.can_take():
+        if self.thread.is_alive() and stderr.can_take():
             text = f"launch: warning: not all output was taken: see {self.logs}\n"
             stderr.write(text.encode(errors="replace"))
+        return not self.thread.is_alive()

@@ -11,8 +11,14 @@ from statistics import median
 from rich.console import Console
 from rich.text import Text
 
-from launcher.report.runs import STATE_COLOURS
-from launcher.report.tables import fit_columns, make_table, shorten_age, shorten_bytes, shorten_seconds
+from launcher.report.tables import (
+    STATE_COLOURS,
+    fit_columns,
+    make_table,
+    shorten_age,
+    shorten_bytes,
+    shorten_seconds,
+)
 from launcher.runs.run_status import RunStatus
 from launcher.text import clean_text, count_things, describe_time, name_some, strip_sequences
 from launcher.watch.metrics import METRICS

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.cli.arguments import parse_command
+from launcher.cli.verbs import parse_command
 from launcher.errors import UsageError
 from tests.cli.make_runs import make_run
 from tests.data_files import DATA

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli.arguments import parse_command
 from launcher.cli.early_start import find_early_program
+from launcher.cli.verbs import parse_command
 from tests.seam import LAUNCH, clean_environ, run_outside, wait_for
 
 EARLY: tuple[Sequence[str], ...] = (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher.report.runs import print_details, print_runs
+from launcher.report.tables import print_details, print_runs
 from launcher.runs.run_process import check_process, identify_process, open_process
 from launcher.runs.run_status import RunStatus, read_status
 from launcher.slurm.run_states import resolve_run

@@ -11,7 +11,6 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyte
@@ -193,7 +192,7 @@ def test_a_closed_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         console.print_own_line("to nobody")
         console.print_renderable(lambda rich: rich.print("to nobody"))
         console.close()
-        assert console.err.taken == 0
+        assert console.taken == 0
 
 
 def test_what_rich_prints_comes_between_other_lines(capfd: pytest.CaptureFixture[str]) -> None:
@@ -213,12 +212,12 @@ def keep_erasing(found: re.Match[str]) -> str:
     return found[0] if found[0].endswith("K") else ""
 
 
-@dataclass(slots=True)
 class Memory(Stream):
     """A stream that keeps what is written; one with a width is a terminal."""
 
-    width: int = 0
-    data: bytearray = field(default_factory=bytearray)
+    def __init__(self, width: int = 0) -> None:
+        super().__init__("stdout", None)
+        self.width, self.data = width, bytearray()
 
     def write(self, data: bytes) -> None:
         self.data += data
@@ -239,10 +238,10 @@ class OnTerminal:
     """A console on a terminal of 100 columns that has shown three steps; `out` is its stdout."""
 
     def __init__(self, out: Memory | None = None, encoding: str = "utf-8") -> None:
-        self.screen = Memory("stderr", None, width=100)
+        self.screen = Memory(width=100)
         rich = Console(file=io.TextIOWrapper(io.BytesIO(), encoding), width=100, force_terminal=True)
         options = ViewOptions("rank0", lambda _: "h")
-        self.console = JobConsole(options, console=rich, out=out or self.screen, err=self.screen)
+        self.console = JobConsole(options, console=rich, out=Sink(out or self.screen), err=Sink(self.screen))
         for number in (10, 20, 30):
             self.show(f"step {number}/40 loss {5 - number / 10} tokens/s 1234{number} tflops 0.01 lr 0.1\n")
 
@@ -316,7 +315,7 @@ def test_the_time_left_is_known_of_a_program_that_takes_minutes_for_a_step() -> 
 
 
 def test_with_stdout_in_a_file_the_lines_go_there_and_the_bar_to_the_terminal() -> None:
-    out = Memory("stdout", None)
+    out = Memory()
     (bar,) = OnTerminal(out).rows
     assert bar.startswith("step 30/40")
     lines = out.data.decode().splitlines()
@@ -354,15 +353,16 @@ ALONE, ALONE_ERR = Source(0, "out", b""), Source(0, "err", b"")
 OURS, FOOTER = Source(-1, "ours", b""), Source(-1, "footer", b"")
 
 
-def put_all(sink: Sink, *pieces: tuple[Source, bytes]) -> bytes:
-    stream = Memory("stdout", None, width=40)
+def put_all(width: int, *pieces: tuple[Source, bytes], newline: bytes = b"\n") -> bytes:
+    stream = Memory(width)
+    sink = Sink(stream, newline)
     for source, data in pieces:
         if source is OURS:
-            sink.write_message(stream, data)
+            sink.write_message(data)
         elif source is FOOTER:
-            sink.show_footer(stream, data)
+            sink.show_footer(data)
         else:
-            sink.write_chunk(stream, source, data)
+            sink.write_chunk(source, data)
     return bytes(stream.data)
 
 
@@ -380,7 +380,7 @@ def put_all(sink: Sink, *pieces: tuple[Source, bytes]) -> bytes:
     ],
 )
 def test_in_a_pipe_prefixes_alone_are_added(pieces: list[tuple[Source, bytes]], written: bytes) -> None:
-    assert put_all(Sink(erases=False), *pieces) == written
+    assert put_all(0, *pieces) == written
 
 
 @pytest.mark.parametrize(
@@ -405,15 +405,15 @@ def test_in_a_pipe_prefixes_alone_are_added(pieces: list[tuple[Source, bytes]], 
 def test_on_a_terminal_unfinished_lines_are_at_the_bottom(
     pieces: list[tuple[Source, bytes]], rows: list[str]
 ) -> None:
-    assert rows_of(put_all(Sink(erases=True), *pieces).decode(), 40) == rows
+    assert rows_of(put_all(40, *pieces).decode(), 40) == rows
 
 
 def test_colours_of_an_unfinished_line_end_with_it_and_a_raw_terminal_wants_returns() -> None:
-    red = put_all(Sink(erases=True), (A, b"\x1b[31mred"), (B, b"b\n"))
+    red = put_all(40, (A, b"\x1b[31mred"), (B, b"b\n"))
     row = b"[h:0] \x1b[31mred\x1b[0m"
     assert red == row + ERASE + b"[h:1] b\n" + row
-    raw = Sink(erases=True, newline=b"\r\n")
-    assert put_all(raw, (ALONE, b"(Pdb) "), (OURS, b"one\ntwo\n")) == b"(Pdb) \r\none\r\ntwo\r\n"
+    raw = put_all(40, (ALONE, b"(Pdb) "), (OURS, b"one\ntwo\n"), newline=b"\r\n")
+    assert raw == b"(Pdb) \r\none\r\ntwo\r\n"
 
 
 @given(
@@ -426,10 +426,10 @@ def test_colours_of_an_unfinished_line_end_with_it_and_a_raw_terminal_wants_retu
     )
 )
 def test_a_terminal_shows_every_line_as_if_its_rank_were_alone(pieces: list[tuple[Source, bytes]]) -> None:
-    rows = rows_of(put_all(Sink(erases=True), *pieces).decode(), 40)
+    rows = rows_of(put_all(40, *pieces).decode(), 40)
     for source in (A, B):
         printed = [(own, data) for own, data in pieces if own is source]
-        alone = rows_of(put_all(Sink(erases=True), *printed).decode(), 40)
+        alone = rows_of(put_all(40, *printed).decode(), 40)
         shown = [row for row in rows if row.startswith(source.prefix.decode().rstrip())]
         unfinished = bool(printed) and not printed[-1][1].endswith(b"\n")
         assert shown in (alone, alone[:-1] if unfinished else alone)
@@ -460,16 +460,16 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def test_a_slow_reader_is_waited_for_as_long_as_it_reads(tmp_path: Path, slow: int) -> None:
     data = os.urandom(2 << 20)
-    shown, results = make_viewer(tmp_path, data), list[bool]()
+    shown = make_viewer(tmp_path, data)
     shown.start()
-    waiting = threading.Thread(target=lambda: results.append(shown.await_shown()), daemon=True)
+    waiting = threading.Thread(target=shown.finish, daemon=True)
     waiting.start()
     taken = b""
     while len(taken) < len(data) and select.select([slow], [], [], 30)[0]:
         taken += os.read(slow, 65536)
         time.sleep(0.05)  # in all, much longer than the patience for one piece
     waiting.join(30)
-    assert taken == data and results == [True]
+    assert taken == data and shown.shown.is_set()
     assert shown.close()
 
 
@@ -478,10 +478,9 @@ def test_a_reader_that_takes_no_more_is_left_with_a_word(
 ) -> None:
     shown = make_viewer(tmp_path, b"x" * (1 << 20))
     shown.start()
-    assert not shown.await_shown()
-    shown.warn_unread()
+    shown.finish()
+    assert not shown.close()
     assert capfd.readouterr().err == f"launch: warning: not all output was taken: see {tmp_path}/logs\n"
     os.close(slow)
-    shown.closing.set()
     shown.thread.join(30)
     assert shown.close()
