@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from launcher.doctor.job import compare_paths
-from launcher.doctor.model import Facts, Finding, Health, Wanted, found
+from launcher.doctor.model import Facts, Finding, Health, Wanted, found, or_ok, read_tables
 from launcher.doctor.node import (
     check_free_memory,
     check_gpus,
@@ -18,7 +18,7 @@ from launcher.doctor.node import (
 from launcher.plan.model import Gpu, Machine, Plan
 from launcher.plan.resources import count_node_cores
 from launcher.plan.variables import OFF_VALUES
-from launcher.runs.run_records import HostRecords, RunRecords, compare_rank
+from launcher.runs.run_records import RunRecords, compare_rank
 
 CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24
 """Capabilities that lift RLIMIT_MEMLOCK and RLIMIT_NPROC (capabilities(7))."""
@@ -37,15 +37,6 @@ RUNNING = {
     False: "irqbalance does not run",
     None: "irqbalance cannot be seen from here",
 }
-DOUBTFUL = {
-    "CUDA_LAUNCH_BLOCKING": ("environment.serial", "warning"),
-    "AMD_SERIALIZE_KERNEL": ("environment.serial", "warning"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("environment.caching", "warning"),
-    "NCCL_P2P_DISABLE": ("environment.detour", "note"),
-    "NCCL_SHM_DISABLE": ("environment.detour", "note"),
-    "NCCL_IB_DISABLE": ("environment.detour", "note"),
-}
-"""Rule and level for each variable that slows jobs down; of those that bind threads the planner warns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,64 +116,44 @@ def judge_plan(case: Case) -> Iterator[Finding]:
 def judge_binding_trial(case: Case) -> Iterator[Finding]:
     """What happened when processes tried the plan by the very shim that starts ranks."""
     trial = case.trial
-    for problem in trial.refused:
-        yield found("placement.memory_refused", "warning", problem=problem)
-    for problem in trial.problems:
-        yield found("placement.otherwise", "warning", problem=problem)
-    if trial.reason:
-        yield case.unchecked("binding", trial.reason)
-    elif not trial.problems and not trial.refused:
-        yield found("placement.tried", "ok", tried=trial.tried)
+    refused = [found("placement.memory_refused", "warning", problem=one) for one in trial.refused]
+    otherwise = [found("placement.otherwise", "warning", problem=one) for one in trial.problems]
+    untried = [case.unchecked("binding", trial.reason)] if trial.reason else []
+    yield from or_ok((*refused, *otherwise, *untried), "placement.tried", tried=trial.tried)
 
 
 def judge_cpuset(case: Case) -> Iterator[Finding]:
     """The CPUs and memory nodes that the job may use."""
     machine, allowed = case.machine, case.machine.allowed_cpus
-    problems = [*_find_uncovered(case), *_find_cut_cores(machine)]
-    used = {cpu.node for cpu in machine.cpus if cpu.id in allowed}
-    barred = {node.id for node in machine.nodes if node.id in used and node.normal and node.memory_kib}
-    if barred := barred - machine.allowed_mems:
-        problems.append(
-            found("cpus.barred_memory", "warning", nodes=frozenset(barred), mems=machine.allowed_mems)
-        )
-    yield from problems
-    if not problems:
-        count = len(machine.cpus)
-        share = "all" if len(allowed) == count else f"{len(allowed)} of"
-        yield found("cpus.cpuset", "ok", share=share, cpus=count, nodes=len(used))
-    if isolated := machine.isolated & allowed:
-        yield found("cpus.isolated", "note", cpus=isolated)
-
-
-def _find_uncovered(case: Case) -> Iterator[Finding]:
-    """NUMA nodes with a GPU whose CPUs the job may not use; if none is left, the plan may warn."""
-    machine = case.machine
+    problems = []
+    # NUMA nodes with a GPU whose CPUs the job may not use; if none is left, the plan may warn.
     for node in sorted({gpu.node for gpu in case.gpus if gpu.node is not None}):
         cpus = frozenset(cpu.id for cpu in machine.cpus if cpu.node == node)
-        lost = cpus - machine.allowed_cpus
+        lost = cpus - allowed
         if lost and (lost != cpus or case.binding == "none"):
-            yield found(
-                "cpus.uncovered",
+            level, near = (
                 "warning" if lost == cpus else "note",
-                node=node,
-                usable=len(cpus) - len(lost),
-                cpus=len(cpus),
-                lost=lost,
-                gpus=tuple(gpu.index for gpu in case.gpus if gpu.node == node),
+                [g.index for g in case.gpus if g.node == node],
             )
-
-
-def _find_cut_cores(machine: Machine) -> Iterator[Finding]:
-    """Cores of which the job may use some threads; one thread of every core is somebody's choice."""
-    allowed = machine.allowed_cpus
+            counts = {"usable": len(cpus) - len(lost), "cpus": len(cpus), "lost": lost, "gpus": tuple(near)}
+            problems.append(found("cpus.uncovered", level, node=node, **counts))
+    # Cores of which the job may use some threads; one thread of every core is somebody's choice.
     cores: dict[int, set[int]] = {}
     for cpu in machine.cpus:
         cores.setdefault(cpu.core, set()).add(cpu.id)
-    cut = [pus for pus in cores.values() if pus & allowed and pus - allowed]
-    whole = [pus for pus in cores.values() if len(pus) > 1 and pus <= allowed]
-    if cut:
+    if cut := [pus for pus in cores.values() if pus & allowed and pus - allowed]:
+        level = "warning" if any(len(pus) > 1 and pus <= allowed for pus in cores.values()) else "note"
         others = frozenset().union(*cut) - allowed
-        yield found("cpus.cut", "warning" if whole else "note", cores=len(cut), others=others)
+        problems.append(found("cpus.cut", level, cores=len(cut), others=others))
+    used = {cpu.node for cpu in machine.cpus if cpu.id in allowed}
+    usual = {node.id for node in machine.nodes if node.id in used and node.normal and node.memory_kib}
+    if barred := frozenset(usual - machine.allowed_mems):
+        problems.append(found("cpus.barred_memory", "warning", nodes=barred, mems=machine.allowed_mems))
+    count = len(machine.cpus)
+    share = "all" if len(allowed) == count else f"{len(allowed)} of"
+    yield from or_ok(problems, "cpus.cpuset", share=share, cpus=count, nodes=len(used))
+    if isolated := machine.isolated & allowed:
+        yield found("cpus.isolated", "note", cpus=isolated)
 
 
 def judge_count(case: Case) -> Iterator[Finding]:
@@ -283,15 +254,15 @@ def judge_devices(case: Case) -> Iterator[Finding]:
         return
     lost = tuple(pci for pci in shown if pci not in nvidia)
     extra = tuple(pci for pci in nvidia if shown and pci not in shown)
+    problems = []
     if lost:
         level = "note" if nvidia else "warning"
-        yield found("gpu.closed", level, shown=len(shown), opened=len(nvidia), lost=lost)
+        problems.append(found("gpu.closed", level, shown=len(shown), opened=len(nvidia), lost=lost))
     if extra:
-        yield found("gpu.not_in_proc", "note", extra=extra)
-    if not lost and not extra:
-        named = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus if gpu.name))
-        names = f": {named}" if named else ""
-        yield found("gpu.used", "ok", used=len(case.gpus), gpus=len(machine.gpus), names=names)
+        problems.append(found("gpu.not_in_proc", "note", extra=extra))
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus if gpu.name))
+    names = names and f": {names}"
+    yield from or_ok(problems, "gpu.used", used=len(case.gpus), gpus=len(machine.gpus), names=names)
 
 
 def judge_places(case: Case) -> Iterator[Finding]:
@@ -305,15 +276,14 @@ def judge_places(case: Case) -> Iterator[Finding]:
 def judge_links(case: Case) -> Iterator[Finding]:
     """PCI links with fewer lanes than the device has; their speed drops at idle, and says nothing."""
     known = [device for device in case.health.devices if device.width and device.max_width]
-    narrow = [device for device in known if (device.width or 0) < (device.max_width or 0)]
-    for device in narrow:
-        yield found(
-            "gpu.narrow_link", "warning", name=device.name, width=device.width, max_width=device.max_width
-        )
+    narrow = (
+        found("gpu.narrow_link", "warning", name=one.name, width=one.width, max_width=one.max_width)
+        for one in known
+        if (one.width or 0) < (one.max_width or 0)
+    )
+    yield from or_ok(narrow, "gpu.narrow_link", if_known=known, devices=len(known))
     if (case.machine.gpus or case.machine.nics) and not known:
         yield case.unchecked("links", "sysfs does not show it (a virtual machine?)")
-    elif known and not narrow:
-        yield found("gpu.narrow_link", "ok", devices=len(known))
 
 
 def judge_persistence(case: Case) -> Iterator[Finding]:
@@ -432,20 +402,11 @@ def judge_interrupts(case: Case) -> Iterator[Finding]:
         near = frozenset(cpu.id for cpu in machine.cpus if cpu.node == device.node)
         far = [cpus for cpus in device.interrupts if near.isdisjoint(cpus)]
         if near and 2 * len(far) > len(device.interrupts):
-            problems.append(
-                found(
-                    "interrupts.far",
-                    "warning" if device.nic else "note",
-                    far=len(far),
-                    count=len(device.interrupts),
-                    name=device.name,
-                    node=device.node,
-                    taken=frozenset().union(*far),
-                    near=near,
-                    irqbalance=irqbalance,
-                )
-            )
-    yield from problems or [found("interrupts.near", "ok", devices=len(shown), irqbalance=irqbalance)]
+            level, taken = "warning" if device.nic else "note", frozenset().union(*far)
+            counts = {"far": len(far), "count": len(device.interrupts), "name": device.name}
+            where = {"node": device.node, "taken": taken, "near": near}
+            problems.append(found("interrupts.far", level, **counts, **where, irqbalance=irqbalance))
+    yield from or_ok(problems, "interrupts.near", devices=len(shown), irqbalance=irqbalance)
 
 
 def judge_environment(case: Case) -> Iterator[Finding]:
@@ -454,14 +415,15 @@ def judge_environment(case: Case) -> Iterator[Finding]:
     if environ is None:
         yield case.unchecked("environment", "unknown")
         return
+    variables = read_tables()["variable"]
     problems = [
         found(rule, level, name=name, value=environ[name])
-        for name, (rule, level) in DOUBTFUL.items()
+        for name, (rule, level) in variables.items()
         if environ.get(name, "").strip().lower() not in OFF_VALUES
     ]
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         problems.append(found("environment.debug", "note"))
-    yield from problems or [found("environment.clean", "ok", count=len(DOUBTFUL))]
+    yield from or_ok(problems, "environment.clean", count=len(variables))
 
 
 def judge_last_run(case: Case) -> Iterator[Finding]:
@@ -472,14 +434,9 @@ def judge_last_run(case: Case) -> Iterator[Finding]:
         return
     problems = [*judge_run_records(run, is_live=run.state == "running")]
     yield from problems
-    ranks = sum(len(host.records) for host in run.hosts)
-    yield found(
-        "run.compared",
-        "note" if problems else "ok",
-        run=f"{run.path}, {run.state}" if run.state else run.path,
-        ranks=ranks,
-        hosts=len(run.hosts),
-    )
+    ranks, name = sum(len(host.records) for host in run.hosts), ", ".join(filter(None, (run.path, run.state)))
+    level = "note" if problems else "ok"
+    yield found("run.compared", level, run=name, ranks=ranks, hosts=len(run.hosts))
 
 
 def judge_run_records(run: RunRecords, *, is_live: bool) -> Iterator[Finding]:
@@ -487,36 +444,28 @@ def judge_run_records(run: RunRecords, *, is_live: bool) -> Iterator[Finding]:
     for text in run.damaged:
         yield found("run.damaged", "warning", problem=text)
     for host in run.hosts:
-        yield from judge_host(host, is_live=is_live)
-
-
-def judge_host(host: HostRecords, *, is_live: bool) -> Iterator[Finding]:
-    """One host's records of the last attempt; the values of what is found on a rank name it."""
-    if not host.planned:
-        ranks = tuple(record.rank for record in host.records)
-        yield found("run.no_plan", "warning", host=host.name, ranks=ranks)
-        return
-    records = {record.local_rank: record for record in host.records}
-    for rank in host.planned:
-        if record := records.get(rank.local_rank):
-            for difference in compare_rank(rank, record):
-                yield found("run.differs", "error", host=host.name, rank=record.rank, difference=difference)
-        else:
-            attempt = f" in attempt {host.attempt}" if host.attempt else ""
-            rule, level = ("run.no_record_yet", "note") if is_live else ("run.no_record", "warning")
-            yield found(rule, level, host=host.name, local_rank=rank.local_rank, attempt=attempt)
-    planned = {rank.local_rank for rank in host.planned}
-    for record in host.records:
-        for problem in record.problems:
-            yield found("run.problem", "warning", host=host.name, rank=record.rank, problem=problem)
-        if record.local_rank not in planned:
-            yield found(
-                "run.not_planned",
-                "warning",
-                host=host.name,
-                rank=record.rank,
-                local_rank=record.local_rank,
-            )
+        if not host.planned:
+            ranks = tuple(record.rank for record in host.records)
+            yield found("run.no_plan", "warning", host=host.name, ranks=ranks)
+            continue
+        records = {record.local_rank: record for record in host.records}
+        for rank in host.planned:
+            if record := records.get(rank.local_rank):
+                for difference in compare_rank(rank, record):
+                    values = {"rank": record.rank, "difference": difference}
+                    yield found("run.differs", "error", host=host.name, **values)
+            else:
+                values = {"local_rank": rank.local_rank, "attempt": ""}
+                values["attempt"] = f" in attempt {host.attempt}" if host.attempt else ""
+                rule, level = ("run.no_record_yet", "note") if is_live else ("run.no_record", "warning")
+                yield found(rule, level, host=host.name, **values)
+        planned = {rank.local_rank for rank in host.planned}
+        for record in host.records:
+            for problem in record.problems:
+                yield found("run.problem", "warning", host=host.name, rank=record.rank, problem=problem)
+            if record.local_rank not in planned:
+                values = {"rank": record.rank, "local_rank": record.local_rank}
+                yield found("run.not_planned", "warning", host=host.name, **values)
 
 
 CHECKS = (

@@ -6,7 +6,7 @@ machine. None, or an empty tuple, is what could not be read; `Facts.unchecked` s
 
 import string
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -294,6 +294,12 @@ def read_rules() -> Mapping[str, Rule]:
     }
 
 
+@cache
+def read_tables() -> Mapping[str, Mapping[str, Any]]:
+    """Read the tables that findings are decided by."""
+    return tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
+
+
 class _Formatter(string.Formatter):
     """`str.format` with formats for people.
 
@@ -365,6 +371,14 @@ class Finding:
 def found(rule: str, level: str, host: str = "", /, **values: object) -> Finding:
     """Return a finding, of a node of a job if `host` is given."""
     return Finding(rule, level, values, host)
+
+
+def or_ok(
+    problems: Iterable[Finding], rule: str, *, if_known: object = True, **values: object
+) -> list[Finding]:
+    """Return the problems; if there are none, and that is known, that a matter is as it should be."""
+    listed = [*problems]
+    return listed or ([found(rule, "ok", **values)] if if_known else [])
 
 
 def choose_exit_code(findings: Collection[Finding]) -> int:

@@ -6,53 +6,23 @@ NVIDIA's "GPU Debug Guidelines", "GPU Memory Error Management" (its RMA criteria
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 
-from launcher.doctor.model import Facts, Finding, GpuFacts, Wanted, found, read_rules
+from launcher.doctor.model import Facts, Finding, GpuFacts, Wanted, found, or_ok, read_rules, read_tables
 from launcher.text import describe_time, format_size
 
-ACTIONS = {
-    "gpu_reset": "sudo nvidia-smi --gpu-reset -i {index}, with no process on the GPU; else reboot the node",
-    "bus_reset": "reboot the node: the GPU needs a reset of its PCI bus",
-    "node_reboot": "reboot the node",
-    "system_reboot": "reboot the whole system, with all nodes of the NVLink domain",
-    "drain_p2p": "end all programs that use peer access between GPUs; reset the GPU if it stays so",
-    "drain_and_reset": "drain the node, then sudo nvidia-smi --gpu-reset -i {index}",
-    "recover_imex_domain": "restart nvidia-imex on all nodes of the NVLink domain",
-}
-"""What helps, by nvmlDeviceGpuRecoveryAction_t."""
 MOST_REMAPPED = 512
 """Rows remapped after uncorrectable errors from which on NVIDIA takes a GPU back ("RMA criteria")."""
-SLOWED = {
-    "hw_slowdown": "the hardware holds the clocks down, by a half or more: heat, or too little power",
-    "hw_thermal_slowdown": "it is too hot, and the hardware holds the clocks down by a half or more",
-    "hw_power_brake": "the power supply asks it to use less, and the clocks are held down by a half or more",
-}
-"""Clock event reasons that make it far too slow; `idle` and `sw_power_cap` are normal."""
 USED_SHARE = 0.02
 """Share of a GPU's memory that may be in use on an idle one: 1.6 of 80 GiB; the driver's own has less."""
 HEAVY_SHARE = 0.1
 """From here on a program that fills its GPUs fails for want of memory."""
-REBOOT_XIDS = frozenset({79})
-RESET_XIDS = frozenset({48, 64, 95, 119, 120, 140, 143})
-"""Uncorrected memory errors, a failed remapping, a GSP that does not answer: a reset is asked for."""
-LINK_XIDS = frozenset({74})
-PROGRAM_XIDS = frozenset({13, 31, 94})
-"""Of a program that has failed; the GPU is as before."""
-QUIET_XIDS = frozenset({43, 63})
-"""A program that was ended, and a remapping that has gone well."""
 RECENT = 86400.0
 """Seconds in which an XID that asks for a reset counts as an error if the driver does not tell its state."""
 NEEDED = ("run directory", "working directory", "checkpoints", "data", "temporary directory")
 """Purposes of paths without which a program does not run; a home directory is not among them."""
 WRITTEN = ("run directory", "checkpoints", "temporary directory")
 """Purposes of directories that the job writes to."""
-PATH_STATES = {
-    "stuck": ("paths.stuck", "no answer"),
-    "denied": ("paths.denied", "denied"),
-    "read_only": ("paths.read_only", ""),
-    "failed": ("paths.failed", "failed"),
-}
-"""Rule for each state of a path that does not answer, and its detail if there is none."""
 FULL = 16 << 10
 """Free KiB of a directory with which no log and no checkpoint is written."""
 INODES_LEAST, INODES_NONE = 1000, 16
@@ -69,9 +39,6 @@ MEMORY_LOW, MEMORY_NONE = 0.1, 0.02
 """Shares of memory that are free, from which on little, and nothing, can be had."""
 LOAD_HEAVY, LOAD_LIGHT = 0.5, 0.1
 """Shares of the job's CPUs that others use."""
-LEAST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580, 65, 6)}
-"""The oldest driver for each major version of CUDA. Source: CUDA's release notes, "CUDA Toolkit and Minimum
-Required NVIDIA Driver Version for CUDA Minor Version Compatibility"."""
 
 
 def check_gpus(node: Facts, _: Wanted) -> Iterator[Finding]:
@@ -84,36 +51,31 @@ def check_gpus(node: Facts, _: Wanted) -> Iterator[Finding]:
     if node.lost_gpus:
         yield found("gpu.lost", "error", gpus=node.lost_gpus)
 
-    told = [gpu for gpu in node.gpus if gpu.recovery_action is not None]
-    waiting = [gpu for gpu in told if gpu.recovery_action != "none"]
-    for gpu in waiting:
-        action = gpu.recovery_action or ""
-        help_text = ACTIONS.get(action, "drain the node and reboot it").format(index=gpu.index)
-        yield found("gpu.recovery", "error", gpu=gpu.label, action=action.replace("_", " "), help=help_text)
-    if told and not waiting:
-        yield found("gpu.recovery", "ok")
+    told = [(gpu, gpu.recovery_action) for gpu in node.gpus if gpu.recovery_action is not None]
+    recoveries = []
+    for gpu, action in told:
+        if action != "none":
+            values = {"action": action.replace("_", " "), "help": _advise(action, gpu)}
+            recoveries.append(found("gpu.recovery", "error", gpu=gpu.label, **values))
+    yield from or_ok(recoveries, "gpu.recovery", if_known=told)
+    errors = chain.from_iterable(map(_list_memory_errors, node.gpus))
+    known = [gpu for gpu in node.gpus if (gpu.ecc_uncorrected, gpu.remap_failed) != (None, None)]
+    yield from or_ok(errors, "gpu.ecc", if_known=known)
+    slowed = chain.from_iterable(map(_list_slowdowns, node.gpus))
+    known = [gpu for gpu in node.gpus if gpu.max_sm_clock and not gpu.problem]
+    yield from or_ok(slowed, "gpu.slowed", if_known=known)
+    yield from or_ok(_judge_xids(node), "gpu.xid", if_known=node.gpus and node.xids is not None)
 
-    errors = [finding for gpu in node.gpus for finding in _list_memory_errors(gpu)]
-    yield from errors
-    if not errors and any(
-        gpu.ecc_uncorrected is not None or gpu.remap_failed is not None for gpu in node.gpus
-    ):
-        yield found("gpu.ecc", "ok")
 
-    slowed = [finding for gpu in node.gpus for finding in _list_slowdowns(gpu)]
-    yield from slowed
-    if not slowed and any(gpu.max_sm_clock and not gpu.problem for gpu in node.gpus):
-        yield found("gpu.slowed", "ok")
-
-    xids = [*_judge_xids(node)]
-    yield from xids
-    if node.gpus and node.xids is not None and not xids:
-        yield found("gpu.xid", "ok")
+def _advise(action: str, gpu: GpuFacts | None) -> str:
+    """Return what helps a GPU."""
+    text: str = read_tables()["action"].get(action, "drain the node and reboot it")
+    return text.format(index=gpu.index if gpu else "N")
 
 
 def _list_memory_errors(gpu: GpuFacts) -> Iterator[Finding]:
     """Uncorrected ECC errors, and rows that were remapped for them."""
-    reset = ACTIONS["gpu_reset"].format(index=gpu.index)
+    reset = _advise("gpu_reset", gpu)
     if gpu.remap_failed:
         yield found("gpu.remap_failed", "error", gpu=gpu.label)
     if gpu.remap_pending:
@@ -132,34 +94,33 @@ def _list_slowdowns(gpu: GpuFacts) -> Iterator[Finding]:
     clock = f", {gpu.sm_clock} of {gpu.max_sm_clock} MHz" if gpu.sm_clock and gpu.max_sm_clock else ""
     heat = "" if gpu.temperature is None else f", {gpu.temperature} °C"
     for reason in gpu.clock_reasons:
-        if reason in SLOWED:
-            values = {"gpu": gpu.label, "reason": reason, "state": clock + heat, "meaning": SLOWED[reason]}
-            yield found("gpu.slowed", "error", **values)
+        if meaning := read_tables()["slowed"].get(reason):
+            yield found(
+                "gpu.slowed", "error", gpu=gpu.label, reason=reason, state=clock + heat, meaning=meaning
+            )
     if "sw_thermal_slowdown" in gpu.clock_reasons:
         yield found("gpu.warm", "warning", gpu=gpu.label, state=heat)
 
 
 def _judge_xids(node: Facts) -> Iterator[Finding]:
     """The last XID of each number and GPU; of a GPU that is none of the job's it is a note."""
-    gpus = {gpu.pci: gpu for gpu in node.gpus if gpu.pci}
-    last = {(xid.pci, xid.number): xid for xid in node.xids or () if xid.number not in QUIET_XIDS}
-    for xid in last.values():
+    gpus, kinds = {gpu.pci: gpu for gpu in node.gpus if gpu.pci}, read_tables()["xid"]
+    xids = [(xid, kinds.get(str(xid.number), "")) for xid in node.xids or ()]
+    last = {(xid.pci, xid.number): (xid, kind) for xid, kind in xids if kind != "quiet"}
+    for xid, kind in last.values():
         gpu = gpus.get(xid.pci)
         is_old = xid.age is not None and xid.age > RECENT
         is_well = gpu is not None and gpu.recovery_action == "none" and not gpu.problem
-        rule, level = "gpu.xid", "note"
-        if xid.number in PROGRAM_XIDS:
-            rule = "gpu.xid_program"
-        elif xid.number in REBOOT_XIDS and gpu and not gpu.problem:
-            rule, level = "gpu.xid_back", "warning"
-        elif xid.number in REBOOT_XIDS:
-            rule, level = "gpu.xid_off_the_bus", "error"
-        elif xid.number in RESET_XIDS and is_well:
+        rule, level = f"gpu.xid_{kind}" if kind else "gpu.xid", "note"
+        if kind == "reboot":
+            is_back = gpu and not gpu.problem
+            rule, level = ("gpu.xid_back", "warning") if is_back else ("gpu.xid_off_the_bus", "error")
+        elif kind == "reset" and is_well:
             rule = "gpu.xid_reset_done"
-        elif xid.number in RESET_XIDS:
-            rule, level = "gpu.xid_reset", "warning" if is_old else "error"
-        elif xid.number in LINK_XIDS:
-            rule, level = "gpu.xid_link", "note" if is_well and is_old else "warning"
+        elif kind == "reset":
+            level = "warning" if is_old else "error"
+        elif kind == "link" and not (is_well and is_old):
+            level = "warning"
         count = sum((other.pci, other.number) == (xid.pci, xid.number) for other in node.xids or ())
         is_known = xid.age is not None and math.isfinite(xid.age)
         when = f", the last {describe_time(xid.age or 0.0)} ago" if is_known else ""
@@ -171,7 +132,7 @@ def _judge_xids(node: Facts) -> Iterator[Finding]:
             number=xid.number,
             history=f"{times}{when}",
             text=f": {xid.text}" if xid.text else "",
-            reset=ACTIONS["gpu_reset"].format(index=gpu.index if gpu else "N"),
+            reset=_advise("gpu_reset", gpu),
         )
 
 
@@ -179,10 +140,11 @@ def check_leftovers(node: Facts, _: Wanted) -> Iterator[Finding]:
     """Memory that somebody else's processes hold on the job's GPUs."""
     known = [gpu for gpu in node.gpus if gpu.used_mib is not None and gpu.memory_mib > 0]
     held = [gpu for gpu in known if (gpu.used_mib or 0) > USED_SHARE * gpu.memory_mib]
-    for gpu in held:
+
+    def tell(gpu: GpuFacts) -> Finding:
         used = gpu.used_mib or 0
         names = [f"{process.name or 'a process'} (process {process.pid})" for process in gpu.processes or ()]
-        yield found(
+        return found(
             "gpu.held",
             "error" if used > HEAVY_SHARE * gpu.memory_mib else "warning",
             gpu=gpu.label,
@@ -190,8 +152,8 @@ def check_leftovers(node: Facts, _: Wanted) -> Iterator[Finding]:
             size=gpu.memory_mib << 10,
             holders=f" by {', '.join(names[:4])}" if names else ", and NVML shows no process that holds it",
         )
-    if known and not held:
-        yield found("gpu.held", "ok")
+
+    yield from or_ok(map(tell, held), "gpu.held", if_known=known)
 
 
 def rate_path(purpose: str) -> str:
@@ -204,8 +166,8 @@ def check_needed_paths(node: Facts, wanted: Wanted) -> Iterator[Finding]:
     least = max(wanted.min_free_kib, FULL)
     for path in node.paths:
         name, free, inodes = f"{path.path} ({path.purpose})", path.free_kib, path.free_inodes
-        if path.state in PATH_STATES:
-            rule, detail = PATH_STATES[path.state]
+        if path.state in read_tables()["path"]:
+            rule, detail = read_tables()["path"][path.state]
             room = "" if free is None else f" ({format_size(free)} free)"
             yield found(rule, rate_path(path.purpose), name=name, detail=path.detail or detail, room=room)
         elif path.state == "ok" and path.seconds > SLOW_PATH:
@@ -269,7 +231,7 @@ def check_versions(node: Facts, _: Wanted) -> Iterator[Finding]:
     if needed and offered:
         is_old = offered[0] < needed[0]
     elif needed and driver:
-        is_old = driver < LEAST_DRIVERS.get(needed[0], (0,))
+        is_old = driver < tuple(read_tables()["driver"].get(str(needed[0]), (0,)))
     with_cuda = f" with CUDA {node.cuda_driver}" if node.cuda_driver else ""
     values = {"torch": node.torch, "cuda": node.torch_cuda, "offered": node.cuda_driver or "of the driver"}
     values["driver"] = (node.driver or "unknown") + with_cuda
