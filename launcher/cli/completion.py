@@ -12,7 +12,7 @@ from launcher.cli.verbs import VERBS, Takes, find_verb, group_words
 from launcher.config.settings import Settings
 from launcher.config.words import list_flag_values, make_parser, parse_flags
 from launcher.errors import UsageError
-from launcher.runs.run_lookup import list_runs, name_run
+from launcher.runs.run_status import list_runs, name_run
 
 SHELLS = Path(__file__).with_name("shells")
 """What each shell evaluates, `install.bash`. If there are no answers, as for a program's arguments, it offers

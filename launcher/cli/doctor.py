@@ -38,8 +38,8 @@ from launcher.protocol import LAUNCH_PLAN, LAUNCH_QUIET, LAUNCH_RECORD_DIR, PREF
 from launcher.report.console import make_console
 from launcher.report.findings import list_preflight_lines, print_findings, summarise_preflight
 from launcher.runs.manifest import stamp_time, write_manifest
+from launcher.runs.records import RunRecords, compare_rank, find_last_run, read_run
 from launcher.runs.run_directory import RunDir
-from launcher.runs.run_records import RunRecords, compare_rank, find_last_run, read_run
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import STOPPING, catch_signals
 from launcher.plan.model import Plan
 from launcher.protocol import LAUNCH_BINDING, LAUNCH_FIT, LAUNCH_QUIET, LAUNCH_RUN_DIR
-from launcher.runs.memory_records import fingerprint_ranks, read_measured_runs, summarize_ratios
+from launcher.runs.records import fingerprint_ranks, read_measured_runs, summarize_ratios
 from launcher.text import join_words, print_text, strip_sequences
 
 logger = logging.getLogger(__name__)

@@ -39,9 +39,9 @@ from launcher.launch.job import Job, JobSpec, render_start
 from launcher.launch.warm.read_ahead import reading_ahead
 from launcher.plan.model import plan_to_json
 from launcher.protocol import name_host
-from launcher.runs.memory_records import keep_prediction
+from launcher.runs.records import keep_prediction
 from launcher.runs.run_directory import RunIdTakenError
-from launcher.runs.run_lookup import MOST_NEAR, list_runs
+from launcher.runs.run_status import MOST_NEAR, list_runs
 from launcher.text import join_words, name_some, print_text
 
 logger = logging.getLogger(__name__)

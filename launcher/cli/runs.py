@@ -21,14 +21,27 @@ from launcher.errors import EXIT_MACHINE, MachineError, SchedulerError, UsageErr
 from launcher.files import read_file
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.report.viewer import open_stream
-from launcher.runs.manifest import OPEN, parse_manifest, read_manifest, stamp_time, take_dict, write_manifest
+from launcher.runs.manifest import (
+    OPEN,
+    check_process,
+    open_process,
+    parse_manifest,
+    read_manifest,
+    stamp_time,
+    take_dict,
+    write_manifest,
+)
 from launcher.runs.rank_logs import Output, RunOutputReader
 from launcher.runs.run_directory import RunDir
-from launcher.runs.run_lookup import RunLookupError, choose_runs, list_runs, name_run
-from launcher.runs.run_process import check_process, open_process
-from launcher.runs.run_status import RunStatus, add_progress, read_status
-from launcher.slurm.commands import ENDED, WAITING, ask_queue, run_slurm
-from launcher.slurm.notation import expand_hosts, fold_hosts
+from launcher.runs.run_status import (
+    RunStatus,
+    add_progress,
+    choose_runs,
+    list_runs,
+    name_run,
+    read_status,
+)
+from launcher.slurm.commands import ENDED, WAITING, ask_queue, expand_hosts, fold_hosts, run_slurm
 from launcher.slurm.run_states import RunWatch, describe_run_state, explain_reason, find_run_states
 from launcher.text import describe_time, escape_text, print_text
 
@@ -66,10 +79,7 @@ LONGEST_HOST = 80
 
 def choose_named(config: Settings, names: Sequence[str]) -> list[Path]:
     """Return the runs that are named, each once; raises UsageError with the near names."""
-    try:
-        return choose_runs(Path(config.runs_dir), names)
-    except RunLookupError as error:
-        raise UsageError(str(error)) from None
+    return choose_runs(Path(config.runs_dir), names)
 
 
 def choose_live(config: Settings, names: Sequence[str], verb: str) -> Path:

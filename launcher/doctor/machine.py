@@ -18,7 +18,7 @@ from launcher.doctor.node import (
 from launcher.plan.model import Gpu, Machine, Plan
 from launcher.plan.resources import count_node_cores
 from launcher.plan.variables import OFF_VALUES
-from launcher.runs.run_records import RunRecords, compare_rank
+from launcher.runs.records import RunRecords, compare_rank
 
 CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24
 """Capabilities that lift RLIMIT_MEMLOCK and RLIMIT_NPROC (capabilities(7))."""

@@ -30,9 +30,8 @@ from launcher.launch.terminal import Terminal
 from launcher.launch.warm.process import NOT_FORKED, WarmProcess, start_warm
 from launcher.launch.warm.program import ExecNeededError
 from launcher.protocol import LAUNCH_PARENT
-from launcher.runs.node_records import name_error_file
+from launcher.runs.records import AppliedReader, name_error_file
 from launcher.runs.run_directory import RunDir, closing_descriptor
-from launcher.runs.run_records import AppliedReader
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,9 @@ from launcher.launch.processes import Death, RankProcess
 from launcher.launch.signals import name_signal
 from launcher.protocol import name_applied_file
 from launcher.runs.manifest import stamp_time, write_manifest
-from launcher.runs.node_records import RankFailure, read_error
 from launcher.runs.rank_logs import read_tail
+from launcher.runs.records import Applied, RankFailure, compare_applied, read_error
 from launcher.runs.run_directory import RunDir
-from launcher.runs.run_records import Applied, compare_applied
 from launcher.text import describe_first_failed_rank
 
 logger = logging.getLogger(__name__)

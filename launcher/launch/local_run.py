@@ -21,7 +21,7 @@ from launcher.launch.job import Job, JobSpec, build_agent_environ
 from launcher.launch.supervisor import Supervisor, Viewer
 from launcher.launch.terminal import open_terminal
 from launcher.launch.watching import keep_watch_folder, watch_node
-from launcher.runs.manifest import describe_start, write_manifest
+from launcher.runs.manifest import describe_start, hold_directory, identify_process, write_manifest
 from launcher.runs.progress import LONG_BEFORE, CleanEnd, describe_progress, explain_early_exits
 from launcher.runs.run_directory import (
     RunDir,
@@ -32,7 +32,6 @@ from launcher.runs.run_directory import (
     write_json,
     write_private,
 )
-from launcher.runs.run_process import hold_directory, identify_process
 from launcher.text import describe_time
 
 logger = logging.getLogger(__name__)

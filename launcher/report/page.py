@@ -26,7 +26,7 @@ from launcher.report.machine import DRAWS, render_machine
 from launcher.report.tables import shorten_time
 from launcher.report.watch import describe_process
 from launcher.runs.manifest import read_manifest, read_time, take_dict, take_list
-from launcher.runs.run_records import RunRecords, compare_rank, read_run
+from launcher.runs.records import RunRecords, compare_rank, read_run
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.runs.secrets import mask_words
 from launcher.text import (

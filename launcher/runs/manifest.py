@@ -1,13 +1,16 @@
-"""`manifest.json`: what was run, from which sources, where and when, and how it ended."""
+"""`manifest.json`: what was run, from which sources, where, when and by which process, and how it ended."""
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
+from errno import EPERM
 from pathlib import Path
 from typing import Any
 
-from launcher.files import ON_THE_WAY, open_directory, open_own, read_file
+from launcher.files import ON_THE_WAY, open_directory, open_own, read_file, read_stat
 from launcher.runs.run_directory import RunDir, closing_descriptor, write_json
 from launcher.runs.secrets import mask_words
 
@@ -27,6 +30,8 @@ JOB = re.compile(r"\d+(?:_\d+)?")
 
 def describe_start(run: RunDir, command: Sequence[str], choices: Mapping[str, str]) -> dict[str, object]:
     """Return the manifest's part that is known at the start; secrets in the command are masked."""
+    found = read_manifest(run.path, run.manifest_path.name)
+    earlier = [*take_list(found, "earlier"), {key: found[key] for key in OF_ATTEMPT if key in found}]
     return {
         "schema": 1,
         "id": run.id,
@@ -37,7 +42,7 @@ def describe_start(run: RunDir, command: Sequence[str], choices: Mapping[str, st
         "started": stamp_time(),
         "ended": None,
         "outcome": {"state": "running"},
-        "earlier": read_earlier(run.manifest_path),
+        "earlier": earlier if "earlier" in found else [],
     }
 
 
@@ -54,10 +59,10 @@ def read_time(text: object) -> float | None:
         return None
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path, name: str = "manifest.json") -> dict[str, Any]:
     """Read the manifest of a run directory; empty if it cannot be read."""
     try:
-        return parse_manifest(read_file(path / "manifest.json", MOST_BYTES))
+        return parse_manifest(read_file(path / name, MOST_BYTES))
     except OSError:
         return {}
 
@@ -111,15 +116,97 @@ def take_earlier(manifest: Mapping[str, object]) -> list[dict[str, Any]]:
     return [entry for entry in take_list(manifest, "earlier") if isinstance(entry, dict)]
 
 
-def read_earlier(path: Path) -> list[object]:
-    """Return the starts that a manifest tells of, oldest first; none if there is no manifest."""
-    try:
-        found = json.loads(read_file(path, MOST_BYTES).decode())
-        return [*found["earlier"], {key: found[key] for key in OF_ATTEMPT if key in found}]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
-
-
 def write_manifest(run: RunDir, manifest: Mapping[str, object]) -> None:
     """Write the manifest; raises OSError."""
     write_json(run.manifest_path, manifest)
+
+
+START_FIELD = 22
+"""Field of /proc/PID/stat with the start in clock ticks since boot (proc(5))."""
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+NAMESPACE = Path("/proc/self/ns/pid")
+
+
+def identify_process(pid: int) -> dict[str, object]:
+    """Return what tells a process of this host from all others, for the manifest; empty without /proc."""
+    try:
+        return {"host": os.uname().nodename, "pid": pid, "start": read_start(pid), **identify_place()}
+    except OSError:
+        return {}
+
+
+def identify_place() -> dict[str, object]:
+    """Return which kernel, since which boot, and whose PIDs (a container has its own); raises OSError."""
+    return {"boot": BOOT.read_text(encoding="ascii").strip(), "namespace": str(NAMESPACE.readlink())}
+
+
+def read_start(pid: int) -> int:
+    """Return when a process started; raises OSError if there is none, or if it is a zombie."""
+    _, fields = read_stat(pid)
+    if fields[0] in "ZX":
+        raise ProcessLookupError(f"process {pid} has ended")
+    return int(fields[START_FIELD - 3])
+
+
+def check_process(record: Mapping[str, object]) -> bool | None:
+    """Tell whether a process that was identified so is alive; None if that cannot be seen here."""
+    try:
+        place = identify_place()
+        if record.get("host") != os.uname().nodename:
+            return None
+        if record.get("boot") != place["boot"]:
+            return False  # none of the processes before a boot is left
+        if record.get("namespace") != place["namespace"]:
+            return None
+        return read_start(int(str(record["pid"]))) == record.get("start")
+    except OSError:
+        return False
+    except (KeyError, ValueError):
+        return None
+
+
+def hold_directory(path: Path) -> None:
+    """Keep a run directory open until this process ends: by that it is known as the run's `launch`.
+
+    Raises OSError. The descriptor is not passed on to other programs.
+    """
+    open_own(path)
+
+
+def open_process(record: Mapping[str, object], path: Path) -> int:
+    """Return a pidfd of the `launch` of a run, whose manifest identifies it so.
+
+    Raises ProcessLookupError if it is gone, and PermissionError for a process that is another user's, or
+    is not this run's: the record alone could name any process. The checks come after the opening: from then
+    on, the descriptor stands for this very process.
+    """
+    pid = int(str(record["pid"]))
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError as error:
+        raise ProcessLookupError(f"process {pid}: {error.strerror}") from None
+    try:
+        if not check_process(record):
+            raise ProcessLookupError(f"process {pid} is another one, or has ended")
+        if Path(f"/proc/{pid}").stat().st_uid != os.geteuid():
+            raise PermissionError(EPERM, f"process {pid} is another user's")
+        if not holds_directory(pid, path):
+            raise PermissionError(EPERM, f"process {pid} is not the launch of this run")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def holds_directory(pid: int, path: Path) -> bool:
+    """Tell whether a process has a directory open, as a `launch` has that of its run; raises OSError."""
+    wanted = path.stat()
+    try:
+        entries = [*Path(f"/proc/{pid}/fd").iterdir()]
+    except FileNotFoundError:
+        raise ProcessLookupError(f"process {pid} has ended") from None
+    for entry in entries:
+        with suppress(OSError):  # closed meanwhile
+            if os.path.samestat(entry.stat(), wanted):
+                return True
+    return False

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.files import open_file
+from launcher.runs.records import AppliedReader
 from launcher.runs.run_directory import list_logs
-from launcher.runs.run_records import AppliedReader
 
 CHUNK = 1 << 20
 """Bytes that are read at once."""

@@ -130,22 +130,19 @@ def list_logs(path: Path, *inner: str) -> list[str]:
 def prepare_folders(at: int, path: Path) -> list[int]:
     """Close a run directory to others, make its folder for logs, and return the attempts that have one there.
 
-    The descriptor is closed. Raises OSError.
+    The descriptor is closed. Raises OSError, also for a link in the place of a log.
     """
     with closing_descriptor(at):
         os.fchmod(at, 0o700)
         logs = make_inner(at, LOGS)
+    found = []
     with closing_descriptor(logs), full_names(path / LOGS), os.scandir(logs) as entries:
-        return list(number_attempts(entries))
-
-
-def number_attempts(entries: Iterator["os.DirEntry[str]"]) -> Iterator[int]:
-    """Give the attempts among the entries of `logs`; raises OSError for a link in the place of a log."""
-    for entry in entries:
-        if entry.is_symlink() and (entry.name.isdecimal() or entry.name.startswith(OURS)):
-            raise OSError(errno.ELOOP, "a symbolic link, which a run directory cannot have there", entry.name)
-        if entry.name.isdecimal():
-            yield int(entry.name)
+        for entry in entries:
+            name = entry.name
+            if entry.is_symlink() and (name.isdecimal() or name.startswith(OURS)):
+                raise OSError(errno.ELOOP, "a symbolic link, which a run directory cannot have there", name)
+            found += [int(name)] if name.isdecimal() else []
+    return found
 
 
 @contextlib.contextmanager
@@ -198,21 +195,16 @@ def reserve_space(run: RunDir, size: int = SIZE) -> None:
 def release_space(run: RunDir) -> str:
     """Give back what was held, when the ranks have ended, who would use it up.
 
-    Returns why nothing could be written any more before that, see `find_write_error`.
+    Returns why nothing could be written any more before that, in words; empty if it could.
     """
-    trouble = find_write_error(run)
-    if run.path in held:
-        os.close(held.pop(run.path))
-    return trouble
-
-
-def find_write_error(run: RunDir) -> str:
-    """Say why nothing can be written to the run directory, in words; empty if it can."""
+    trouble = ""
     try:
         os.close(write_nameless(run, TRIAL))
     except OSError as error:
-        return explain_write_error(run, error)
-    return ""
+        trouble = explain_write_error(run, error)
+    if run.path in held:
+        os.close(held.pop(run.path))
+    return trouble
 
 
 def explain_write_error(run: RunDir, error: OSError) -> str:
@@ -232,13 +224,6 @@ def is_full(run: RunDir) -> bool:
         found = os.statvfs(run.path)
         return found.f_bavail * found.f_frsize < TRIAL
     return False
-
-
-def explain_missing_end(run: RunDir) -> str:
-    """Say why nobody has recorded how a run ended; empty if the run directory does not tell."""
-    if not run.path.is_dir():
-        return f"{REMOVED} ({run.path})"
-    return f"{FULL} ({run.path})" if is_full(run) else ""
 
 
 def write_nameless(run: RunDir, count: int) -> int:

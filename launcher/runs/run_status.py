@@ -1,12 +1,22 @@
-"""How a run stands, as far as its directory tells: what `launch status` shows of it."""
+"""Which runs there are, what a text means of them, and how one stands, as far as its directory tells."""
 
+import difflib
+import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import islice
 from pathlib import Path
 
+from launcher.errors import UsageError
+from launcher.files import LARGEST, is_planted, open_directory, read_file
 from launcher.runs.manifest import (
     CLOSED,
+    JOB,
+    check_process,
     read_job,
     read_manifest,
     read_own_manifest,
@@ -15,12 +25,117 @@ from launcher.runs.manifest import (
     take_earlier,
     take_list,
 )
-from launcher.runs.progress import find_last_line, find_newest, find_printed_step
+from launcher.runs.progress import find_last_line, find_newest, find_printed_step, read_mtime
 from launcher.runs.rank_logs import list_attempts
-from launcher.runs.run_directory import FULL, RunDir, is_full
-from launcher.runs.run_lookup import name_run
-from launcher.runs.run_process import check_process
+from launcher.runs.run_directory import FULL, RunDir, closing_descriptor, is_full
 from launcher.text import describe_time
+
+STAMP = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
+"""A run's ID as `launch` chooses it."""
+MOST_NEAR = 200
+"""Runs whose names are compared with one that is not found."""
+
+
+def list_runs(runs_dir: Path) -> Iterator[Path]:
+    """Give the run directories, the newest first; whether one has a manifest is looked up as it is given."""
+    folders = [run for name in _list_within(runs_dir) for run in _list_within(name)]
+    return (path for path in sorted(folders, key=_read_age, reverse=True) if _is_run(path))
+
+
+def _list_within(folder: Path) -> list[Path]:
+    """Return the folders in a folder, another user's symbolic links left out; none if it cannot be read."""
+    try:
+        with closing_descriptor(open_directory(folder)) as at, os.scandir(at) as entries:
+            found = [entry for entry in entries if entry.is_dir()]
+            links = [e.name for e in found if e.is_symlink() and is_planted(e.stat(follow_symlinks=False))]
+            return [folder / entry.name for entry in found if entry.name not in links]
+    except (OSError, ValueError):
+        return []
+
+
+def _read_age(path: Path) -> tuple[str, int, str]:
+    """Return what orders runs by their start: the ID tells it, else the folder's time of change."""
+    if span := STAMP.fullmatch(path.name):
+        return span[1], int(span[2] or 1), path.parent.name
+    changed = datetime.fromtimestamp(read_mtime(path) or 0.0).astimezone()
+    return changed.strftime("%Y%m%d-%H%M%S"), 0, path.name
+
+
+def _is_run(path: Path) -> bool:
+    """Tell whether a folder is a run's."""
+    try:
+        return (path / "manifest.json").is_file()
+    except (OSError, ValueError):  # too long to be a path, or with a NUL in it
+        return False
+
+
+def name_run(path: Path) -> str:
+    """Return a run's name as the verbs take it, `NAME/ID`."""
+    return f"{path.parent.name}/{path.name}"
+
+
+def choose_runs(runs_dir: Path, texts: Sequence[str]) -> list[Path]:
+    """Return the runs that some texts mean, each once; raises UsageError with the near names."""
+    return list(dict.fromkeys(path for text in texts for path in _find_runs(runs_dir, text)))
+
+
+def _find_runs(runs_dir: Path, text: str) -> Sequence[Path]:
+    """Return the runs that a text means: several only for the number of a job array, its newest members.
+
+    It is a path, `NAME/ID`, an ID, the NAME of runs (the newest), or a job's number (`12`, `12_3`).
+    """
+    for path in (runs_dir / text, Path(text)):
+        if "/" in text.rstrip("/") and _is_run(path):
+            return [path.absolute()]
+    is_number = JOB.fullmatch(text) is not None
+    jobs = _find_jobs(runs_dir, text) if is_number else ()
+    named = _find_named(runs_dir, text)
+    if jobs and named:
+        raise UsageError(
+            f"{text} is the job of {name_run(jobs[0])}, and means {name_run(named)} too: write NAME/ID"
+        )
+    if jobs or named:
+        return [named] if named else jobs
+    if _is_run(Path(text)):
+        return [Path(text).absolute()]
+    newest = list(islice(list_runs(runs_dir), MOST_NEAR))
+    if not newest:
+        raise UsageError(
+            f"there is no run {text!r}: none is below runs_dir={runs_dir}; name another with runs_dir=DIR"
+        )
+    known = [form for path in newest for form in (path.parent.name, path.name, name_run(path))]
+    near = difflib.get_close_matches(text, dict.fromkeys(known), n=3, cutoff=0.6)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"the newest is {name_run(newest[0])}"
+    what = "job" if is_number else "run"
+    raise UsageError(f"there is no {what} {text!r} below runs_dir={runs_dir}: {hint}")
+
+
+def _find_named(runs_dir: Path, text: str) -> Path | None:
+    """Return the run with this ID, or the newest of this name; raises UsageError for an ID of several."""
+    if not text or "/" in text or text in (".", ".."):
+        return None
+    same = sorted(name / text for name in _list_within(runs_dir) if _is_run(name / text))
+    if len(same) > 1:
+        shown = ", ".join(name_run(path) for path in same[:8])
+        raise UsageError(f"{text} is the ID of {len(same)} runs: write one of {shown}")
+    own = sorted(_list_within(runs_dir / text), key=_read_age, reverse=True)
+    return next(iter(same), next((path.absolute() for path in own if _is_run(path)), None))
+
+
+def _find_jobs(runs_dir: Path, number: str) -> Sequence[Path]:
+    """Return the newest run of a job, or of each member of a job array, in the order of their numbers."""
+    mark, found = f'"{number}'.encode(), dict[int, Path]()
+    for path in list_runs(runs_dir):
+        with suppress(OSError):
+            # Parsing thousands of manifests would take seconds.
+            if mark in read_file(path / "manifest.json", LARGEST):
+                job, _, member = (read_job(read_manifest(path)) or "").partition("_")
+                if number in (job, f"{job}_{member}"):
+                    if not member or "_" in number:
+                        return [path.absolute()]
+                    found.setdefault(int(member), path.absolute())
+    return [found[member] for member in sorted(found)]
+
 
 LONG_SILENCE = 1800.0
 """Seconds without anything written after which a run that cannot be seen from here may be over."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import EXIT_HANG, EXIT_MACHINE
 from launcher.launch.signals import STOPPING, name_signal
-from launcher.runs.node_records import NodeRecord, RankFailure
 from launcher.runs.progress import AttemptProgress
+from launcher.runs.records import NodeRecord, RankFailure
 from launcher.slurm.commands import RUNNING, JobState
 from launcher.text import describe_first_failed_rank, name_some
 

@@ -1,6 +1,7 @@
-"""SLURM's commands: one parser for what each of squeue, sacct, sinfo and scontrol prints, and the requeue."""
+"""SLURM's commands and notations: one parser for what each of squeue, sacct, sinfo and scontrol prints."""
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -9,12 +10,12 @@ import signal
 import subprocess
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import SchedulerError
+from launcher.errors import SchedulerError, UsageError
 from launcher.runs.manifest import read_time
 
 logger = logging.getLogger(__name__)
@@ -315,3 +316,87 @@ def exclude_nodes(
     kept = [name for name in lost if name not in chosen]
     why = f"the job asks for it, or partition {partition} would have too few nodes"
     return f"{', '.join(kept)} not excluded: {why}" if kept else ""
+
+
+# Notations
+
+SIGNAL = re.compile(r"(?:B:)?(?:SIG)?(?P<signal>USR[12])(?:@(?P<seconds>\d+))?", re.IGNORECASE)
+"""Signals that can mean `write a checkpoint`; the others stop a job, or mean another thing."""
+GRACE = 60
+"""Seconds before the limit if `--signal` names none (sbatch(1))."""
+MOST_GRACE = 65535
+"""The largest that `--signal` takes (sbatch(1))."""
+ITEM = re.compile(r"(?:[^,\[\]]+|\[[^\]]*\])+")
+"""One item of the outer list of nodes, `rack[1-2]n[08-10]`; commas within brackets belong to it."""
+PIECE = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
+NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)
+"""A name that ends in a number."""
+
+
+def parse_signal(text: str) -> tuple[signal.Signals, int]:
+    """Read `cluster.signal`: the signal, and the seconds before the limit; raises UsageError."""
+    match = SIGNAL.fullmatch(text)
+    seconds = int(match["seconds"] or GRACE) if match else 0
+    if not match or not 0 < seconds <= MOST_GRACE:
+        raise UsageError(
+            f"cluster.signal={text}: give USR1 or USR2 and the seconds before the time limit, at most"
+            f" {MOST_GRACE}, as in cluster.signal=USR2@120"
+        )
+    return signal.Signals[f"SIG{match['signal'].upper()}"], seconds
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Return the names of `rack[1-2]n[08-10],login`, in the list's order.
+
+    Several brackets are all combined, the last running fastest. Raises ValueError for what is no such list.
+    """
+    names: list[str] = []
+    for item in ITEM.finditer(text):
+        found = PIECE.findall(item[0])
+        pieces = [[*_expand_ranges(ranges)] if ranges else [plain] for ranges, plain in found]
+        names += map("".join, itertools.product(*pieces))
+    return tuple(names)
+
+
+def _expand_ranges(text: str) -> Iterator[str]:
+    """Give the numbers of `08-10,12,20-30:5`, with their zeros in front; raises ValueError."""
+    for part in text.split(","):
+        span, _, stride = part.partition(":")
+        low, _, high = span.partition("-")
+        for number in range(int(low), int(high or low) + 1, int(stride or 1)):
+            yield str(number).zfill(len(low))
+
+
+def fold_hosts(names: Iterable[str]) -> str:
+    """Return names as SLURM writes them, `login,n[0-1,12]`: in the order of the numbers at their ends."""
+    pairs = dict.fromkeys(map(_split_number, names))
+    places = {name: place for place, name in enumerate(dict.fromkeys(name for name, _ in pairs))}
+    ordered = sorted(pairs, key=lambda pair: (places[pair[0]], len(pair[1]), pair[1]))
+    return fold_in_order(map("".join, ordered))
+
+
+def fold_in_order(names: Iterable[str]) -> str:
+    """Return names in SLURM's form and in their order: `n[0,2-5],m1`; `expand_hosts` gives them back.
+
+    Numbers that follow each other are ranges in brackets.
+    """
+    pieces: list[tuple[str, list[list[str]]]] = []  # a name, and the first and last numbers of its ranges
+    for name, number in map(_split_number, names):
+        if not number or not pieces or pieces[-1][0] != name or not pieces[-1][1]:
+            pieces.append((name, []))
+        spans = pieces[-1][1]
+        if spans and number == str(int(spans[-1][1]) + 1).zfill(len(spans[-1][0])):
+            spans[-1][1] = number
+        elif number:
+            spans.append([number, number])
+    words = []
+    for name, spans in pieces:
+        text = ",".join(low if low == high else f"{low}-{high}" for low, high in spans)
+        words.append(f"{name}[{text}]" if "-" in text or "," in text else name + text)
+    return ",".join(words)
+
+
+def _split_number(name: str) -> tuple[str, str]:
+    """Return a name without the number at its end, and that number; empty if there is none."""
+    found = NUMBERED.fullmatch(name)
+    return (found[1], found[2]) if found else (name, "")

@@ -35,8 +35,8 @@ from launcher.launch.signals import (
     name_signal,
 )
 from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER, LAUNCH_RENDEZVOUS
-from launcher.runs.node_records import node_path, read_nodes, refuse_node
 from launcher.runs.provenance import describe_sources
+from launcher.runs.records import node_path, read_nodes, refuse_node
 from launcher.runs.run_directory import RunDir, explain_write_error, open_run_dir
 from launcher.slurm.attempt import (
     Attempt,
@@ -47,19 +47,24 @@ from launcher.slurm.attempt import (
     start_attempt,
 )
 from launcher.slurm.attempt_end import StepReport, choose_stop_time
-from launcher.slurm.commands import SHORT_TIMEOUT, MissingCommandError, ask_config, ask_job
+from launcher.slurm.commands import (
+    SHORT_TIMEOUT,
+    MissingCommandError,
+    ask_config,
+    ask_job,
+    fold_in_order,
+    parse_signal,
+)
 from launcher.slurm.first_node_guard import start_guards
 from launcher.slurm.job_request import JobRequest, read_job_request
 from launcher.slurm.node_channel import CLOSE_TIMEOUT, OWN_GAP, NodeReport, StepGroup, TaskWriter
 from launcher.slurm.node_order import NodeOrder, find_node_order
-from launcher.slurm.notation import fold_in_order, parse_signal
 from launcher.slurm.slurm_environ import (
     PORT_TAKEN,
     TRIALS,
     count_gpus,
     list_job_hosts,
     pick_port,
-    pick_restart_port,
 )
 from launcher.slurm.step import NOT_STARTED, TEMPORARY, NodeStep, Step, has_begun, join_lines
 
@@ -220,7 +225,7 @@ class FirstNode:
             if trial + 1 < TRIALS and is_first and not is_port_free(port):
                 trial += 1
                 continue
-            find_port = partial(pick_restart_port, job, run.first_attempt, trial, local)
+            find_port = partial(pick_port, job, run.first_attempt, trial, local)
             report = self.run_step(f"{first}:{port}", find_port)
             if self.signals:
                 return report

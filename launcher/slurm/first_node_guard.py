@@ -26,7 +26,7 @@ from launcher.errors import LaunchError, SchedulerError
 from launcher.launch.signals import FORWARDED
 from launcher.protocol import LAUNCH_ATTEMPT, name_host
 from launcher.runs.manifest import CLOSED, read_manifest, take_dict
-from launcher.runs.node_records import read_nodes
+from launcher.runs.records import read_nodes
 from launcher.runs.run_directory import RunDir, release_space
 from launcher.slurm.attempt import Attempt, claim_end, diagnose, finish_attempt
 from launcher.slurm.attempt_end import StepReport, classify_kill

@@ -32,8 +32,7 @@ from launcher.launch.signals import name_signal, open_signal_channel
 from launcher.launch.warm.read_ahead import reading_ahead
 from launcher.launch.watching import keep_watch_folder, watch_node
 from launcher.plan.model import Plan
-from launcher.runs.memory_records import keep_prediction
-from launcher.runs.node_records import NodeRecord, RankFailure, write_node
+from launcher.runs.records import NodeRecord, RankFailure, keep_prediction, write_node
 from launcher.runs.run_directory import RunDir, release_space, reserve_space, write_json
 from launcher.slurm.compiler_caches import open_caches
 from launcher.slurm.job_request import JobRequest, read_job_request

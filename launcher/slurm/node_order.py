@@ -9,8 +9,7 @@ from pathlib import Path
 
 from launcher.errors import SchedulerError
 from launcher.files import read_file
-from launcher.slurm.commands import run_slurm
-from launcher.slurm.notation import expand_hosts
+from launcher.slurm.commands import expand_hosts, run_slurm
 from launcher.text import name_some
 
 GROUP = re.compile(r"(?:^|\s)(?:SwitchName|BlockName|AggregatedBlock)=(\S+)")

@@ -11,10 +11,9 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from launcher.errors import SchedulerError, UsageError
-from launcher.runs.manifest import CLOSED, OPEN, read_job, read_own_manifest, take_dict
+from launcher.runs.manifest import CLOSED, OPEN, check_process, read_job, read_own_manifest, take_dict
 from launcher.runs.rank_logs import find_logs
 from launcher.runs.run_directory import FULL, RunDir, is_full
-from launcher.runs.run_process import check_process
 from launcher.runs.run_status import RunStatus, mark_lost, read_status
 from launcher.slurm.commands import ENDED, STATES, WAITING, JobState, ask_queue, name_job
 from launcher.text import quote_word

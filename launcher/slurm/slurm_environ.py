@@ -12,7 +12,7 @@ from launcher.protocol import (
     LAUNCH_SECRETS,
     name_host,
 )
-from launcher.slurm.notation import expand_hosts
+from launcher.slurm.commands import expand_hosts
 
 WHERE_SLURM_IS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET")
 """They say where SLURM is, and who asks it, and stay in every environment."""
@@ -49,7 +49,7 @@ class TaskIdentity:
 
     host: str
     node_rank: int
-    """Its number in the order of the nodes' ranks."""
+    """Its number in the order of the nodes' ranks; without an order, in SLURM's own."""
     nodes: int
     """Of the step."""
     attempt: int
@@ -61,9 +61,10 @@ class TaskIdentity:
 def read_task_identity(environ: Mapping[str, str]) -> TaskIdentity:
     """Read the variables; a task that is started by hand is the only one of its job."""
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
+    host, hosts = name_host(environ), expand_hosts(environ.get(LAUNCH_NODE_ORDER, ""))
     return TaskIdentity(
-        name_host(environ),
-        find_node_rank(environ),
+        host,
+        hosts.index(host) if host in hosts else int(environ.get("SLURM_NODEID", "0")),
         int(environ.get("SLURM_STEP_NUM_NODES", "1")),
         int(environ.get(LAUNCH_ATTEMPT, "0")),
         environ.get(LAUNCH_RENDEZVOUS, "localhost:0"),
@@ -85,13 +86,6 @@ def count_gpus(environ: Mapping[str, str]) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() else None
 
 
-def find_node_rank(environ: Mapping[str, str]) -> int:
-    """Return a task's number in the order of the nodes' ranks; without one, in SLURM's own."""
-    hosts = expand_hosts(environ.get(LAUNCH_NODE_ORDER, ""))
-    host = name_host(environ)
-    return hosts.index(host) if host in hosts else int(environ.get("SLURM_NODEID", "0"))
-
-
 STRIDE, TRIAL, RESTART = 7919, 1009, 101
 """Primes, so that neighbouring jobs, the candidates of one job, and its attempts are far from each other."""
 TRIALS = 5
@@ -101,16 +95,11 @@ PORT_TAKEN = 199
 """Exit code of a task whose host cannot serve the rendezvous at the port that was chosen."""
 
 
-def pick_port(job_id: int, attempt: int, trial: int, local: tuple[int, int]) -> int:
+def pick_port(job_id: int, attempt: int, trial: int, local: tuple[int, int], restart: int = 0) -> int:
     """Return a candidate: outside of the kernel's own ports, another one for every job that may share a node.
 
-    All of SLURM's jobs of some 20,000 in a row have different ones. If the kernel leaves no range that is
-    worth the name, ports from LOWEST on are taken all the same.
+    A start after the first one has others. All of SLURM's jobs of some 20,000 in a row have different ones.
+    If the kernel leaves no range that is worth the name, ports from LOWEST on are taken all the same.
     """
-    ports = list_ports(*local)
+    ports, trial = list_ports(*local), trial + TRIALS * restart
     return ports[(job_id * STRIDE + attempt * RESTART + trial * TRIAL) % len(ports)]
-
-
-def pick_restart_port(job_id: int, attempt: int, trial: int, local: tuple[int, int], restart: int) -> int:
-    """Return the port of a start: that of `pick_port` for the first one, and others for those after it."""
-    return pick_port(job_id, attempt, trial + TRIALS * restart, local)

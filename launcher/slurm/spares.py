@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 
 from launcher.errors import SchedulerError
 from launcher.runs.manifest import stamp_time
-from launcher.runs.node_records import read_nodes
+from launcher.runs.records import read_nodes
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.attempt_end import classify_kill
 from launcher.slurm.commands import ask_job

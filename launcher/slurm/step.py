@@ -13,8 +13,8 @@ from typing import Any
 
 from launcher.config.settings import ContainerConfig
 from launcher.launch.signals import LOST, STOPPING
+from launcher.slurm.commands import expand_hosts
 from launcher.slurm.node_channel import CLOSE_TIMEOUT, StepGroup, TaskWriter, find_report
-from launcher.slurm.notation import expand_hosts
 from launcher.slurm.slurm_environ import clean_for_step
 
 CPU_COUNTS = re.compile(r"(?:^|,)(\d+)")

@@ -25,28 +25,19 @@ from launcher.runs.manifest import read_job, read_manifest, write_manifest
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, write_private
 from launcher.runs.secrets import mask_words
+from launcher.slurm import first_node, sbatch
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.commands import name_job
 from launcher.slurm.first_node import (
-    choose_nodes,
     describe_node_step,
     order_job_nodes,
     report_node_order,
-    run_attempt,
-    run_batch_script,
 )
 from launcher.slurm.job_request import REQUEST_FILE, hold_manifest, make_job_request, write_job_request
 from launcher.slurm.node_job import plan_here
 from launcher.slurm.sbatch import (
     JobOptions,
     Script,
-    choose_job_options,
-    clean_for_sbatch,
-    explain_refusal,
-    parse_gpus,
-    read_nproc,
-    render_dry_run,
-    render_script,
 )
 from launcher.text import join_words, print_text, quote_word
 
@@ -81,7 +72,7 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
     with ThreadPoolExecutor() as pool:
         sources = None if dry_run else pool.submit(describe_sources, Path.cwd())
         python = pool.submit(find_python)
-        chosen = choose_job_options(specs, os.environ, dry_run=dry_run)
+        chosen = sbatch.choose_job_options(specs, os.environ, dry_run=dry_run)
         specs = [judge_submission(spec, chosen) for spec in specs]
         made_by = f"Made by: {shlex.join(mask_words(['launch', *argv]))}"
         script = Script(chosen.options, made_by, tuple(specs[0].config.cluster.setup), python.result())
@@ -126,7 +117,7 @@ def _preview_submission(
     specs: Sequence[JobSpec], argv: Sequence[str], chosen: JobOptions, script: Script
 ) -> int:
     """Show the plan on stderr and the script on stdout; returns the exit code."""
-    text, secrets = render_dry_run(script, specs, argv)
+    text, secrets = sbatch.render_dry_run(script, specs, argv)
     if plan := _plan_snapshot(specs[0], chosen):
         _show_plan(plan, specs[0])
     else:
@@ -196,20 +187,20 @@ def _send_script(
 ) -> str:
     """Write the script into each run directory, submit it, and return the job's id."""
     paths = [spec.run_path for spec in specs]
-    text = render_script(script, list(map(str, paths)))
+    text = sbatch.render_script(script, list(map(str, paths)))
     try:
         for path in paths:
             write_private(path / SCRIPT, text)
     except OSError as error:
         raise refuse_run(specs[0], error) from None
-    environ = clean_for_sbatch(os.environ, [option.name for option in chosen.options])
+    environ = sbatch.clean_for_sbatch(os.environ, [option.name for option in chosen.options])
     carried = {str(path): each for path, each in zip(paths, secrets, strict=True) if each}
     if len(specs) > 1 and all(each == secrets[0] for each in secrets):
         carried = {"": secrets[0]} if carried else {}  # one value for all
     try:
         return submit_script(paths[0] / SCRIPT, {**environ, **_carry(carried)})
     except SchedulerError as error:
-        raise explain_refusal(str(error), chosen, environ) from None
+        raise sbatch.explain_refusal(str(error), chosen, environ) from None
 
 
 def _carry(secrets: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
@@ -320,7 +311,7 @@ def judge_submission(spec: JobSpec, chosen: JobOptions) -> JobSpec:
         worker_gib=float(config.dataloader.worker_gib),
     )
     there = Device(largest.name, largest.memory_mib, nvlink_domain=largest.nvlink_domain)
-    shape = (read_nproc(config.nproc_per_node) or gpus, nodes)
+    shape = (sbatch.read_nproc(config.nproc_per_node) or gpus, nodes)
 
     def make_request(asked: "Settings") -> "Training":
         device = find_fit_device(asked.fit, [], 0) if asked.fit.gpu else there
@@ -364,7 +355,7 @@ def _judge_plan(spec: JobSpec, plan: "Plan", nodes: int) -> JobSpec:
 
 def _count_gpus(chosen: JobOptions) -> int:
     """Return the GPUs of a node that the job asks for; 0 if it leaves that to SLURM."""
-    return parse_gpus(chosen.get("gpus-per-node") or 0)[1]
+    return sbatch.parse_gpus(chosen.get("gpus-per-node") or 0)[1]
 
 
 def _find_largest_gpu(name: str | None) -> "GpuType | None":
@@ -383,7 +374,7 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
     """Run a job over the nodes of the SLURM job that this is; returns the exit code, raises LaunchError."""
     if spec.config.cluster.requeue.allocation and not spec.config.dry_run:
         return _run_own_job(spec, argv)
-    hosts = choose_nodes(os.environ, spec.cluster.max_nodes)
+    hosts = first_node.choose_nodes(os.environ, spec.cluster.max_nodes)
     is_here = name_host(os.environ) in hosts
     # The nodes read that they are in an allocation, however the job was asked for.
     cluster = replace(spec.config.cluster, kind=spec.cluster.kind)
@@ -406,7 +397,8 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
     run, _ = prepare_run(spec, argv, hosts)
     request = make_job_request(replace(spec, config=replace(spec.config, cluster=cluster)), argv)
     secrets = write_job_request(request, run.path)
-    return run_attempt(request, run, {**os.environ, **_carry({str(run.path): secrets})}, requeues=False)
+    environ = {**os.environ, **_carry({str(run.path): secrets})}
+    return first_node.run_attempt(request, run, environ, requeues=False)
 
 
 def _run_own_job(spec: JobSpec, argv: Sequence[str]) -> int:
@@ -424,4 +416,4 @@ def _run_own_job(spec: JobSpec, argv: Sequence[str]) -> int:
             write_job_id(spec.run_path, job_id)
             undo.pop_all()
     os.environ.update(_carry({str(spec.run_path): secrets}))
-    return run_batch_script(spec.run_path)
+    return first_node.run_batch_script(spec.run_path)

@@ -49,7 +49,7 @@ def main() -> int:
             status, reason = error.exit_code, str(error)
     from dataclasses import replace
 
-    from launcher.runs.node_records import refuse_node, write_node
+    from launcher.runs.records import refuse_node, write_node
     from launcher.slurm.slurm_environ import read_task_identity
 
     task = read_task_identity(os.environ)

@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher.files import LARGEST, read_file, read_stat
 from launcher.inprocess.launch_inprocess import heartbeat as hook
 from launcher.protocol import name_plan_file
-from launcher.runs.run_records import read_ranks
+from launcher.runs.records import read_ranks
 from launcher.watch.hang import find_quantile
 from launcher.watch.model import (
     PHASES,

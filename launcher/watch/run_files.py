@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 from launcher.codec import dump, load
 from launcher.files import LARGEST, open_below, read_file, write_whole
-from launcher.runs.node_records import NodeRecord, read_nodes
+from launcher.runs.records import NodeRecord, read_nodes
 from launcher.runs.run_directory import closing_descriptor
 from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport, RankEvidence
 

@@ -14,7 +14,7 @@ from launcher.files import LARGEST, read_file
 from launcher.protocol import name_applied_file, name_plan_file
 from launcher.runs.progress import Progress, find_printed_step, read_mtime
 from launcher.runs.rank_logs import measure_file, read_tail
-from launcher.runs.run_records import Applied, compare_rank, describe_memory, read_ranks
+from launcher.runs.records import Applied, compare_rank, describe_memory, read_ranks
 from launcher.watch.model import JobState, NodeEvidence, NodeReport, ProcessState
 from launcher.watch.run_files import ANSWER, EVIDENCE, ReportCache, is_silent, read_value, watch_path
 

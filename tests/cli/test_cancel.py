@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import runs
-from launcher.runs.run_process import hold_directory, identify_process
+from launcher.runs.manifest import hold_directory, identify_process
 from tests.cli.make_runs import make_run
 from tests.launch.terminals import open_terminal
 from tests.seam import LAUNCH, PATIENCE, Launch, Started, start, wait_for, write_program

@@ -16,7 +16,7 @@ from launcher.config import training
 from launcher.config.compose import compose, resolve
 from launcher.config.program import find_program
 from launcher.config.words import find_sources
-from launcher.runs.memory_records import fingerprint_ranks
+from launcher.runs.records import fingerprint_ranks
 from launcher.slurm.job_request import make_job_request, read_job_request, write_job_request
 from tests.data_files import DATA
 from tests.runs.test_run_lookup import make_measured
@@ -154,7 +154,7 @@ def test_what_a_plan_loads(here: Path) -> None:
     assert "launcher.fit.memory" in loaded
     assert not loaded & {"torch", "numpy", "launcher.programs.options"}
     loaded = list_loaded(["watch.enabled=false", "--", "true"], here)
-    assert "launcher.runs.memory_records" in loaded
+    assert "launcher.runs.records" in loaded
     assert not [name for name in loaded if name.startswith(("launcher.fit.", "launcher.preflight"))]
 
 

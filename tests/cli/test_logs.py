@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.runs.manifest import identify_process
 from launcher.runs.rank_logs import CHUNK, RunOutputReader, find_tail
-from launcher.runs.run_process import identify_process
 from tests.cli.make_runs import make_run, write_applied, write_log
 from tests.seam import (
     LAUNCH,

@@ -6,7 +6,7 @@ import stat
 import sys
 from pathlib import Path
 
-from launcher.runs.run_process import identify_process
+from launcher.runs.manifest import identify_process
 from tests.cli.make_runs import make_run, write_applied
 from tests.runs.recordings import DATA
 from tests.seam import QUICK_AGENT, Launch, Result, drop_powers, run_outside

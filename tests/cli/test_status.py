@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from launcher.report.tables import print_details, print_runs
-from launcher.runs.run_process import check_process, identify_process, open_process
+from launcher.runs.manifest import check_process, identify_process, open_process
 from launcher.runs.run_status import RunStatus, read_status
 from launcher.slurm.run_states import resolve_run
 from tests.cli.make_runs import make_run, write_log

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launcher.runs.run_process import identify_process
+from launcher.runs.manifest import identify_process
 from tests.cli.make_runs import make_run, write_log
 from tests.data_files import DATA
 

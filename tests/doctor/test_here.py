@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launcher.doctor.machine import judge_run_records
-from launcher.runs.run_records import find_last_run, read_run
+from launcher.runs.records import find_last_run, read_run
 from tests.doctor.healthy import pick
 from tests.rank.seccomp_filter import KNOWN, forbid
 from tests.seam import Launch, drop_powers, run_outside, start, write_program

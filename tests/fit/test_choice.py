@@ -7,7 +7,7 @@ import pytest
 from launcher.fit.choice import find_changes, fit_step, make_step_peak
 from launcher.fit.counts import count_model_parameters
 from launcher.fit.training import Device, Learned, ParallelLayout, Range, Training, TrainingSettings
-from launcher.runs.memory_records import fingerprint_ranks
+from launcher.runs.records import fingerprint_ranks
 from tests.fit.made_requests import H100, REQUEST, make_request
 
 GIB = 1 << 30

@@ -22,7 +22,8 @@ from launcher.rank.affinity import Applied
 from launcher.rank.entry import PlanEntry
 from launcher.rank.identity import Identity
 from launcher.rank.shim import write_record
-from launcher.runs.node_records import refuse_node, write_node
+from launcher.runs.manifest import identify_process
+from launcher.runs.records import refuse_node, write_node
 from launcher.runs.run_directory import (
     RunDir,
     RunIdTakenError,
@@ -31,7 +32,6 @@ from launcher.runs.run_directory import (
     write_json,
     write_private,
 )
-from launcher.runs.run_process import identify_process
 from launcher.slurm.commands import JobState
 from tests.fuzzing import SEQUENCES, Terminal, assert_harmless, scalars, texts
 from tests.strangers import STRANGER

@@ -21,7 +21,7 @@ from launcher.plan.model import (
     plan_to_json,
 )
 from launcher.plan.planner import plan
-from launcher.runs.run_records import read_ranks
+from launcher.runs.records import read_ranks
 
 from .lab_machines import NAMES, ask, convert, load
 

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.rank.affinity import MAX_CPUS, join_srun_bindings, try_affinity
 from launcher.rank.identity import Identity, find_first_host, make_rank_variables
-from launcher.slurm.notation import expand_hosts
+from launcher.slurm.commands import expand_hosts
 from tests.rank.start_shim import (
     ALLOWED,
     COMMAND,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.plan.model import Memory
-from launcher.runs.run_records import Applied, AppliedReader
+from launcher.runs.records import Applied, AppliedReader
 from tests.strangers import give_away
 
 RECORD = {

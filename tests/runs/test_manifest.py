@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import stat
 import subprocess
 from collections.abc import Callable
 from datetime import datetime
@@ -20,36 +19,6 @@ from tests.seam import QUICK_AGENT, Result, run_outside, wait_for
 
 SECRET = "hunter2-hunter2"
 TOKEN = "ghp_AbCdEfGh12345678AbCdEfGh12345678AbCd"
-
-
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A git work tree with one commit."""
-    assert shutil.which("git"), "git is needed"
-    for name, value in (("NAME", "a"), ("EMAIL", "a@b")):
-        monkeypatch.setenv(f"GIT_AUTHOR_{name}", value)
-        monkeypatch.setenv(f"GIT_COMMITTER_{name}", value)
-    (tmp_path / "file").write_text("1")
-    for command in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "first"]):
-        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
-    return tmp_path
-
-
-def test_the_commit_and_whether_the_tree_is_dirty(repository: Path) -> None:
-    commit = subprocess.run(
-        ["git", "-C", str(repository), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    )
-    assert describe_sources(repository)["git"] == {"commit": commit.stdout.strip(), "dirty": False}
-    (repository / "untracked").write_text("")
-    assert describe_sources(repository)["git"] == {"commit": commit.stdout.strip(), "dirty": False}
-    (repository / "file").write_text("2")
-    assert describe_sources(repository)["git"] == {"commit": commit.stdout.strip(), "dirty": True}
-
-
-def test_outside_a_work_tree_or_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert describe_sources(tmp_path)["git"] == {"commit": None, "dirty": None}
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert describe_sources(tmp_path)["git"] == {"commit": None, "dirty": None}
 
 
 def test_versions(tmp_path: Path) -> None:
@@ -87,50 +56,40 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return folder, run_outside(words, folder, {"WANDB_API_KEY": SECRET, "PYTHONPATH": QUICK_AGENT}, umask=0)
 
 
-def test_no_secret_is_below_the_run_directory(finished: tuple[Path, Result]) -> None:
+def test_no_secret_is_below_the_run_directory_which_is_closed_to_others(
+    finished: tuple[Path, Result],
+) -> None:
     folder, result = finished
     assert result.code == 0, result.err
-    files = [path for path in (folder / "runs").rglob("*") if path.is_file()]
-    assert {"manifest.json", "config.yaml", "rank-0.applied.json", "rank-0.out"} <= {
-        path.name for path in files
-    }
+    (run,) = (folder / "runs").glob("*/*")
+    paths = [run, *run.rglob("*")]
+    assert {"manifest.json", "config.yaml", "rank-0.applied.json", "rank-0.out"} <= {p.name for p in paths}
+    assert [
+        path for path in paths if path.stat().st_mode & 0o777 != (0o700 if path.is_dir() else 0o600)
+    ] == []
     for secret in (SECRET, TOKEN):
-        assert [path for path in files if secret.encode() in path.read_bytes()] == []
+        assert [path for path in paths if path.is_file() and secret.encode() in path.read_bytes()] == []
         assert secret not in result.out + result.err
-    (config,) = (path for path in files if path.name == "config.yaml")
-    tree = yaml.safe_load(config.read_text())
-    assert tree["env"] == {"HF_TOKEN": "***", "PLAIN": "seen", "OUT": f"{config.parent}/out"}
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    assert tree["env"] == {"HF_TOKEN": "***", "PLAIN": "seen", "OUT": f"{run}/out"}
+    assert "launch: configuration from conf/binding/exclusive.yaml" in result.err
 
 
-def test_the_program_has_its_arguments_as_they_were_given(finished: tuple[Path, Result]) -> None:
+def test_the_program_has_its_words_and_variables_and_the_manifest_tells_of_the_run(
+    finished: tuple[Path, Result],
+) -> None:
+    folder, result = finished
     words = ["--api-key", SECRET, f"--password={SECRET}", f"https://me:{SECRET}@host"]
     words += ["-p", SECRET, "--port", "8080", TOKEN, f"--url=https://host/?a={TOKEN}"]
-    assert hashlib.sha256("".join(f"{word}\n" for word in words).encode()).hexdigest() in finished[1].out
-
-
-def test_a_variable_that_refers_to_the_run_directory_has_it(finished: tuple[Path, Result]) -> None:
-    (run,) = (finished[0] / "runs").glob("*/*")
-    assert f"{run}/out" in finished[1].out
-
-
-def test_the_output_says_which_configuration_was_used(finished: tuple[Path, Result]) -> None:
-    assert "launch: configuration from conf/binding/exclusive.yaml" in finished[1].err
-
-
-def test_all_of_a_run_is_closed_to_others(finished: tuple[Path, Result]) -> None:
-    (run,) = (finished[0] / "runs").glob("*/*")
-    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (run, *run.rglob("*"))}
-    assert modes == {path: 0o700 if path.is_dir() else 0o600 for path in modes}
-
-
-def test_the_manifest_of_a_run(finished: tuple[Path, Result]) -> None:
-    (run,) = (finished[0] / "runs").glob("*/*")
+    assert hashlib.sha256("".join(f"{word}\n" for word in words).encode()).hexdigest() in result.out
+    (run,) = (folder / "runs").glob("*/*")
+    assert f"{run}/out" in result.out
     manifest = json.loads((run / "manifest.json").read_text())
     assert run.parent.name == manifest["name"] == "sh"
     assert manifest["outcome"]["state"] == "succeeded" and manifest["outcome"]["exit_code"] == 0
     assert manifest["command"][:2] == ["launch", "env.HF_TOKEN=***"]
     assert datetime.fromisoformat(manifest["started"]).utcoffset() is not None
-    assert manifest["started"] < manifest["ended"] and manifest["directory"] == str(finished[0])
+    assert manifest["started"] < manifest["ended"] and manifest["directory"] == str(folder)
     assert manifest["git"] == {"commit": None, "dirty": None}
     assert len(manifest["hosts"]) == 1
 
@@ -189,6 +148,19 @@ def tell(repo: Path) -> object:
     found = describe_sources(repo)["git"]
     assert isinstance(found, dict) and found["commit"]
     return found["dirty"]
+
+
+def test_the_commit_and_whether_the_tree_is_dirty(
+    repo: Path, git: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert describe_sources(repo)["git"] == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    (repo / "untracked").write_text("")
+    assert tell(repo) is False
+    (repo / "file").write_text("2")
+    assert tell(repo) is True
+    assert describe_sources(tmp_path)["git"] == {"commit": None, "dirty": None}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe_sources(repo)["git"] == {"commit": None, "dirty": None}
 
 
 @pytest.mark.parametrize("key", ["core.fsmonitor", "filter.e.clean", "filter.e.process", "filter.e.x.clean"])

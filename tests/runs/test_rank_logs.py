@@ -1,8 +1,9 @@
 """What ranks print: as bytes and lines, and the steps, losses and early ends that are read from it."""
 
 import os
+import tomllib
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -34,6 +35,7 @@ from launcher.runs.rank_logs import (
 from launcher.runs.run_directory import RunDir
 
 F = TypeVar("F", bound=Follower)
+TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("progress.toml").read_text())
 
 
 @pytest.fixture
@@ -175,25 +177,10 @@ def test_the_tail(run: RunDir) -> None:
         assert read_tail(path, count) == tail
 
 
-PROGRESS = {
-    "step 10/200 loss 5.54 tokens/s 12345 tflops 0.01 mfu 3.2%": (
-        (10, 200, {"loss": "5.54", "tokens/s": "12345", "tflops": "0.01", "mfu": "3.2%"})
-    ),
-    "step 10 / 200  loss 5.54": (10, 200, {"loss": "5.54"}),
-    "Step: 7 | Loss: 1.2e-05, LR: 3e-4": (7, None, {"loss": "1.2e-05", "lr": "3e-4"}),
-    "[rank0] step=7 loss=nan": (7, None, {"loss": "nan"}),
-    "step 7 loss inf lr -1": (7, None, {"loss": "inf", "lr": "-1"}),
-    "step 7 loss -inf": (7, None, {"loss": "-inf"}),
-    "global step 1 loss 2.0, tokens/s 12,345.5,": (1, None, {"loss": "2.0", "tokens/s": "12,345.5"}),
-    **dict.fromkeys(("", "step 3", "loss 5.54", "steps 3 loss 1", "step 3 loss function")),
-    **dict.fromkeys(("stepping 3 loss 2", "misstep 3 loss 2", "step 1e5 losses 3")),
-}
-
-
 def test_lines_with_progress_and_others() -> None:
-    for line, wanted in PROGRESS.items():
-        progress = wanted and Progress(wanted[0], wanted[1], tuple(wanted[2].items()))
-        assert parse_progress(line) == progress, line
+    for line, *wanted in TABLE["lines"]:
+        found = parse_progress(line)
+        assert (found and [found.step, found.total or 0, dict(found.metrics)]) == (wanted or None), line
 
 
 WORDS = ("step", " ", "/", ":", "loss", "9" * 5000, "\u0661", "nan", "tokens/s", "-", ".", "e", ",")
@@ -256,7 +243,7 @@ def test_the_summary_goes_from_first_to_last() -> None:
     assert describe_progress(reader.steps) == told
 
 
-def write_log(run: Path, attempt: int, text: str, ending: str = "out", rank: int = 0) -> None:
+def write_log(run: Path, attempt: int, text: str, ending: str = "out", rank: int | str = 0) -> None:
     path = run / "logs" / str(attempt) / f"rank-{rank}.{ending}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -311,34 +298,9 @@ def test_the_numbers_of_the_file(tmp_path: Path) -> None:
         assert "cannot be read" in explain(tmp_path, "file")
 
 
-@pytest.mark.parametrize(
-    ("logs", "ends", "world", "told"),
-    [
-        ({3: "40/100"}, {3: 9.0}, 8, "rank 3 on n1 ended with 0 at step 40 while 7 ranks went on"),
-        ({3: "40/100"}, {3: 9.0}, 2, "rank 3 on n1 ended with 0 at step 40 while 1 rank went on"),
-        ({3: "40/100"}, {3: 9.0}, 0, "rank 3 on n1 ended with 0 at step 40 while others went on"),
-        (
-            {0: "41/100"},
-            {3: 9.0},
-            8,
-            "rank 3 on n1 ended with 0 while 7 ranks went on (rank 0 came to step 41)",
-        ),
-        (
-            {},
-            {rank: 9.0 - rank / 10 for rank in range(6)},
-            8,
-            "ranks 0, 1, 2, 3 and 2 more on n0, n1, n2 ended with 0 while 2 ranks went on",
-        ),
-        ({}, {}, 8, ""),
-        ({}, {3: 10.5}, 8, ""),  # after the failure
-        ({}, dict.fromkeys(range(8), 9.0), 8, ""),  # all did
-        ({3: "100/100"}, {3: 9.0}, 8, ""),  # its steps were done
-    ],
-)
-def test_ranks_that_ended_early(
-    run: RunDir, logs: dict[int, str], ends: dict[int, float], world: int, told: str
-) -> None:
-    for rank, step in logs.items():
+@pytest.mark.parametrize("case", TABLE["early"], ids=str)
+def test_ranks_that_ended_early(run: RunDir, case: dict[str, Any]) -> None:
+    for rank, step in case["logs"].items():
         write_log(run.path, 0, f"noise\nstep {step} loss 2.5\nrank {rank} leaves\n", rank=rank)
-    clean = [CleanEnd(rank, f"n{rank // 2}", time, 0) for rank, time in ends.items()]
-    assert explain_early_exits(run, clean, 10.0, world) == told
+    clean = [CleanEnd(int(rank), f"n{int(rank) // 2}", time, 0) for rank, time in case["ends"].items()]
+    assert explain_early_exits(run, clean, 10.0, case["world"]) == case["says"]

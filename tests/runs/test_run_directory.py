@@ -18,15 +18,13 @@ from launcher import files
 from launcher.config.run_path import choose_id
 from launcher.launch.agents import open_log
 from launcher.runs.manifest import read_own_manifest
-from launcher.runs.node_records import refuse_node, write_node
 from launcher.runs.rank_logs import read_tail
+from launcher.runs.records import refuse_node, write_node
 from launcher.runs.run_directory import (
     SIZE,
     RunIdTakenError,
     create_run_dir,
-    explain_missing_end,
     explain_write_error,
-    find_write_error,
     is_full,
     list_logs,
     open_run_dir,
@@ -261,12 +259,13 @@ def test_a_disk_that_gets_full_leaves_room_for_the_account(disk: Path) -> None:
     reserve_space(run)
     assert used - shutil.disk_usage(disk).free >= SIZE
     assert [path.name for path in run.path.iterdir()] == ["logs"]  # nothing that a SIGKILL could leave
-    assert find_write_error(run) == explain_missing_end(run) == "" and not is_full(run)
+    assert release_space(run) == "" and not is_full(run)
+    reserve_space(run)
     with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:
             file.write(bytes(4096))
     assert is_full(run)
-    assert explain_missing_end(run) == release_space(run) == told
+    assert release_space(run) == told
     (run.path / "manifest.json").write_bytes(bytes(SIZE))
     assert sorted(path.name for path in run.path.iterdir()) == ["logs", "manifest.json"]
     reserve_space(run)  # a disk that is full from the start
@@ -295,5 +294,5 @@ def test_what_is_said_if_nothing_can_be_written(tmp_path: Path) -> None:
     shutil.rmtree(run.path)
     reserve_space(run)
     told = f"the run directory was removed during the run ({run.path})"
-    assert release_space(run) == find_write_error(run) == explain_missing_end(run) == told
+    assert release_space(run) == release_space(run) == told
     assert not is_full(run)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import launcher
-from launcher.runs.memory_records import PREDICTION, read_measured_runs, summarize_ratios
+from launcher.runs.records import PREDICTION, read_measured_runs, summarize_ratios
 from tests.cli.make_runs import make_run
 from tests.seam import Launch, clean_environ, run_inside
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from launcher.errors import UsageError
 from launcher.slurm.sbatch import Option, Script, render_script
 
+SETUP = tomllib.loads(Path(__file__).with_name("options.toml").read_text())["setup"]
 OPTIONS = (
     Option("job-name", """a "b" c\\d 'e' #f $(id) hetjob ü""", "name"),
     Option("nodes", "2-4", "nodes"),
@@ -67,41 +69,14 @@ def run(text: str, cwd: Path, env: Mapping[str, str] | None = None) -> tuple[int
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [
-        [],
-        ["set -euo pipefail"],
-        ["set -a -f", "IFS=,", "shopt -s failglob nullglob extglob"],
-        ["set -o noclobber -o posix"],
-        ["if true; then", "true", "else", "false", "fi"],
-        ["for i in 1 2; do\n  false || true\ndone"],
-        ["# a comment", "", "false || true"],
-        ["export X=it\\'s", "trap 'echo bye' EXIT"],
-        ["cd /"],
-        ["launch_check() { false; }; unset -f launch_check; launch_check() { :; }"],
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("setup", SETUP["right"], ids=str)
 def test_the_users_lines_do_not_break_ours(setup: list[str], fake: Path, tmp_path: Path) -> None:
     shown = "it's" if "export X=it\\'s" in setup else ""
     done = run(render_script(make(*setup, python=str(fake)), ["/r u/it's"]), tmp_path)
     assert done == (7, f"-I|-m|launcher.slurm|/r u/it's|X={shown}\n", "")
 
 
-@pytest.mark.parametrize(
-    ("setup", "code", "line"),
-    [
-        (["true", "false", "true"], 1, "false"),
-        (["(exit 42)"], 42, "(exit 42)"),
-        (["exit 0"], 1, "exit 0"),
-        (["set -e", "false"], 1, "false"),
-        (["set -u", 'echo "$nothing_like_it"'], 1, 'echo "$nothing_like_it"'),
-        (["no-such-command-here 'a b'"], 127, "no-such-command-here 'a b'"),
-        (["source /no/such/activate"], 1, "source /no/such/activate"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("code", "line", "setup"), SETUP["wrong"], ids=str)
 def test_a_line_that_fails_ends_the_job(
     setup: list[str], code: int, line: str, fake: Path, tmp_path: Path
 ) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runs.node_records import read_nodes
-from launcher.runs.run_records import read_run
+from launcher.runs.records import read_nodes, read_run
 from launcher.slurm.compiler_caches import CACHES, PREFIX, open_caches, remove_leftovers
 from launcher.slurm.job_request import JobRequest, write_job_request
 from tests.seam import clean_environ, list_modules

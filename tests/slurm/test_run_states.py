@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launcher.errors import SchedulerError, UsageError
-from launcher.runs.run_process import identify_process
+from launcher.runs.manifest import identify_process
 from launcher.slurm.run_states import refuse_run_in_use
 from tests.cli.make_runs import make_run
 from tests.seam import clean_environ, run_outside

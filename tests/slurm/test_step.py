@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from launcher.config.settings import ContainerConfig
 from launcher.launch.job import DEFAULT_LOCAL, LOWEST, read_client_ports
+from launcher.slurm.commands import expand_hosts, fold_hosts, fold_in_order
 from launcher.slurm.node_order import find_node_order, order_nodes, parse_topology
-from launcher.slurm.notation import expand_hosts, fold_hosts, fold_in_order
 from launcher.slurm.slurm_environ import (
     TRIALS,
     clean_for_step,

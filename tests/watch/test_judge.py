@@ -12,7 +12,7 @@ import pytest
 from launcher.codec import convert
 from launcher.launch.processes import RankProcess
 from launcher.launch.watching import WatcherMessage
-from launcher.runs.node_records import NodeRecord
+from launcher.runs.records import NodeRecord
 from launcher.watch.hang import (
     HangJudge,
     JobView,

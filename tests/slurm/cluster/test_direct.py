@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from launcher.runs.node_records import read_nodes
+from launcher.runs.records import read_nodes
 from tests.programs.start_program import read_losses
 from tests.seam import write_program
 from tests.slurm.cluster.conftest import Sandbox

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher.runs.node_records import read_nodes
+from launcher.runs.records import read_nodes
 from tests.launch.terminals import open_terminal
 from tests.seam import LAUNCH, Result, find_processes, find_run, wait_for, write_program
 from tests.slurm.cluster.conftest import Sandbox, demand_programs, start_sandbox
