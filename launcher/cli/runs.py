@@ -122,10 +122,10 @@ def show_status(call: Call) -> int:
     else:
         newest = list(islice(list_runs(Path(config.runs_dir)), MOST_RUNS))
         paths = newest[:NEWEST_RUNS] + [path for path in newest[NEWEST_RUNS:] if read_status(path).is_live]
-    standing = find_run_states(paths)
-    runs = [_add_watch(add_progress(run)) for run in standing.runs]
-    if standing.error:
-        logger.warning(f"{standing.error}: the runs' states are as they were written down")
+    standing, error = find_run_states(paths)
+    runs = [_add_watch(add_progress(run)) for run in standing]
+    if error:
+        logger.warning(f"{error}: the runs' states are as they were written down")
     if config.format == "json":
         print_json({"schema": SCHEMA, "runs": [asdict(run) for run in runs]})
         return 0
@@ -251,14 +251,14 @@ def cancel_runs(call: Call) -> int:
     config, names = call.config, call.names
     if not names:
         raise UsageError("cancel which run? `launch status` lists them: launch cancel NAME/ID")
-    standing = find_run_states(choose_named(config, names), own=True)
-    if standing.error:
-        raise standing.error
-    for run in standing.runs:
+    standing, error = find_run_states(choose_named(config, names), own=True)
+    if error:
+        raise error
+    for run in standing:
         _check_cancellable(run)
         if not run.is_live:
             logger.info(f"{run.run} has ended already: {run.state}{f' ({run.reason})' if run.reason else ''}")
-    live = [run for run in standing.runs if run.is_live]
+    live = [run for run in standing if run.is_live]
     if live and not config.yes and not _confirm(live):
         logger.info("nothing was cancelled")
         return EXIT_DECLINED
@@ -374,7 +374,7 @@ def _stop_process(run: RunStatus, grace: float) -> int:
     finally:
         with contextlib.suppress(OSError):
             os.close(descriptor)
-    (now,) = find_run_states([Path(run.path)]).runs
+    ((now,), _) = find_run_states([Path(run.path)])
     logger.info(f"{run.run} has ended: {now.state}" if ready else f"{run.run} is still ending")
     return 0 if ready else 1
 
@@ -398,7 +398,7 @@ def show_logs(call: Call) -> int:
                 f"rank={tail.rank} has printed nothing: the run's ranks are {known[0]} to {known[-1]}"
             )
     if not writer.write(tail.read_lines(final=True)):
-        (run,) = find_run_states([path]).runs
+        ((run,), _) = find_run_states([path])
         logger.info(f"no output: {describe_run_state(run)}")
     return 0
 

@@ -46,7 +46,7 @@ def show_watch(call: Call) -> int:
     """
     config = call.config
     path, rank = choose_live(config, call.names, "watch"), config.rank
-    (run,) = find_run_states([path]).runs
+    ((run,), _) = find_run_states([path])
     if config.format == "json":
         snapshot = RunReader(path).read()
         nodes = [

@@ -1,7 +1,6 @@
 """Stays with submitted jobs to their ends: how they stand, the output of one, and what Ctrl-C does."""
 
 import contextlib
-import io
 import os
 import re
 import select
@@ -12,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 
 from launcher.errors import SchedulerError
@@ -35,6 +33,7 @@ FRESH = 2.0
 """Seconds for which a size that a network filesystem tells is believed."""
 OWN_PREFIX = b"launch: "
 """How the lines of the batch script's process begin; the last line of a job is one."""
+OWN_LINES = re.compile(rb"((?:^launch: .*\n)+)", re.MULTILINE)
 OTHER_RANKS = re.compile(rb"^\[[^][\s]+:(?!0\] )\d+\] .*\n", re.MULTILINE)
 """Lines of other ranks than rank 0."""
 RANKS = Source(0, "out", b"")
@@ -76,30 +75,23 @@ class JobLog:
                 os.close(open_file(self.path))
         self.follower.watch(self.path)
         new = self.follower.read_chunk(self.path)
-        lines = io.BytesIO(self.kept + new).readlines()
-        self.kept = b""
-        last = lines[-1] if lines and not lines[-1].endswith(b"\n") else b""
+        data, self.kept = self.kept + new, b""
+        last = data[data.rfind(b"\n") + 1 :]
         may_be_own = last.startswith(OWN_PREFIX) or OWN_PREFIX.startswith(last)
-        if last and may_be_own and (self.begins or len(lines) > 1) and len(last) < MOST_KEPT and not final:
-            self.kept = lines.pop()
-        if lines:
+        if may_be_own and (self.begins or b"\n" in data) and len(last) < MOST_KEPT and not final:
+            data, self.kept = data[: len(data) - len(last)], last
+        if data:
             self.console.show_status("")
-            rest = b"" if self.begins else lines.pop(0)
-            pieces = [(False, [rest])] if rest else []
-            pieces += [(own, [*group]) for own, group in groupby(lines, key=is_own)]
-            for own, group in pieces:
+            rest = 0 if self.begins else data.find(b"\n") + 1 or len(data)
+            pieces = [data[:rest], b"", *OWN_LINES.split(data[rest:])]  # every second one is launch's
+            for others, own in zip(pieces[::2], [*pieces[1::2], b""], strict=True):
+                if others:
+                    self.console.note_progress("out", OTHER_RANKS.sub(b"", others))
+                    self.console.write_output(RANKS, others)
                 if own:
-                    self.console.write_own_lines(b"".join(group))
-                else:
-                    self.console.note_progress("out", OTHER_RANKS.sub(b"", b"".join(group)))
-                    self.console.write_output(RANKS, b"".join(group))
-            self.begins, self.ends_with_own = pieces[-1][1][-1].endswith(b"\n"), pieces[-1][0]
+                    self.console.write_own_lines(own)
+            self.begins, self.ends_with_own = data.endswith(b"\n"), not pieces[-1] and bool(pieces[-2])
         return bool(new)
-
-
-def is_own(line: bytes) -> bool:
-    """Tell whether a line is one of launch's."""
-    return line.startswith(OWN_PREFIX) and line.endswith(b"\n")
 
 
 def follow_jobs(jobs: Sequence[tuple[Path, str]]) -> int:

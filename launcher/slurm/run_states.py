@@ -26,18 +26,12 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 20.0
 """Seconds between two questions to SLURM after a change, and when nothing has changed for long."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunStates:
-    """Runs, and what SLURM did not say of them."""
-
-    runs: tuple[RunStatus, ...]
-    error: SchedulerError | None = None
-    """Why SLURM could not be asked: then the runs are as their manifests have them."""
-
-
-def find_run_states(paths: Sequence[Path], *, own: bool = False) -> RunStates:
+def find_run_states(
+    paths: Sequence[Path], *, own: bool = False
+) -> tuple[list[RunStatus], SchedulerError | None]:
     """Find out how some runs stand; SLURM is asked about those that have not ended by their manifests.
 
+    If SLURM cannot be asked, the runs are as their manifests have them, and the error says why.
     With `own`, what another user may have written is not heard: see `read_status`.
     """
     runs = [read_status(path, own=own) for path in paths]
@@ -45,8 +39,8 @@ def find_run_states(paths: Sequence[Path], *, own: bool = False) -> RunStates:
     try:
         jobs = ask_queue(job_ids) if job_ids else {}
     except SchedulerError as error:
-        return RunStates(tuple(runs), error)
-    return RunStates(tuple(update_run(run, jobs.get(run.job_id or "")) for run in runs))
+        return runs, error
+    return [update_run(run, jobs.get(run.job_id or "")) for run in runs], None
 
 
 def update_run(run: RunStatus, job: JobState | None) -> RunStatus:

@@ -28,17 +28,9 @@ from launcher.runs.secrets import mask_words
 from launcher.slurm import first_node, sbatch
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.commands import name_job
-from launcher.slurm.first_node import (
-    describe_node_step,
-    order_job_nodes,
-    report_node_order,
-)
 from launcher.slurm.job_request import REQUEST_FILE, hold_manifest, make_job_request, write_job_request
 from launcher.slurm.node_job import plan_here
-from launcher.slurm.sbatch import (
-    JobOptions,
-    Script,
-)
+from launcher.slurm.sbatch import JobOptions, Script
 from launcher.text import join_words, print_text, quote_word
 
 if TYPE_CHECKING:
@@ -384,12 +376,12 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
         else:
             logger.info(f"{', '.join(hosts)} plan for themselves: this machine is none of them")
         request = make_job_request(replace(spec, config=replace(spec.config, cluster=cluster)), argv)
-        order = order_job_nodes(os.environ, request)
+        order = first_node.order_job_nodes(os.environ, request)
         placed = {"hosts": order.hosts[: request.max_nodes], "spares": order.hosts[request.max_nodes :]}
         attempt = Attempt(request, RunDir(spec.run_path), os.environ, placed, requeues=False)
-        report_node_order(order)
+        first_node.report_node_order(order)
         sys.stderr.flush()
-        print_text(join_words(describe_node_step(attempt).render(os.environ)) + "\n")
+        print_text(join_words(first_node.describe_node_step(attempt).render(os.environ)) + "\n")
         return 0
     if spec.fit_model and is_here:  # else its first node judges
         nodes = min(spec.cluster.min_nodes, len(hosts))
