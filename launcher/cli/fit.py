@@ -138,14 +138,9 @@ def _show_estimate(call: Call, plan: Plan) -> int:
 
 def estimate_fit(call: Call, config: Settings, plan: Plan) -> FitReport | None:
     """Judge whether a job fits on nodes of this plan; None if there is no claim. Raises UsageError."""
-    request = make_fit_request(
-        config,
-        plan,
-        find_fit_model(config, call.program, call.given),
-        nodes=count_plan_nodes(config.nodes, call.environ),
-        is_bundled=is_bundled_program(config, call.program),
-        environ=call.environ,
-    )
+    model, environ = find_fit_model(config, call.program, call.given), call.environ
+    nodes, is_bundled = count_plan_nodes(config.nodes, environ), is_bundled_program(config, call.program)
+    request = make_fit_request(config, plan, model, nodes, environ, is_bundled=is_bundled)
     if request is None or not request.device.memory_mib:
         return None
     learned = None
@@ -183,14 +178,9 @@ def _show_steps(call: Call, plan: Plan) -> int:
     config, environ = call.config, call.environ
     nodes, local = count_plan_nodes(config.nodes, environ), len(plan.ranks)
     if is_bundled_program(config, call.program):
-        config = settle_planned(
-            replace(config, fit=replace(config.fit, check="off")),
-            plan,
-            find_start_model(config, call.program, call.given),
-            nodes=nodes,
-            is_bundled=True,
-            environ=environ,
-        )
+        model = find_start_model(config, call.program, call.given)
+        unchecked = replace(config, fit=replace(config.fit, check="off"))
+        config = settle_planned(unchecked, plan, model, nodes, environ, is_bundled=True)
     argv = find_program(call.program, config, environ)
     device = choose_fit_device(config, plan)
     if config.dry_run:
@@ -230,8 +220,8 @@ def _step_fit_to_json(fit: StepFit, record: StepRecord) -> dict[str, object]:
         "capacity": fit.device.memory_mib << 20,
         "device": asdict(fit.device),
         "peak": fit.peak.total,
-        "categories": dict(fit.peak.categories),
-        "modules": [{**asdict(share), "categories": dict(share.categories)} for share in fit.peak.modules],
+        "categories": fit.peak.categories,
+        "modules": [asdict(share) for share in fit.peak.modules],
         "estimate": asdict(fit.estimate),
         "learned": fit.learned,
         "parameters": record.parameters,

@@ -277,14 +277,9 @@ def settle_fit(spec: JobSpec, job: Job, *, judges: bool = True) -> tuple[JobSpec
         return spec, job
     from launcher.config.training import settle_job, settle_planned
 
+    model, nodes, is_bundled = spec.fit_model, spec.cluster.min_nodes, spec.is_bundled
     config = settle_planned(
-        spec.config,
-        job.plan,
-        spec.fit_model,
-        nodes=spec.cluster.min_nodes,
-        is_bundled=spec.is_bundled,
-        environ=spec.environ,
-        judges=judges,
+        spec.config, job.plan, model, nodes, spec.environ, is_bundled=is_bundled, judges=judges
     )
     return settle_job(spec, config), replace(
         job, config=config, program=find_program(spec.program, config, spec.environ)
@@ -331,14 +326,8 @@ def _predict_memory(spec: JobSpec, plan: "Plan") -> int:
     from launcher.config.training import make_fit_request
 
     try:
-        request = make_fit_request(
-            spec.config,
-            plan,
-            spec.fit_model,
-            nodes=spec.cluster.min_nodes,
-            is_bundled=spec.is_bundled,
-            environ=spec.environ,
-        )
+        nodes, bundled = spec.cluster.min_nodes, spec.is_bundled
+        request = make_fit_request(spec.config, plan, spec.fit_model, nodes, spec.environ, is_bundled=bundled)
         return predict_request(request) if request else 0
     except LaunchError:  # `settle_fit` has told of it
         return 0

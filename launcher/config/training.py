@@ -200,10 +200,10 @@ def make_fit_request(
     config: Settings,
     plan: Plan,
     model: ModelDimensions | None,
-    *,
     nodes: int,
-    is_bundled: bool,
     environ: Mapping[str, str],
+    *,
+    is_bundled: bool,
 ) -> Training | None:
     """Return what is asked of a job of which each node has this plan; None if there is no claim.
 
@@ -224,14 +224,9 @@ def make_fit_request(
         num_workers=max(rank.num_workers for rank in plan.ranks),
         worker_gib=float(config.dataloader.worker_gib),
     )
+    shape, expandable = (len(plan.ranks), nodes), has_expandable_segments(config, environ)
     return make_request_on(
-        config,
-        model,
-        device,
-        node,
-        shape=(len(plan.ranks), nodes),
-        is_bundled=is_bundled,
-        expandable=has_expandable_segments(config, environ),
+        config, model, device, node, shape=shape, is_bundled=is_bundled, expandable=expandable
     )
 
 
@@ -466,16 +461,16 @@ def settle_planned(
     config: Settings,
     plan: Plan,
     model: ModelDimensions | None,
-    *,
     nodes: int,
-    is_bundled: bool,
     environ: Mapping[str, str],
+    *,
+    is_bundled: bool,
     judges: bool = True,
 ) -> Settings:
     """Do as `settle_training` with a job whose nodes have this plan; `model` is `find_start_model`'s."""
 
     def make(asked: Settings) -> Training | None:
-        return make_fit_request(asked, plan, model, nodes=nodes, is_bundled=is_bundled, environ=environ)
+        return make_fit_request(asked, plan, model, nodes, environ, is_bundled=is_bundled)
 
     return settle_training(make, config, is_bundled=is_bundled, judges=judges) if model else config
 

@@ -9,6 +9,7 @@ for sharded weights; ZeRO-Offload (arXiv:2101.06840) is bound by PCIe and the CP
 import math
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import combinations, product
@@ -16,12 +17,14 @@ from typing import Any, NamedTuple
 
 from launcher.errors import UsageError
 from launcher.fit.advice import Advice, BudgetLine, SpeedEstimate, advise, budget_node, estimate_speed
-from launcher.fit.memory import CONTEXT, CUBLAS, NCCL, PROCESS, count_lost, estimate_memory
+from launcher.fit.memory import CUBLAS, PROCESS, count_lost, estimate_context, estimate_memory
 from launcher.fit.training import (
+    NOTHING,
     Device,
     Estimate,
     Learned,
     MemoryPart,
+    ParallelLayout,
     Range,
     Training,
     check_layout,
@@ -354,24 +357,25 @@ def describe_choice(training: Training, total: Range) -> str:
 
 def _find_least_nodes(training: Training, measure: Measure) -> Change | None:
     """Return the smallest number of nodes with which a job fits, chosen for them; None if none is known."""
-    each = training.layout.dp // training.nodes
+    layout, now = training.layout, math.gcd(training.layout.dp, training.nodes)
+    step = training.nodes // now  # a group that splits the model may have several nodes
 
-    def measure_on(nodes: int) -> Range:
-        wider = replace(training, nodes=nodes, layout=replace(training.layout, dp=each * nodes))
-        return measure(choose_settings(wider, measure))
+    def measure_on(count: int) -> Range:
+        wider = replace(layout, dp=layout.dp * count // now)
+        return measure(choose_settings(replace(training, nodes=count * step, layout=wider), measure))
 
-    def is_enough(nodes: int) -> bool:
-        return measure_on(nodes).high <= training.capacity
+    def is_enough(count: int) -> bool:
+        return measure_on(count).high <= training.capacity
 
-    high = 2 * training.nodes
+    high = 2 * now
     while not is_enough(high):
-        if high >= MOST_NODES:
+        if high * step >= MOST_NODES:
             return None
         high *= 2
-    between = range(max(training.nodes, high // 2) + 1, high)
-    nodes = max(training.nodes, high // 2) + 1 + bisect_left(between, True, key=is_enough)
-    why = f"states are sharded over {nodes} nodes, the fewest that are enough"
-    return Change((f"nodes={nodes}",), why, measure_on(nodes))
+    low = max(now, high // 2) + 1
+    count = low + bisect_left(range(low, high), True, key=is_enough)
+    why = f"states are sharded over {count * step} nodes, the fewest that are enough"
+    return Change((f"nodes={count * step}",), why, measure_on(count))
 
 
 # The cheapest changes with which a job fits, each computed by the same estimate as the job itself.
@@ -590,7 +594,7 @@ class ModuleShare:
     """Such as `blocks.*.mlp`; empty for what is no module's."""
     count: int
     bytes: int
-    categories: tuple[tuple[str, int], ...]
+    categories: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -598,7 +602,7 @@ class StepPeak:
     """The peak of a program's tensors over its first steps, in bytes."""
 
     total: int
-    categories: tuple[tuple[str, int], ...]
+    categories: dict[str, int]
     modules: tuple[ModuleShare, ...]
     """The largest first."""
 
@@ -626,26 +630,23 @@ class StepFit:
 
 def make_step_peak(total: int, categories: dict[str, int], modules: dict[str, dict[str, int]]) -> StepPeak:
     """Return a peak from what the program's interpreter has recorded; numbered modules are added up."""
-    groups: dict[str, dict[str, int]] = {}
-    counts: dict[str, int] = {}
+    groups: dict[str, Counter[str]] = {}
+    counts: Counter[str] = Counter()
     for name, own in modules.items():
         key = NUMBER.sub("*", name)
-        counts[key] = counts.get(key, 0) + 1
-        group = groups.setdefault(key, {})
-        for category, size in own.items():
-            group[category] = group.get(category, 0) + size
+        counts[key] += 1
+        groups.setdefault(key, Counter()).update(own)
     shares = [
-        ModuleShare(name, counts[name], sum(own.values()), _order_categories(own))
-        for name, own in groups.items()
+        ModuleShare(name, counts[name], own.total(), _order_categories(own)) for name, own in groups.items()
     ]
     shares.sort(key=lambda share: (-share.bytes, share.name))
     return StepPeak(total, _order_categories(categories), tuple(shares))
 
 
-def _order_categories(found: dict[str, int]) -> tuple[tuple[str, int], ...]:
+def _order_categories(found: dict[str, int]) -> dict[str, int]:
     """Return sizes in the order of CATEGORIES, those that are not among them last."""
     names = [*CATEGORIES, *sorted(set(found) - set(CATEGORIES))]
-    return tuple((name, found[name]) for name in names if found.get(name))
+    return {name: found[name] for name in names if found.get(name)}
 
 
 def fit_step(
@@ -658,16 +659,14 @@ def fit_step(
     on CPUs of the process's.
     """
     is_gpu, tensors, told = device.kind == "gpu", Range.of(peak.total), ""
-    parts = [MemoryPart(name, Range.of(size), "from fake tensors") for name, size in peak.categories]
-    allocated = reserved = tensors
-    context, note = PROCESS, "Python and torch"
+    parts = [MemoryPart(name, Range.of(size), "from fake tensors") for name, size in peak.categories.items()]
+    allocated, lost, context, note = tensors, NOTHING, PROCESS, "Python and torch"
     if is_gpu:
-        lost = count_lost(tensors, expandable=expandable)
-        allocated = tensors + CUBLAS
-        reserved = allocated + lost
-        context, note = CONTEXT + NCCL if world_size > 1 else CONTEXT, ""
+        allocated, lost = tensors + CUBLAS, count_lost(tensors, expandable=expandable)
+        context, note = estimate_context(ParallelLayout(dp=world_size)), ""
         parts += [MemoryPart("workspaces", CUBLAS, "of cuBLAS"), MemoryPart("fragmentation", lost)]
     parts.append(MemoryPart("context", context, note))
+    reserved = allocated + lost
     total = reserved + context
     if learned is not None:
         expected = reserved if is_gpu else total

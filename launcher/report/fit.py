@@ -231,7 +231,7 @@ def print_step_fit(console: Console, fit: StepFit, notes: tuple[str, ...]) -> No
         titles = ("largest modules at the peak", "number", name, "of it")
         table = make_table(titles, right=("number", name), wrapped=("of it",))
         for share in shares:
-            own = ", ".join(f"{category} {size / unit:.3g}" for category, size in share.categories)
+            own = ", ".join(f"{category} {size / unit:.3g}" for category, size in share.categories.items())
             table.add_row(clean_text(share.name), str(share.count), f"{share.bytes / unit:.2f}", own)
         console.print()
         console.print(table)

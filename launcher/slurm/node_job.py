@@ -161,14 +161,9 @@ def check_node_fit(request: JobRequest, job: Job, *, is_first: bool) -> Job:
         return job
     from launcher.config.training import settle_planned
 
+    model, nodes, bundled = request.fit_model, job.cluster.max_nodes, request.is_bundled
     config = settle_planned(
-        job.config,
-        job.plan,
-        request.fit_model,
-        nodes=job.cluster.max_nodes,
-        is_bundled=request.is_bundled,
-        environ=job.environ,
-        judges=is_first,
+        job.config, job.plan, model, nodes, job.environ, is_bundled=bundled, judges=is_first
     )
     return replace(job, config=config, program=find_program(request.words, config, job.environ))
 

@@ -338,10 +338,8 @@ def _judge_plan(spec: JobSpec, plan: "Plan", nodes: int) -> JobSpec:
     """
     from launcher.config.training import settle_job, settle_planned
 
-    bundled, environ = spec.is_bundled, spec.environ
-    settled = settle_planned(
-        spec.config, plan, spec.fit_model, nodes=nodes, is_bundled=bundled, environ=environ
-    )
+    bundled = spec.is_bundled
+    settled = settle_planned(spec.config, plan, spec.fit_model, nodes, spec.environ, is_bundled=bundled)
     return replace(settle_job(spec, settled), fit_model=None)
 
 

@@ -1,6 +1,7 @@
 """Models and requests for tests."""
 
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from launcher.fit.training import (
 DATA = Path(__file__).parents[1] / "data"
 SETTINGS: dict[str, Any] = json.loads((DATA / "published_settings.json").read_text())
 """Trainings that are known to run, or to run out of memory, on given GPUs, each with its source."""
+TABLES: dict[str, Any] = tomllib.loads((DATA / "fit_tables.toml").read_text())
 
 
 def read_model(fields: dict[str, Any]) -> ModelDimensions:
@@ -31,7 +33,7 @@ def read_model(fields: dict[str, Any]) -> ModelDimensions:
 
 
 MODELS = {name: read_model(fields) for name, fields in SETTINGS["models"].items()}
-LLAMA7B = ModelDimensions("llama7b", 32000, 32, 4096, 32, 32, 128, 11008, 4096)
+LLAMA7B = MODELS["llama7b"]
 H100 = Device("NVIDIA H100 80GB HBM3", 81559, nvlink_domain=8)
 NODE = NodeResources(cores=112, memory_kib=2 << 30, shm_kib=1 << 30, num_workers=2)
 REQUEST = Training(
@@ -49,3 +51,13 @@ def make_request(layout: ParallelLayout, settings: TrainingSettings = REQUEST.se
     """LLaMA 7B on nodes of eight H100, split and set up like this."""
     settings = replace(settings, framework=find_framework(layout))
     return replace(REQUEST, layout=layout, settings=settings, nodes=max(1, layout.world_size // 8))
+
+
+def change(request: Training, row: dict[str, Any]) -> Training:
+    """A request with fields of its parts changed; a model that a row names is taken first."""
+    parts = dict(row)
+    for name, value in row.items():
+        if isinstance(value, dict):
+            own = MODELS.get(value.get("name", "")) if name == "model" else None
+            parts[name] = replace(own or getattr(request, name), **value)
+    return replace(request, **parts)

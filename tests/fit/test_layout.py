@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,24 +10,18 @@ from hypothesis import strategies as st
 
 from launcher.errors import UsageError
 from launcher.fit.training import (
-    ModelDimensions,
     ParallelLayout,
     Training,
     TrainingSettings,
     check_layout,
     solve_batch,
 )
-from tests.fit.made_requests import H100, MODELS
+from tests.fit.made_requests import H100, MODELS, TABLES, change
 
 LLAMA70B, MIXTRAL, GPT2 = (MODELS[name] for name in ("Llama 2 70B", "Mixtral 8x7B", "GPT-2 124M"))
 
 
-def make_request(
-    layout: ParallelLayout, model: ModelDimensions = LLAMA70B, gpus: int = 8, **settings: object
-) -> Training:
-    nodes = max(1, layout.world_size // gpus)
-    chosen = replace(TrainingSettings(framework="megatron", seq_len=4096), **settings)  # type: ignore[arg-type]  # of several types
-    return Training(model, layout, chosen, H100, gpus_per_node=gpus, nodes=nodes)
+BASE = Training(LLAMA70B, ParallelLayout(), TrainingSettings("megatron", seq_len=4096), H100, gpus_per_node=8)
 
 
 @pytest.mark.parametrize(
@@ -72,63 +67,16 @@ def test_every_batch_that_an_error_proposes_works(
         assert micro * dp * steps == total
 
 
-BAD = [
-    (make_request(ParallelLayout(tp=16, dp=1)), ("tp=16", "kv_heads=8", "parallel.tp=8")),
-    (make_request(ParallelLayout(tp=3, dp=8)), ("tp=3 does not divide", "tp=2 or parallel.tp=4")),
-    (make_request(ParallelLayout(pp=96)), ("pp=96", "layers=80", "pp=80")),
-    (
-        make_request(ParallelLayout(pp=16, virtual_stages=8)),
-        ("virtual_stages=8", "layers=80", "virtual_stages=5 or less"),
-    ),
-    (make_request(ParallelLayout(dp=8, ep=8)), ("ep=8", "no experts")),
-    (make_request(ParallelLayout(dp=8, ep=3), MIXTRAL), ("ep=3", "experts.count=8", "ep=2 or")),
-    (
-        make_request(ParallelLayout(tp=2, dp=4, ep=8, zero=3), MIXTRAL, framework="fsdp"),
-        ("ep=8", "dp * cp (4)", "ep=4"),
-    ),
-    (make_request(ParallelLayout(cp=8), seq_len=4100), ("seq_len=4100", "2 * parallel.cp (16)", "=4096")),
-    (make_request(ParallelLayout(tp=8), seq_len=4100), ("seq_len=4100", "parallel.tp (8)", "=4104")),
-    (make_request(ParallelLayout(dp=8), GPT2), ("seq_len=4096", "max_seq_len=1024")),
-    (make_request(ParallelLayout(dp=8, zero=1), framework="ddp"), ("zero=1", "ddp", "zero=0")),
-    (make_request(ParallelLayout(dp=8), framework="fsdp"), ("zero=0", "fsdp", "zero=2")),
-    (make_request(ParallelLayout(pp=2, dp=4, zero=3), framework="zero"), ("zero=3", "pp=2")),
-    (make_request(ParallelLayout(dp=8, zero=3, shard_size=3)), ("shard_size=3", "=2 or", "=4")),
-    (make_request(ParallelLayout(dp=8, shard_size=4)), ("shard_size=4", "zero=0")),
-    (make_request(ParallelLayout(dp=8), micro_batch=10**40), ("fit.accumulation=(a number of 136 bits)",)),
-    (make_request(ParallelLayout(dp=8), framework="x"), ("framework=x", "megatron")),
-    (
-        replace(make_request(ParallelLayout(tp=8, pp=3)), nodes=4),
-        ("24 GPUs", "32", "nodes=3", "pp=2 and parallel.dp=2"),
-    ),
-    (replace(make_request(ParallelLayout(dp=16)), nodes=4), ("16 GPUs", "nodes=2", "dp=32")),
-    (replace(make_request(ParallelLayout(dp=8)), global_batch=12), ("global_batch=12", "=8")),
-]
-
-
-@pytest.mark.parametrize(
-    ("request_", "parts"), BAD, ids=lambda value: "" if isinstance(value, tuple) else None
-)
-def test_a_layout_that_cannot_be_is_refused_with_the_nearest(
-    request_: Training, parts: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("row", TABLES["layouts"], ids=lambda row: row["error"][0])
+def test_a_layout_that_cannot_be_is_refused_with_the_nearest(row: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
-        check_layout(request_)
-    for part in parts:
-        assert part in str(caught.value)
+        check_layout(change(BASE, {key: value for key, value in row.items() if key != "error"}))
+    assert [part for part in row["error"] if part not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize(
-    "good",
-    [
-        make_request(ParallelLayout(tp=8, pp=4, dp=2, virtual_stages=5)),
-        make_request(ParallelLayout(dp=8, cp=2, ep=8, zero=1), MIXTRAL),
-        make_request(ParallelLayout(pp=16, dp=2), replace(LLAMA70B, layers=126)),
-        make_request(ParallelLayout(dp=64, zero=3, shard_size=8), framework="fsdp"),
-        make_request(ParallelLayout(), gpus=1, framework="ddp"),
-    ],
-)
-def test_layouts_that_are_used(good: Training) -> None:
-    check_layout(good)
+def test_layouts_that_are_used() -> None:
+    for row in TABLES["good_layouts"]:
+        check_layout(change(BASE, row))
 
 
 numbers = st.integers(-2, 130) | st.sampled_from([1, 2, 4, 8, 16, 64, 10**9, 10**40])

@@ -63,41 +63,15 @@ def test_a_model_of_transformers_has_as_many(kind: str, more: dict[str, object])
         assert count_model_parameters(parse_model_config(text, kind)) == total
 
 
-LLAMA = {"model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 2, "hidden_size": 64}
-LLAMA |= {"num_attention_heads": 4, "intermediate_size": 128}
-MIXTURE = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-ERRORS: list[tuple[str | dict[str, object], str]] = [
-    ("", "no JSON .*config.json"),
-    ("[1]", "no JSON object"),
-    ("{" * 100000, "no JSON"),
-    ('{"hidden_size": NaN}', "no JSON .*NaN"),
-    (" " * (MAX_TEXT + 1), "more than"),
-    ({}, "model_type is missing.*llama"),
-    ({**LLAMA, "model_type": "bert\x1b[2J\n"}, r"'bert\\x1b\[2J\\n'.*not known.*llama"),
-    ({**LLAMA, "model_type": ["llama"]}, "model_type is list"),
-    ({"model_type": "llama"}, "hidden_size or n_embd.*is missing: add it"),
-    ({**LLAMA, "vocab_size": None}, "vocab_size is missing"),
-    ({**LLAMA, "hidden_size": "4096"}, "hidden_size is '4096', no whole number"),
-    ({**LLAMA, "hidden_size": 4096.0}, "hidden_size is 4096.0"),
-    ({**LLAMA, "hidden_size": True}, "hidden_size is True"),
-    ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0.*at least 1"),
-    ({**LLAMA, "vocab_size": 10**40}, "vocab_size is 1000.*at most"),
-    ({**LLAMA, "num_key_value_heads": 3}, "num_key_value_heads is 3.*4 heads"),
-    ({**LLAMA, "hidden_size": 66}, "hidden_size is 66.*head_dim"),
-    ({**LLAMA, "tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'.*true or false"),
-    ({**LLAMA, "model_type": "mixtral"}, "num_local_experts"),
-    ({**MIXTURE, "num_experts_per_tok": 9}, "num_experts_per_tok is 9 of 8"),
-    ({**MIXTURE, "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
-    ({**MIXTURE, "mlp_only_layers": 5}, "mlp_only_layers is 5.*no list"),
-    ({**MIXTURE, "first_k_dense_replace": 5}, "first_k_dense_replace is 5, of 2"),
-    ({**LLAMA, "model_type": "deepseek_v3"}, "n_routed_experts"),
-    ({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "vocab_size": 9}, "n_layer"),
-]
-
-
 def test_a_file_that_cannot_be_used_is_named_with_field_and_fix() -> None:
-    for written, message in ERRORS:
-        text = written if isinstance(written, str) else json.dumps(written)
+    for written, message in [
+        *CONFIGS["errors"],
+        ["{" * 100000, "no JSON"],
+        [" " * (MAX_TEXT + 1), "more than"],
+    ]:
+        text = written
+        if isinstance(written, dict):
+            text = json.dumps({**CONFIGS["bases"].get(written.pop("base", ""), {}), **written})
         with pytest.raises(UsageError, match=f"^own/config.json.*{message}") as caught:
             parse_model_config(text, "own/config.json")
         assert str(caught.value).isprintable() and len(str(caught.value)) < 600

@@ -16,16 +16,8 @@ from launcher.fit.training import (
     Training,
     TrainingSettings,
 )
-from tests.fit.made_requests import LLAMA7B, MODELS
+from tests.fit.made_requests import LLAMA7B, MODELS, TABLES
 from tests.fuzzing import WORDS, texts
-
-LLAMA65B = ModelDimensions("llama65b", 32000, 80, 8192, 64, 64, 128, 22016, 2048)
-LLAMA70B, LLAMA3_70B, LLAMA405B, LLAMA3_8B = (
-    MODELS[name] for name in ("Llama 2 70B", "Llama 3 70B", "Llama 3.1 405B", "Llama 3 8B")
-)
-MPT7B, GPT175B, BLOOM, DEEPSEEK = (
-    MODELS[name] for name in ("MPT 7B", "GPT-3 175B", "BLOOM 176B", "DeepSeek-V3")
-)
 
 
 def make_request(
@@ -36,62 +28,33 @@ def make_request(
     return Training(model, layout, chosen, Device(gpu, 81920), 8, gpus // 8, tokens=tokens)
 
 
-PUBLISHED_HOURS = [
-    # (model, GPUs, GPU, sequence, tokens, published GPU-hours, source)
-    (LLAMA65B, 2048, "A100", 2048, 1.4e12, 1_022_362, "LLaMA 65B (arXiv:2302.13971, table 15)"),
-    (LLAMA7B, 512, "A100", 4096, 2e12, 184_320, "Llama 2 7B (arXiv:2307.09288, table 2)"),
-    (LLAMA70B, 2048, "A100", 4096, 2e12, 1_720_320, "Llama 2 70B (arXiv:2307.09288, table 2)"),
-    (LLAMA3_70B, 8192, "H100", 8192, 15e12, 6_400_000, "Llama 3 70B (meta-llama/llama3, MODEL_CARD.md)"),
-    (LLAMA405B, 16384, "H100", 8192, 15.6e12, 30_840_000, "Llama 3.1 405B (MODEL_CARD.md)"),
-    (MPT7B, 440, "A100-40GB", 2048, 1e12, 440 * 9.5 * 24, "MPT-7B: 440 A100-40GB, 9.5 days (MosaicML)"),
-    (BLOOM, 384, "A100", 2048, 366e9, 1_082_990, "BLOOM 176B (arXiv:2211.02001)"),
-]
-
-
-@pytest.mark.parametrize(
-    "row",
-    PUBLISHED_HOURS,
-    ids=[row[6] for row in PUBLISHED_HOURS],
-)
-def test_published_gpu_hours_are_in_the_range(
-    row: tuple[ModelDimensions, int, str, int, float, float, str],
-) -> None:
-    model, gpus, gpu, seq_len, tokens, hours, _ = row
-    found = estimate_speed(make_request(model, gpus, gpu, seq_len, tokens))
+@pytest.mark.parametrize("row", TABLES["hours"], ids=lambda row: row[-1])
+def test_published_gpu_hours_are_in_the_range(row: tuple[str, int, str, int, float, float, str]) -> None:
+    name, gpus, gpu, seq_len, tokens, hours, _ = row
+    found = estimate_speed(make_request(MODELS[name], gpus, gpu, seq_len, tokens))
     assert found.gpu_hours is not None and found.total_seconds is not None
     assert found.gpu_hours[0] <= hours <= found.gpu_hours[1]
     assert found.total_seconds[0] <= hours * 3600 / gpus <= found.total_seconds[1]
 
 
 def test_llama_65b_takes_21_days() -> None:
-    found = estimate_speed(make_request(LLAMA65B, 2048, "A100", 2048, 1.4e12))
+    found = estimate_speed(make_request(MODELS["LLaMA 65B"], 2048, "A100", 2048, 1.4e12))
     assert found.total_seconds is not None
     assert found.total_seconds[0] <= 21 * 86400 <= found.total_seconds[1] <= 36 * 86400
 
 
 def test_deepseek_v3_in_fp8() -> None:
-    found = estimate_speed(make_request(DEEPSEEK, 2048, "H800", 4096, 14.8e12, precision="fp8"))
+    found = estimate_speed(make_request(MODELS["DeepSeek-V3"], 2048, "H800", 4096, 14.8e12, precision="fp8"))
     assert found.gpu_hours is not None and found.gpu_hours[0] <= 2_664_000 <= found.gpu_hours[1]
     assert found.active_parameters < 0.06 * found.parameters
 
 
-PUBLISHED_MFU = [
-    # (model, GPU, sequence, checkpointing, tokens a second and GPU, published MFU, tolerance, source)
-    # It counts the embedding too, 6 * 0.53e9 of 58e9 operations.
-    (LLAMA3_8B, "A100", 8192, "selective", 2973, 0.582, 0.031, "torchtitan docs/performance.md"),
-    (LLAMA70B, "A100", 4096, "full", 353, 0.505, 0.01, "torchtitan docs/performance.md"),
-    (LLAMA3_70B, "A100", 8192, "full", 331, 0.517, 0.01, "torchtitan docs/performance.md"),
-    (MPT7B, "A100", 2048, "none", 4641, 0.6423, 0.01, "llm-foundry scripts/train/benchmarking"),
-    (MPT7B, "H100", 2048, "none", 10643, 0.4644, 0.01, "llm-foundry scripts/train/benchmarking"),
-]
-
-
-@pytest.mark.parametrize("row", PUBLISHED_MFU, ids=[f"{row[0].name} {row[1]}" for row in PUBLISHED_MFU])
+@pytest.mark.parametrize("row", TABLES["mfu"], ids=lambda row: f"{row[0]} {row[1]}")
 def test_a_measured_step_has_the_published_mfu(
-    row: tuple[ModelDimensions, str, int, str, float, float, float, str],
+    row: tuple[str, str, int, str, float, float, float, str],
 ) -> None:
-    model, gpu, seq_len, checkpointing, rate, mfu, tolerance, _ = row
-    request = make_request(model, 64, gpu, seq_len, None, checkpointing=checkpointing)
+    name, gpu, seq_len, checkpointing, rate, mfu, tolerance, _ = row
+    request = make_request(MODELS[name], 64, gpu, seq_len, None, checkpointing=checkpointing)
     before = estimate_speed(request)
     found = estimate_speed(replace(request, step_seconds=seq_len / rate))
     assert found.mfu is not None and found.hfu is not None and before.mfu is not None
@@ -105,7 +68,9 @@ def test_the_gpt_models_of_korthikanti_et_al() -> None:
     """Table 5 of arXiv:2205.05198: 175B on 64 A100, batch 64, 13.75 s: 51.4% MFU, 52.8% HFU (selective)."""
     settings = TrainingSettings(framework="megatron", checkpointing="selective", accumulation=64)
     layout = ParallelLayout(tp=8, pp=8, virtual_stages=3)
-    request = Training(GPT175B, layout, settings, Device("A100", 81920), 8, 8, step_seconds=13.75)
+    request = Training(
+        MODELS["GPT-3 175B"], layout, settings, Device("A100", 81920), 8, 8, step_seconds=13.75
+    )
     found = estimate_speed(request)
     assert found.mfu is not None and found.hfu is not None
     assert found.mfu[0] == pytest.approx(0.514, abs=0.01) and found.hfu[0] == pytest.approx(0.528, abs=0.01)
@@ -139,66 +104,13 @@ def test_fp32_has_a_peak_and_no_range() -> None:
     assert (found.peak_tflops, found.step_seconds) == (19.5, None)
 
 
-NAMES = {
-    "h100": (
-        "NVIDIA H100 80GB HBM3",
-        "H100",
-        "h100-80gb",
-        "H100_SXM5_80GB",
-    ),
-    "h100 pcie": ("NVIDIA H100 PCIe",),
-    "h100 nvl": ("NVIDIA H100 NVL",),
-    "h200": ("NVIDIA H200",),
-    "h200 nvl": ("NVIDIA H200 NVL",),
-    "b200": ("NVIDIA B200",),
-    "gb200": ("NVIDIA GB200",),
-    "gh200": ("NVIDIA GH200 480GB",),
-    "gh200 144g": ("NVIDIA GH200 144G HBM3e",),
-    "h20": ("NVIDIA H20",),
-    "h800": ("NVIDIA H800",),
-    "a100 40gb": (
-        "NVIDIA A100-SXM4-40GB",
-        "A100-SXM4-40GB",
-        "A100-40GB",
-    ),
-    "a100": (
-        "NVIDIA A100-SXM4-80GB",
-        "a100 80gb",
-        "A100",
-    ),
-    "a100 pcie 40gb": ("NVIDIA A100-PCIE-40GB",),
-    "a100 pcie": ("NVIDIA A100 80GB PCIe",),
-    "a10g": ("NVIDIA A10G",),
-    "a10": ("NVIDIA A10",),
-    "l40s": ("NVIDIA L40S",),
-    "l4": ("NVIDIA L4",),
-    "t4": ("Tesla T4",),
-    "v100 16gb": ("Tesla V100-SXM2-16GB",),
-    "v100": ("Tesla V100-SXM2-32GB",),
-    "v100 pcie": ("Tesla V100-PCIE-16GB",),
-    "rtx a6000": ("NVIDIA RTX A6000",),
-    "rtx 6000 ada": ("NVIDIA RTX 6000 Ada Generation",),
-    "rtx 4090": (
-        "NVIDIA GeForce RTX 4090",
-        "rtx4090",
-    ),
-    "mi300x": ("AMD Instinct MI300X",),
-}
-"""As nvidia-smi and torch.cuda.get_device_name give them, and as people write them."""
-UNKNOWN = (
-    *("", "NVIDIA", "A1000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "GRID A100-10C"),
-    *("NVIDIA A100-40C", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU"),
-    *("cpu", "H1000", "XA100"),
-)
-
-
 def test_a_gpu_is_found_by_its_names_and_what_is_not_in_the_table_is_not_guessed() -> None:
-    for short, names in NAMES.items():
+    for short, names in TABLES["gpus"].items():
         for name in names:
             found = find_gpu(name)
             assert found is not None and found.name == short
             assert found.memory_mib == next(gpu.memory_mib for gpu in GPU_TYPES if gpu.name == short)
-    assert [name for name in UNKNOWN if find_gpu(name)] == []
+    assert [name for name in TABLES["unknown_gpus"] if find_gpu(name)] == []
 
 
 def test_peaks_by_what_is_computed_in() -> None:
@@ -228,7 +140,8 @@ def test_rows_are_found_by_their_own_names_and_are_plausible() -> None:
 
 @given(
     st.lists(
-        texts | st.sampled_from([word for names in NAMES.values() for name in names for word in name.split()])
+        texts
+        | st.sampled_from([word for names in TABLES["gpus"].values() for word in " ".join(names).split()])
     ).map(" ".join)
 )
 def test_any_name_is_found_or_not(name: str) -> None:
