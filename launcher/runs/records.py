@@ -393,20 +393,15 @@ def fingerprint_ranks(argv: Sequence[str], device: str, ranks: int) -> str:
 class DevicePeak:
     """What torch has had of a GPU."""
 
-    index: int
     reserved: int
-    allocated: int
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's record."""
+    """What counts of a rank's record."""
 
-    rank: int
     resident: int
     devices: tuple[DevicePeak, ...] = ()
-    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,8 @@ from launcher.runs.progress import (
 )
 from launcher.runs.rank_logs import (
     CHUNK,
-    Chunk,
     Follower,
     LineFollower,
-    Output,
     decode_line,
     measure_logs,
     read_tail,
@@ -69,15 +67,6 @@ def read(lines: LineFollower, *, final: bool = False) -> list[str]:
     return [decode_line(line.raw) for line in lines.read_lines(final=final)]
 
 
-def test_bytes_come_once_and_as_they_are(run: RunDir, follower: Follower) -> None:
-    data = bytes(range(256)) * 3
-    add(run, data)
-    assert list(follower.read_turn()) == [Chunk(0, "out", data)]
-    assert list(follower.read_turn()) == []
-    add(run, b"\xff\r", "err")
-    assert list(follower.read_turn()) == [Chunk(0, "err", b"\xff\r")]
-
-
 def test_long_lines_are_not_torn_apart_and_a_reader_far_behind_gets_whole_ones_in_turns(
     run: RunDir, follower: Follower
 ) -> None:
@@ -113,30 +102,6 @@ def test_lines_come_once_and_whole(run: RunDir, lines: LineFollower) -> None:
         add(run, data)
         assert read(lines) == found
     assert read(lines, final=True) == ["rest"] and read(lines, final=True) == []
-    watch_rank(run, lines, 12)
-    watch_rank(run, lines, 0)  # again, which changes nothing
-    for rank, ending in ((0, "out"), (0, "err"), (12, "out")):
-        add(run, b"%d\n" % rank, ending, rank)
-    assert [*lines.read_lines()] == [
-        Output(b"0\n", 0, "out"),
-        Output(b"0\n", 0, "err"),
-        Output(b"12\n", 12, "out"),
-    ]
-
-
-def test_a_file_that_is_cut_or_replaced_is_read_anew(run: RunDir, lines: LineFollower) -> None:
-    log = run.rank_log(0, 0, "out")
-    add(run, b"one\ntwo\nthr")
-    assert read(lines) == ["one", "two"]
-    log.write_bytes(b"new\n")
-    assert read(lines) == ["new"]
-    log.unlink()
-    assert read(lines) == []
-    add(run, b"x\n")
-    assert read(lines) == ["x"]
-    log.unlink()
-    log.mkdir()
-    assert read(lines, final=True) == [] == read_tail(log, 3)
 
 
 def test_large_files_long_lines_and_bars_without_end(

@@ -68,25 +68,12 @@ def make_log(folder: Path) -> JobLog:
     return JobLog(folder / "slurm-12.out", JobConsole(ViewOptions("all")))
 
 
-def test_the_log_is_shown_as_it_grows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    log = make_log(tmp_path)
-    assert not log.show_new()
-    with log.path.open("a", buffering=1) as file:
-        file.write("launch: 2 ranks\n[n0:0] step 3/9 loss 1.5\n[n1:1] step 4/9 loss 1\nlaun")
-        assert log.show_new() and not log.ends_with_own
-        file.write("ch: succeeded\n")
-        assert log.show_new() and log.ends_with_own
-    assert log.console.progress.steps[-1].step == 3
-    shown = capfd.readouterr()
-    assert shown.out == "[n0:0] step 3/9 loss 1.5\n[n1:1] step 4/9 loss 1\n"
-    assert shown.err == "launch: 2 ranks\nlaunch: succeeded\n"
-
-
 def test_what_has_no_end_is_shown_at_once_and_all_bytes_as_they_are(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     log = make_log(tmp_path)
-    data = bytes(range(256)) * 10_000 + b"\nstep 5/9 loss 2\nname? "
+    assert not log.show_new()
+    data = bytes(range(256)) * 10_000 + b"\n[n0:0] step 5/9 loss 2\n[n1:1] step 6/9 loss 1\nname? "
     log.path.write_bytes(data)
     while log.show_new():
         pass
@@ -95,6 +82,7 @@ def test_what_has_no_end_is_shown_at_once_and_all_bytes_as_they_are(
     with log.path.open("ab") as file:
         file.write(b"\nlaunch: no end")
     log.show_new()
+    assert not log.ends_with_own
     log.show_new(final=True)
     assert capfdbinary.readouterr() == (b"\nlaunch: no end", b"")
 
@@ -118,3 +106,5 @@ def test_lines_of_ours_are_told_apart_wherever_the_log_is_cut(
     own = [line for line in re.findall(rb"[^\n]*\n", whole) if line.startswith(b"launch: ")]
     others = re.sub(rb"(?m)^launch: [^\n]*\n", b"", whole)
     assert capfdbinary.readouterr() == (others, b"".join(own))
+    last = whole[whole.rfind(b"\n", 0, -1) + 1 :]
+    assert log.ends_with_own == (last.startswith(b"launch: ") and last.endswith(b"\n"))

@@ -147,30 +147,23 @@ def test_members_of_an_array_have_the_same_options(plain: JobSpec, commands: Pat
         )
 
 
-GIVEN = {
-    **{"partition": "long", "account": "me", "qos": "high", "time": "99-0", "nodes": "4"},
-    **{"gpus-per-node": "a100:4", "cpus-per-task": "64", "mem": "900G", "constraint": "ib"},
-    **{"nodelist": "n7", "exclude": "n8", "reservation": "r", "dependency": "afterok:1", "array": "0-9"},
-}
-KINDS = {
-    "small": NodeKind("main", True, 3, 16, 8, 64000, (("a100", 2),), ("ib", "fast")),
-    "large": NodeKind("main", True, 1, 64, 32, 256000, (), ("ib",)),
-    "plain": NodeKind("main", True, 1, 4, 2, 1000, ((None, 1),), ("(null)",)),
-}
-NODES = "the partition's nodes: 6 with 16 CPUs, 64000 MiB, gpu:a100:2; 1 with 64 CPUs, 256000 MiB, no GPUs"
+def make_kind(name: str) -> NodeKind:
+    (count, cpus, cores, mib), gpus, features = REFUSALS["kinds"][name]
+    found = tuple((kind or None, number) for kind, number in gpus)
+    return NodeKind("main", True, count, cpus, cores, mib, found, tuple(features))
 
 
 @pytest.mark.parametrize("case", REFUSALS["refusal"], ids=lambda case: case["says"][0][0])
 def test_a_refusal_is_told_with_the_values_and_what_there_is(case: dict[str, Any]) -> None:
     options = tuple(
         Option(name, value, f"cluster.{name.replace('-', '_')}")
-        for name, value in (GIVEN if case.get("given") == "all" else {}).items()
+        for name, value in (REFUSALS["given"] if case.get("given") == "all" else {}).items()
     )
-    kinds = tuple(KINDS[name] for name in case.get("kinds", ()))
+    kinds = tuple(map(make_kind, case.get("kinds", ())))
     chosen = JobOptions(options, tuple(case.get("partitions", ())), kinds)
     for complaint, told in case["says"]:
         error = explain_refusal(complaint, chosen, case.get("environ", {}))
-        assert str(error) == complaint + told.replace("{nodes}", NODES)
+        assert str(error) == complaint + told.replace("{nodes}", REFUSALS["nodes"])
 
 
 def test_what_keeps_sbatch_from_starting_is_told(commands: Path, tmp_path: Path) -> None:
