@@ -7,6 +7,7 @@ tracked here.
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,7 +30,7 @@ from launcher.fit.training import (
     check_layout,
 )
 from tests.benchmarks.fit import FEW, GRID, MOST_ABOVE, FitCase, find_missing, track_cases
-from tests.fit.made_requests import DATA, H100, LLAMA7B, MODELS
+from tests.fit.made_requests import DATA, H100, LLAMA7B, MODELS, TABLES
 from tests.fuzzing import WORDS
 
 GIB = 2**30
@@ -94,24 +95,10 @@ def test_the_first_stage_holds_the_activations_of_pp_micro_batches() -> None:
     assert count_in_flight(few, 0) == 2
 
 
-@pytest.mark.parametrize(
-    ("training", "published"),
-    [
-        (TrainingSettings("zero"), 16),
-        (TrainingSettings("megatron"), 18),
-        (TrainingSettings("ddp", "fp32"), 16),
-        (TrainingSettings("ddp", "bf16"), 8),
-        (TrainingSettings("fsdp"), 16),
-        (TrainingSettings("zero", optimizer="sgd"), 12),
-        (TrainingSettings("ddp", "fp32", "lion"), 12),
-        (TrainingSettings("ddp", "fp32", "adamw8bit"), 10),
-    ],
-    ids=lambda value: (
-        f"{value.framework}-{value.precision}-{value.optimizer}" if hasattr(value, "lr") else None
-    ),
-)
-def test_bytes_a_parameter(training: TrainingSettings, published: float) -> None:
+@pytest.mark.parametrize(("framework", "precision", "optimizer", "published"), TABLES["state_bytes"])
+def test_bytes_a_parameter(framework: str, precision: str, optimizer: str, published: float) -> None:
     """ZeRO (arXiv:1910.02054, section 3.1): 16; Megatron-LM's distributed optimizer: 6 + 12 / dp."""
+    training = TrainingSettings(framework, precision, optimizer)
     assert sum(count_state_bytes(training, 4096)[:3]) == pytest.approx(published, rel=0.005)
 
 
@@ -127,18 +114,10 @@ def test_states_of_zeros_stages(zero: int, published: float) -> None:
     assert states / 1e9 == pytest.approx(published, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("model", "published"),
-    [
-        (ModelDimensions("Llama-3.1-8B", 128256, 32, 4096, 32, 8, 128, 14336, 8192), 28),
-        (ModelDimensions("Mistral-7B", 32000, 32, 4096, 32, 8, 128, 14336, 8192), 28),
-        (ModelDimensions("SmolLM2-360M", 49152, 32, 960, 15, 5, 64, 2560, 8192), 24),
-        (ModelDimensions("Qwen3-4B", 151936, 36, 2560, 32, 8, 128, 9728, 8192, qk_norm=True), 38),
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_measured_copies_of_the_stream_are_in_the_range(model: ModelDimensions, published: float) -> None:
+@pytest.mark.parametrize(("shape", "qk_norm", "published"), TABLES["layer_copies"])
+def test_measured_copies_of_the_stream_are_in_the_range(shape: Any, qk_norm: bool, published: float) -> None:
     """The ml-engineering book (Stas Bekman) measured a layer's activations, in bf16 copies of sbh."""
+    model = replace(ModelDimensions("measured", *shape), qk_norm=qk_norm)
     request = ask(model, ParallelLayout(dp=8, zero=3), TrainingSettings("fsdp", seq_len=4096))
     kept = Stage(request, 0, 0, model.layers).kept * (1 / model.layers / 4096 / 2)
     low, expected, high = (value / model.hidden_size for value in (kept.low, kept.expected, kept.high))
@@ -230,28 +209,20 @@ def test_offloaded_activations_are_in_the_nodes_memory() -> None:
     assert f"activations {8 * 1.5 * inputs / GIB:.0f}" in lines[0]
 
 
-@pytest.mark.parametrize(
-    ("modules", "saved"),
-    [
-        (("core_attn",), 2 * 64 * 2048 / 6144),
-        (("attention",), 8 + 2 * 64 * 2048 / 6144),
-        (("layernorm",), 4),
-        (("mlp",), 16),
-        (("attention", "mlp"), 24 + 2 * 64 * 2048 / 6144),
-        (("moe", "mla_up_proj"), 0),
-    ],
-)
-def test_modules_that_are_recomputed_are_not_kept(modules: tuple[str, ...], saved: float) -> None:
+SCORES = 2 * 64 * 2048 / 6144
+
+
+def test_modules_that_are_recomputed_are_not_kept() -> None:
     """Of the 34 + 2as/h sbh of arXiv:2205.05198, section 4.1, without dropout: the tensors of that block."""
+    saved = {"core_attn": SCORES, "attention": 8 + SCORES, "layernorm": 4, "mlp": 16}
+    saved |= {"attention mlp": 24 + SCORES, "moe mla_up_proj": 0}
     model, each = GPTS[0], 2048 * GPTS[0].hidden_size
-    training = TrainingSettings(
-        "megatron", seq_len=2048, flash_attention=False, checkpointing="selective", recompute_modules=modules
-    )
-    plain, again = (
-        part(estimate_memory(ask(model, training=one)), "activations")
-        for one in (replace(training, checkpointing="none", recompute_modules=()), training)
-    )
-    assert (plain - again) / model.layers / each == pytest.approx(saved, rel=0.02, abs=0.1)
+    training = TrainingSettings("megatron", seq_len=2048, flash_attention=False)
+    plain = part(estimate_memory(ask(model, training=training)), "activations")
+    for modules, size in saved.items():
+        some = replace(training, checkpointing="selective", recompute_modules=tuple(modules.split()))
+        again = part(estimate_memory(ask(model, training=some)), "activations")
+        assert (plain - again) / model.layers / each == pytest.approx(size, rel=0.02, abs=0.1), modules
 
 
 def test_states_on_a_cpu_have_no_cuda_context() -> None:

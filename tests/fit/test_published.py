@@ -29,23 +29,10 @@ from launcher.fit.training import (
     Training,
     TrainingSettings,
 )
-from tests.fit.made_requests import DATA, MODELS, SETTINGS
+from tests.fit.made_requests import DATA, MODELS, SETTINGS, TABLES
 
 GIB = 1 << 30
 TRAININGS, ADAPTERS = "published_trainings.json", "published_adapters.json"
-FOUNDRY = {
-    "125m": (768, 12, 12),
-    "350m": (1024, 16, 24),
-    "760m": (1536, 12, 24),
-    "1b": (2048, 16, 24),
-    "3b": (2560, 20, 32),
-    "7b": (4096, 32, 32),
-    "13b": (5120, 40, 40),
-    "30b": (7168, 56, 48),
-    "70b": (8192, 64, 80),
-}
-"""Hidden size, heads and layers of llm-foundry's scripts/train/yamls/pretrain."""
-FOUNDRY_GPUS = {"h100_80gb": "H100", "a100_80gb": "A100-80GB", "a100_40gb": "A100-40GB"}
 DOUBTFUL = {"Llama 2 13B", "Llama 2 70B", "Llama 3.1 405B", "DeepSeek-V3"}
 """Run beside an estimate above the capacity, and so are `tight`: Llama 2 13B and 70B with fused norms and
 steps, the others with programs that give tensors back before their backward pass."""
@@ -175,7 +162,7 @@ def test_trainings_of_llm_foundry_fit_at_their_speeds() -> None:
     assert len(rows) == 216
     refused, above, outside = [], [], []
     for row in rows:
-        hidden, heads, layers = FOUNDRY[row["model"]]
+        hidden, heads, layers = TABLES["foundry"][row["model"]]
         length, gpus = int(row["seq_len"]), int(row["gpus"])
         shape = (50368, layers, hidden, heads, heads, hidden // heads, 4 * hidden, length)
         kind = ("layernorm", "gelu", "learned")
@@ -193,7 +180,7 @@ def test_trainings_of_llm_foundry_fit_at_their_speeds() -> None:
             expandable_segments=False,
         )
         layout = ParallelLayout(dp=gpus, zero=2 if row["sharding"] == "SHARD_GRAD_OP" else 3)
-        report = ask_on(FOUNDRY_GPUS[row["gpu"]], model, layout, settings)
+        report = ask_on(row["gpu"].upper().replace("_", "-"), model, layout, settings)
         refused += [row] * (report.verdict == "does_not_fit")
         above += [row] * (report.estimate.total.expected > report.request.capacity)
         assert report.speed and report.speed.step_seconds
