@@ -26,7 +26,6 @@ from launcher.launch.signals import STOPPING, catch_signals, name_signal
 from launcher.plan.model import Plan, plan_to_json
 from launcher.preflight import (
     SECONDS,
-    NotCheckedError,
     describe_report,
     judge_stored,
     make_request,
@@ -88,8 +87,8 @@ def _check_nodes(call: Call) -> PreflightReport:
         gpus, preflight = config.cluster.gpus_per_node, config.preflight
         free_kib = preflight.min_free_gib * (1 << 20)
         wanted = Wanted(gpus if isinstance(gpus, int) else None, free_kib, preflight.tolerance)
-        if report := judge_stored(Path(config.run_dir), wanted):
-            return report
+        if stored := judge_stored(Path(config.run_dir), wanted):
+            return stored
         raise UsageError(f"run_dir={config.run_dir} holds no preflight/*/report.json: name a run with one")
     if guess_kind("auto", environ)[0] == "allocation":
         from launcher.slurm.first_node import choose_nodes
@@ -97,16 +96,13 @@ def _check_nodes(call: Call) -> PreflightReport:
 
         hosts = choose_nodes(environ, sys.maxsize)
         logger.info(f"checking {len(hosts)} nodes of SLURM job {environ['SLURM_JOB_ID']}")
-        try:
-            report, problem = check_allocation(config, environ, hosts), ""
-        except NotCheckedError as error:
-            report, problem = None, str(error)
+        report = check_allocation(config, environ, hosts)
     else:
-        report, problem, stop = check_this_machine(config, environ, _find_existing(Path(config.runs_dir)))
+        report, stop = check_this_machine(config, environ, _find_existing(Path(config.runs_dir)))
     if stop:
         raise SystemExit(128 + stop)
-    if report is None:
-        raise MachineError(f"the nodes could not be checked: {problem}")
+    if isinstance(report, str):
+        raise MachineError(f"the nodes could not be checked: {report}")
     return report
 
 
@@ -226,14 +222,14 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
             logger.warning(f"preflight: what was found could not be written ({error})")
 
     settings = job.config.preflight
-    report, problem, stop = check_this_machine(job.config, job.environ, run.path, job.program)
+    report, stop = check_this_machine(job.config, job.environ, run.path, job.program)
     if stop:
         outcome = {"state": "stopped", "exit_code": 128 + stop, "signal": name_signal(stop)}
         write(ended=stamp_time(), outcome=outcome)
         return 128 + stop
-    if report is None:
-        logger.warning(f"preflight: this machine was not checked: {problem}")
-        write(preflight={"kind": settings.kind, "problem": problem})
+    if isinstance(report, str):
+        logger.warning(f"preflight: this machine was not checked: {report}")
+        write(preflight={"kind": settings.kind, "problem": report})
         return 0
     for line in list_preflight_lines(report):
         logger.info(f"preflight: {line}")
@@ -252,14 +248,13 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
 
 def check_this_machine(
     config: Settings, environ: Mapping[str, str], run_path: Path, words: Sequence[str] = ("-m",)
-) -> tuple[PreflightReport | None, str, int]:
+) -> tuple[PreflightReport | str, int]:
     """Return what was found, or why nothing was, and the signal that ended the checks, else 0.
 
     `words` are the program and its arguments. A mistake of the checks' own is told as a problem, and what a
     signal has asked for holds all the same.
     """
     signals: list[int] = []
-    report, problem = None, ""
     with catch_signals() as inbox:
 
         def is_stopped() -> bool:
@@ -275,11 +270,9 @@ def check_this_machine(
                 request.command, request, environ, wakeup=inbox.wakeup, is_stopped=is_stopped
             )
             report = answers.judge(tuple(answers.errors))
-        except NotCheckedError as error:
-            problem = str(error)
         except OSError as error:
-            problem = f"no process can be made ({error.strerror})"
+            report = f"no process can be made ({error.strerror})"
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}: report it"
+            report = f"{type(error).__name__}: {error}: report it"
         is_stopped()
-    return report, problem, signals[0] if signals else 0
+    return report, signals[0] if signals else 0

@@ -84,10 +84,6 @@ class PreflightRequest:
         return Wanted(None, int(self.min_free_gib * (1 << 20)), self.tolerance)
 
 
-class NotCheckedError(Exception):
-    """Nothing was found out of the nodes; it says why."""
-
-
 def render_answer(facts: Facts) -> str:
     """Return the line of a node's answer, with its end; without `seconds`, more facts are to follow."""
     return f"{ANSWER}{dump(facts)}\n"
@@ -234,8 +230,8 @@ class Answers:
         lost: Collection[str] = (),
         ends: Mapping[str, str] | None = None,
         gpus: int | None = None,
-    ) -> PreflightReport:
-        """Judge what the nodes answered; raises NotCheckedError if no node's checks came to their end.
+    ) -> PreflightReport | str:
+        """Judge what the nodes answered; returns why nothing is known if no node's checks came to their end.
 
         `errors` are the lines on stderr that are the nodes' own, `lost` are nodes that are not there, and
         `ends` say how the program ended on a node; `gpus` are those that the job needs on each. Nodes that
@@ -245,7 +241,7 @@ class Answers:
         silent = tuple(host for host in self.missing if host in lost or not self.ended)
         failed = [host for host in self.missing if host not in silent]
         if len(failed) == len(hosts):
-            raise NotCheckedError(errors[-1] if errors else "its program printed no answer")
+            return errors[-1] if errors else "its program printed no answer"
         nodes = tuple(self.facts[host] for host in hosts if host in self.facts)
         # What SLURM counts as GPUs is not NVIDIA's if no node has the driver: NVML cannot find them.
         has_driver = any(node.driver or node.gpus or node.lost_gpus for node in nodes)

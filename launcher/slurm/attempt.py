@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,46 +26,21 @@ from launcher.runs.manifest import (
     take_earlier,
     write_manifest,
 )
-from launcher.runs.progress import (
-    LONG_BEFORE,
-    AttemptProgress,
-    CleanEnd,
-    describe_progress,
-    explain_early_exits,
-    measure_attempt,
-)
+from launcher.runs.progress import AttemptProgress, describe_progress, measure_attempt
 from launcher.runs.run_directory import RunDir, release_space, reserve_space
+from launcher.slurm import commands
 from launcher.slurm.attempt_end import (
     CAUSES,
     AttemptEnd,
     Decision,
     PastAttempt,
     StepReport,
-    classify_end,
     classify_kill,
     decide_requeue,
-    failed_by_itself,
-    find_failed,
-    find_first_failure,
-    was_terminated,
-)
-from launcher.slurm.commands import (
-    LONG_TIMEOUT,
-    RUNNING,
-    SHORT_TIMEOUT,
-    JobState,
-    ask_job,
-    ask_last_end,
-    ask_node_states,
-    count_restarts,
-    exclude_nodes,
-    is_down,
-    name_job,
-    requeue_job,
+    diagnose,
 )
 from launcher.slurm.job_request import JobRequest, hold_manifest
 from launcher.slurm.node_order import NodeOrder
-from launcher.slurm.step import ENDED, NOT_STARTED, find_task_ends
 from launcher.text import break_line, describe_time
 
 logger = logging.getLogger(__name__)
@@ -109,12 +84,12 @@ class Attempt:
     @property
     def job_id(self) -> str:
         """SLURM's id of the job; `12_3` for an array's member."""
-        return name_job(self.environ)
+        return commands.name_job(self.environ)
 
     @property
     def restarts(self) -> int:
         """How often the job had been requeued when this attempt began."""
-        return count_restarts(self.environ)
+        return commands.count_restarts(self.environ)
 
     @property
     def is_elastic(self) -> bool:
@@ -133,8 +108,20 @@ class Attempt:
 
     @property
     def earlier(self) -> tuple[Manifest, ...]:
-        """The attempts before this one, each requeued into the next; a start by hand begins anew."""
-        return list_requeued_attempts(self.manifest, self.job_id)
+        """The attempts that led to this one by requeues of the same job, oldest first."""
+        earlier: list[Manifest] = []
+        for entry in reversed(take_earlier(self.manifest)):
+            requeued = take_dict(entry, "outcome").get("state") == "requeued"
+            if not requeued or take_dict(entry, "slurm").get("job_id") != self.job_id:
+                break
+            earlier.append(entry)
+        return tuple(reversed(earlier))
+
+    @property
+    def past(self) -> list[PastAttempt]:
+        """What the policy looks at in earlier attempts."""
+        outcomes = [entry["outcome"] for entry in self.earlier]
+        return [PastAttempt(outcome.get("cause"), outcome.get("advanced")) for outcome in outcomes]
 
     @property
     def unrecorded(self) -> int:
@@ -143,9 +130,62 @@ class Attempt:
         known = [int(one.get("restarts", -1)) for one in slurm if one.get("job_id") == self.job_id]
         return max(self.restarts - 1 - max(known, default=-1), 0)
 
-    def measure_progress(self) -> AttemptProgress:
-        """Return how far it has come."""
-        return measure_attempt(self.run, self.request.progress_patterns)
+    def has_advanced(self, advance: AttemptProgress) -> bool | None:
+        """Tell whether this attempt came to a later step, or wrote a newer checkpoint, than those before it.
+
+        None if neither a step nor a checkpoint was ever seen: then there is nothing to judge by.
+        """
+        outcomes = [entry["outcome"] for entry in self.earlier]
+        steps = [step for outcome in outcomes if (step := outcome.get("step")) is not None]
+        times = [when for outcome in outcomes if (when := outcome.get("checkpoint")) is not None]
+        if advance.step is None and advance.newest is None and not steps and not times:
+            return None
+        later = advance.step is not None and advance.step > max(steps, default=-1)
+        return later or (advance.newest is not None and advance.newest > max(times, default=float("-inf")))
+
+    def decide(self, cause: str | None, step: StepReport | None, advance: AttemptProgress) -> Decision:
+        """Decide what follows; a job in somebody's allocation never goes back into the queue."""
+        stays = cause == "sick_node" and not (step and step.sick)
+        if cause and (stays or not self.requeues):
+            return Decision(False, cause, CAUSES[cause].text)
+        advanced, past = self.has_advanced(advance), self.past
+        if self.unrecorded and cause:
+            # An attempt that could not write its manifest has written no checkpoint.
+            past += [PastAttempt(cause, False)] * self.unrecorded
+            advanced = bool(advanced)
+        return decide_requeue(cause, self.request.config.cluster.requeue, past, advanced)
+
+    def ask_status(self, timeout: float) -> commands.JobState | None:
+        """Ask SLURM how the job stands; None if it does not answer."""
+        try:
+            return commands.ask_job(self.job_id, self.environ, timeout)
+        except SchedulerError:
+            return None
+
+    def reconstruct_outcome(self) -> None:
+        """Write the outcome of an attempt whose batch script wrote none: it died, or was killed.
+
+        Accounting tells, if there is any. Else a node that is down tells of its loss; the rest are
+        preemptions.
+        """
+        outcome, lost = take_dict(self.manifest, "outcome"), list[str]()
+        hosts = [str(host) for host in self.manifest.get("hosts") or ()]
+        with contextlib.suppress(SchedulerError):
+            states = commands.ask_node_states(hosts, self.environ)
+            lost = [host for host, state in states.items() if commands.is_down(state)]
+        word = commands.ask_last_end(self.job_id, self.environ)
+        cause = ENDS.get(word) or ("preempted" if word or not lost else "node_failure")
+        advance = measure_attempt(self.run, self.request.progress_patterns)
+        self.manifest["outcome"] = {
+            **outcome,
+            "state": "requeued",
+            "cause": outcome.get("cause") or cause,
+            "reason": f"{', '.join(lost)} was lost" if lost else "it was killed before it could say why",
+            "lost": lost,
+            "step": advance.step,
+            "checkpoint": advance.newest,
+            "advanced": self.has_advanced(advance),
+        }
 
     def write(self) -> None:
         """Write the manifest, unless another node has ended this attempt; if that fails, say so and go on."""
@@ -157,34 +197,22 @@ class Attempt:
             logger.warning(f"the manifest could not be written ({error})")
 
 
-class AttemptRefusedError(LaunchError):
-    """No further attempt begins, by the policy or since the last one has finished; it has that one's code."""
-
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
-
-
 def start_attempt(
-    request: JobRequest,
-    run: RunDir,
-    environ: Mapping[str, str],
-    order: NodeOrder,
-    *,
-    requeues: bool = True,
+    request: JobRequest, run: RunDir, environ: Mapping[str, str], order: NodeOrder, *, requeues: bool
 ) -> Attempt:
     """Write the manifest of a new attempt, with those before it, and return it.
 
     A submission that never ran is no attempt, nor is what `launch` has written of this start in an allocation
-    (if the job is not ours to requeue). Raises AttemptRefusedError if the job is to end at once:
-    SLURM requeues a preempted job, and one that lost a node, by itself, and what `cluster.requeue` says of it
-    is carried out here.
+    (if the job is not ours to requeue). Raises LaunchError if the job is to end at once, by the policy or
+    since the last attempt has finished, with that one's code: SLURM requeues a preempted job, and one that
+    lost a node, by itself, and what `cluster.requeue` says of it is carried out here.
     """
     found: Manifest = read_manifest(run.path) or describe_start(run, request.command, request.choices)
     state, slurm = take_dict(found, "outcome").get("state"), take_dict(found, "slurm")
-    earlier, job_id = take_earlier(found), name_job(environ)
+    earlier, job_id = take_earlier(found), commands.name_job(environ)
     if requeues and state == "running" and slurm.get("job_id") == job_id:
-        found["outcome"] = reconstruct_outcome(request, found, run, environ)
+        last_run = RunDir(run.path, found.get("attempt") or 0)
+        Attempt(request, last_run, environ, found, requeues).reconstruct_outcome()
     if requeues and state != "submitted" and slurm:
         earlier.append({key: found[key] for key in OF_ATTEMPT if key in found})
     spares = order.hosts[request.max_nodes :]
@@ -196,84 +224,31 @@ def start_attempt(
         "ended": None,
         "hosts": list(order.hosts[: request.max_nodes]),
         "attempt": run.first_attempt,
-        "slurm": {**slurm, "job_id": job_id, "restarts": count_restarts(environ)},
+        "slurm": {**slurm, "job_id": job_id, "restarts": commands.count_restarts(environ)},
         "outcome": {"state": "running"},
         "earlier": earlier,
         "node_order": {"source": order.source, "why": order.why, "hosts": list(order.hosts)},
         **({"spares": list(spares)} if spares else {}),
     }
     attempt = Attempt(request, run, environ, manifest, requeues)
-    past = list_past_attempts(attempt.earlier) if requeues else []
-    if past:
-        *before, last = past
+    if requeues and attempt.past:
+        *before, last = attempt.past
         decision = decide_requeue(last.cause, request.config.cluster.requeue, before, last.advanced)
         if not decision.requeue:  # the manifest is closed with the last attempt's end
-            closed = attempt.earlier[-1]
+            number, closed = len(before) + 1, attempt.earlier[-1]
             state = "failed" if decision.cause else "succeeded"
             closed["outcome"] |= {"state": state, "cause": decision.cause, "reason": decision.reason}
             attempt.manifest = {**manifest, **closed, "earlier": earlier[:-1]}
             attempt.write()
-            number = len(past)
-            text = f"attempt {number + 1} does not begin: attempt {number} ended: {decision.reason}"
-            code = closed["outcome"].get("exit_code") or int(state == "failed")
-            raise AttemptRefusedError(text, code)
+            refusal = LaunchError(
+                f"attempt {number + 1} does not begin: attempt {number} ended: {decision.reason}"
+            )
+            refusal.exit_code = closed["outcome"].get("exit_code") or int(state == "failed")
+            raise refusal
     with hold_manifest(run.path):
         attempt.write()
     reserve_space(run)
     return attempt
-
-
-def reconstruct_outcome(
-    request: JobRequest, found: Manifest, run: RunDir, environ: Mapping[str, str]
-) -> Manifest:
-    """Return the outcome of an attempt whose batch script wrote none: it died with its node, or was killed.
-
-    Accounting tells, if there is any. Else a node that is down tells of its loss; the rest are preemptions.
-    """
-    outcome, hosts = take_dict(found, "outcome"), [str(host) for host in found.get("hosts") or ()]
-    lost: list[str] = []
-    with contextlib.suppress(SchedulerError):
-        lost = [host for host, state in ask_node_states(hosts, environ).items() if is_down(state)]
-    word = ask_last_end(name_job(environ), environ)
-    cause = outcome.get("cause") or ENDS.get(word) or ("preempted" if word or not lost else "node_failure")
-    advance = measure_attempt(RunDir(run.path, found.get("attempt") or 0), request.progress_patterns)
-    reason = f"{', '.join(lost)} was lost" if lost else "it was killed before it could say why"
-    return {
-        **outcome,
-        **{"state": "requeued", "cause": cause, "reason": reason, "lost": lost},
-        **{"step": advance.step, "checkpoint": advance.newest},
-        "advanced": has_advanced(advance, list_requeued_attempts(found, name_job(environ))),
-    }
-
-
-def list_requeued_attempts(manifest: Manifest, job_id: str) -> tuple[Manifest, ...]:
-    """Return the attempts that led to a manifest's last one by requeues of the same job, oldest first."""
-    earlier: list[Manifest] = []
-    for entry in reversed(take_earlier(manifest)):
-        requeued = take_dict(entry, "outcome").get("state") == "requeued"
-        if not requeued or take_dict(entry, "slurm").get("job_id") != job_id:
-            break
-        earlier.append(entry)
-    return tuple(reversed(earlier))
-
-
-def list_past_attempts(earlier: Sequence[Manifest]) -> list[PastAttempt]:
-    """Return what the policy looks at in earlier attempts."""
-    outcomes = [entry["outcome"] for entry in earlier]
-    return [PastAttempt(outcome.get("cause"), outcome.get("advanced")) for outcome in outcomes]
-
-
-def has_advanced(advance: AttemptProgress, earlier: Sequence[Manifest]) -> bool | None:
-    """Tell whether an attempt came to a later step, or wrote a newer checkpoint, than those before it.
-
-    None if neither a step nor a checkpoint was ever seen: then there is nothing to judge by.
-    """
-    steps = [step for entry in earlier if (step := entry["outcome"].get("step")) is not None]
-    times = [time for entry in earlier if (time := entry["outcome"].get("checkpoint")) is not None]
-    if advance.step is None and advance.newest is None and not steps and not times:
-        return None
-    later = advance.step is not None and advance.step > max(steps, default=-1)
-    return later or (advance.newest is not None and advance.newest > max(times, default=float("-inf")))
 
 
 def claim_end(run: RunDir, host: str, lost: Collection[str] = ()) -> str:
@@ -302,147 +277,17 @@ def is_taken_over(run: RunDir) -> bool:
     return any(host != name_host(os.environ) for host in list_claims(run)[-1:])
 
 
-def diagnose(
-    attempt: Attempt,
-    step: StepReport | None,
-    status: JobState | None = None,
-    lost: Mapping[str, str] | None = None,
-    trouble: str = "",
-) -> AttemptEnd:
-    """Find out how an attempt ended: from the nodes' records, srun, SLURM and the run directory.
-
-    `step` is None while it still runs. `status` is what SLURM has said of the job, if it was asked before,
-    and `lost` are nodes that are known to be lost, and what tells of it. `trouble` is what `release_space`
-    has said. SLURM is not asked about a plain success.
-    """
-    advance, known = attempt.measure_progress(), lost is not None
-    stop_requested = step is None or bool(step.stops)
-    succeeded = step is not None and has_succeeded(attempt, step)
-    timeout = SHORT_TIMEOUT if stop_requested else LONG_TIMEOUT
-    if status is None:
-        if step and succeeded and not (stop_requested or step.near_limit or step.missing):
-            return AttemptEnd(step, None, decide_next(attempt, None, step, advance), advance, trouble=trouble)
-        status = ask_job_status(attempt, timeout)
-    kill = classify_kill(status, attempt.restarts)
-    if lost is None:
-        suspects = attempt.hosts if kill or step is None else step.missing
-        lost = find_down_nodes(attempt, suspects, timeout)
-    killed_tasks: dict[str, str] = {}
-    first = find_first_failure(step.records) if step else None
-    asks = bool(first and first[1].status in attempt.request.config.cluster.requeue.exit_codes)
-    facts: dict[str, object] = {
-        "succeeded": succeeded,
-        "finished": advance.finished,
-        "preempted": status and status.preempted,
-        "stop_requested": stop_requested,
-    }
-    if step:
-        task_ends = find_task_ends(step.srun_lines, step.missing)
-        if not (kill or stop_requested or step.cancelled):
-            killed_tasks = {host: word for host, word in task_ends.items() if word != ENDED}
-        # If the first node's own record is missing too, which is there, no records are to be had: the disk is
-        # full, or the tasks cannot start.
-        own = attempt.environ.get("SLURMD_NODENAME")
-        if not (kill or known or (own in step.missing and own not in task_ends)):
-            silent = [host for host in step.missing if host not in task_ends]
-            words = {host: ("it left no record", lost.get(host, "")) for host in silent}
-            lost = {**lost, **{host: ", and ".join(filter(None, said)) for host, said in words.items()}}
-        # SLURM may start a job again before it has sorted out what another node's loss has left.
-        after_loss = attempt.earlier and attempt.earlier[-1]["outcome"].get("cause") == "node_failure"
-        refused = any(record.agent_said.startswith(NOT_STARTED) for record in step.records)
-        facts |= {
-            "failed": killed_tasks or find_failed(step.records),
-            "lost": after_loss and refused,
-            "hung": any(record.hang for record in step.records),
-            "sick": step.sickness,
-            "near_limit": step.near_limit,
-            "stopped_from_outside": not stop_requested and was_stopped_from_outside(attempt, step),
-            "restart_requested": asks,
-            "cancelled_by_user": step.cancelled
-            or (stop_requested and any(record.signal for record in step.records)),
-        }
-    facts["lost"] = lost or facts.get("lost")
-    cause = classify_end([name for name, holds in facts.items() if holds], kill)
-    asks = asks and cause in ("requested", "timeout")
-    early = find_early_end(attempt, step) if step and not asks and cause not in (None, "stopped") else ""
-    decision = decide_next(attempt, cause, step, advance)
-    return AttemptEnd(step, cause, decision, advance, kill, lost, killed_tasks, asks, early, trouble, status)
-
-
-def was_stopped_from_outside(attempt: Attempt, step: StepReport) -> bool:
-    """Tell whether the first event was a signal to a task or a rank that neither we nor SLURM's queue sent.
-
-    A signal to every node's task by way of SLURM is a user's wish that the step end. An elastic job goes on
-    without the node, and may fail for another reason later.
-    """
-    first = find_first_failure(step.records)
-    if not step.signalled:
-        return bool(first and was_terminated(first[1]) and not step.cancelled)
-    if step.cancelled and len(dict(step.signalled)) == len(attempt.hosts):
-        return False
-    return not (attempt.is_elastic and first and failed_by_itself(first[1]))
-
-
-def find_early_end(attempt: Attempt, step: StepReport) -> str:
-    """Say which ranks ended with 0 before the first failure, or long before all were stopped."""
-    first = find_first_failure(step.records)
-    before = first[1].time if first else max((when - LONG_BEFORE for _, when in step.signals), default=None)
-    if before is None:
-        return ""
-    ends = [
-        CleanEnd(rank, record.host, moment, attempt.run.first_attempt + record.restarts)
-        for record in step.records
-        for rank, moment in record.clean
-    ]
-    world = 0 if step.missing else sum(record.ranks for record in step.records)
-    return explain_early_exits(attempt.run, ends, before, world)
-
-
-def has_succeeded(attempt: Attempt, step: StepReport) -> bool:
-    """Tell whether all nodes ended well; of an elastic job's, those that are left, if they are enough.
-
-    An elastic job goes on without a node whose task was stopped from outside, as without one that was lost.
-    """
-    left = dict(step.signalled) if attempt.is_elastic else {}
-    records = [record for record in step.records if record.host not in left]
-    if step.sickness or any(record.state != "succeeded" or record.exit_code for record in records):
-        return False
-    if attempt.is_elastic and len(records) >= attempt.request.min_nodes:
-        return True
-    # If the kernel has killed a helper of theirs for memory, srun's code is 1, whatever the tasks' are.
-    if step.records and not step.missing:
-        return True
-    # A task ends with 0 if its ranks did, or was stopped: a record may be late, or the disk full.
-    return step.srun_exitcode == 0 and not (step.missing and step.signals)
-
-
-def ask_job_status(attempt: Attempt, timeout: float) -> JobState | None:
-    """Ask SLURM how the job stands; None if it does not answer."""
-    try:
-        return ask_job(attempt.job_id, attempt.environ, timeout)
-    except SchedulerError:
-        return None
-
-
-def find_down_nodes(attempt: Attempt, hosts: Sequence[str], timeout: float) -> dict[str, str]:
-    """Return the nodes that are down as SLURM has it, which may be minutes late to see it (SlurmdTimeout)."""
-    try:
-        states = ask_node_states(hosts, attempt.environ, timeout)
-    except SchedulerError:
-        return {}
-    return {host: f"SLURM says that it is {states[host]}" for host in hosts if is_down(states.get(host, ""))}
-
-
 def prepare_for_kill(attempt: Attempt) -> None:
     """Decide and requeue at once if SLURM has begun to end the job: called on SIGTERM, while the step runs.
 
     SLURM kills everything KillWait later, and the ranks may need all of that time. The manifest tells why,
     and the job is in the queue again, before that. Does nothing if a user sent the signal.
     """
-    status = ask_job_status(attempt, SHORT_TIMEOUT) if attempt.requeues and not attempt.prepared else None
-    if status is None or status.state in RUNNING or not classify_kill(status, attempt.restarts):
+    if attempt.prepared or not attempt.requeues:
         return
-    if may_end(attempt):
+    status = attempt.ask_status(commands.SHORT_TIMEOUT)
+    is_running = status is None or status.state in commands.RUNNING
+    if not is_running and classify_kill(status, attempt.restarts) and may_end(attempt):
         attempt.prepared = carry_out(attempt, diagnose(attempt, None, status))
 
 
@@ -511,7 +356,8 @@ def carry_out(attempt: Attempt, end: AttemptEnd) -> AttemptEnd:
         return end
     try:
         if end.kill != "requeued":
-            requeue_job(attempt.job_id, attempt.environ, SHORT_TIMEOUT if end.kill else math.inf)
+            patience = commands.SHORT_TIMEOUT if end.kill else math.inf
+            commands.requeue_job(attempt.job_id, attempt.environ, patience)
     except SchedulerError as error:
         reason = f"{decision.reason}, but SLURM refuses ({error})"
         end = replace(end, decision=replace(decision, requeue=False, reason=reason))
@@ -527,7 +373,7 @@ def carry_out(attempt: Attempt, end: AttemptEnd) -> AttemptEnd:
         bad += [*(one["lost"] for one in replaced), *(entry.get("sick_spares") or ())]
     if bad:
         min_nodes = attempt.request.min_nodes + attempt.request.config.cluster.spares
-        warning = exclude_nodes(attempt.job_id, list(dict.fromkeys(bad)), min_nodes, attempt.environ)
+        warning = commands.exclude_nodes(attempt.job_id, list(dict.fromkeys(bad)), min_nodes, attempt.environ)
         if warning:
             logger.warning(f"{warning}")
     return end
@@ -541,22 +387,7 @@ def write_outcome(attempt: Attempt, end: AttemptEnd) -> None:
     if state and state.attempt == attempt.run.first_attempt:
         account = {"hangs": [*map(asdict, state.hangs)], "stragglers": [*map(asdict, state.stragglers)]}
         manifest |= {key: found for key, found in account.items() if found}
-    advanced = has_advanced(end.advance, attempt.earlier)
+    advanced = attempt.has_advanced(end.advance)
     manifest["ended"] = stamp_time()
     manifest["outcome"] = {**end.describe(attempt.run.first_attempt), "advanced": advanced}
     attempt.write()
-
-
-def decide_next(
-    attempt: Attempt, cause: str | None, step: StepReport | None, advance: AttemptProgress
-) -> Decision:
-    """Decide what is to be done; a job in somebody's allocation never goes back into the queue."""
-    stays = cause == "sick_node" and not (step and step.sick)
-    if cause and (stays or not attempt.requeues):
-        return Decision(False, cause, CAUSES[cause].text)
-    advanced, past = has_advanced(advance, attempt.earlier), list_past_attempts(attempt.earlier)
-    if attempt.unrecorded and cause:
-        # An attempt that could not write its manifest has written no checkpoint.
-        past += [PastAttempt(cause, False)] * attempt.unrecorded
-        advanced = bool(advanced)
-    return decide_requeue(cause, attempt.request.config.cluster.requeue, past, advanced)

@@ -1,20 +1,33 @@
-"""What an attempt was: how its step ended, what SLURM did to the job, the cause, and what follows. Pure."""
+"""What an attempt was: how its step ended, what SLURM did to the job, the cause, and what follows.
 
+Nothing but `diagnose` asks or reads anything.
+"""
+
+import contextlib
 import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import EXIT_HANG, EXIT_MACHINE
+from launcher.errors import EXIT_HANG, EXIT_MACHINE, SchedulerError
 from launcher.launch.signals import STOPPING, name_signal
-from launcher.runs.progress import AttemptProgress
+from launcher.runs.progress import (
+    LONG_BEFORE,
+    AttemptProgress,
+    CleanEnd,
+    explain_early_exits,
+    measure_attempt,
+)
 from launcher.runs.records import NodeRecord, RankFailure
+from launcher.slurm import commands
 from launcher.slurm.commands import RUNNING, JobState
+from launcher.slurm.step import ENDED, NOT_STARTED, find_task_ends
 from launcher.text import describe_first_failed_rank, name_some
 
 if TYPE_CHECKING:
     from launcher.config.settings import RequeueConfig
+    from launcher.slurm.attempt import Attempt
 
 FOLLOWS = re.compile(
     r"gloo/transport|lost the connection|Connection (closed|reset) by|remote process exited|Broken pipe"
@@ -120,8 +133,8 @@ class StepReport:
     srun_exitcode: int
     """As subprocess gives it: -n for signal n."""
     records: tuple[NodeRecord, ...] = ()
-    missing: tuple[str, ...] = ()
-    """Hosts that left no record."""
+    hosts: tuple[str, ...] = ()
+    """Nodes of the ranks; none if the step was not started."""
     signals: tuple[tuple[int, float], ...] = ()
     """Signals to the batch script's process, and when, in seconds since the epoch."""
     near_limit: bool = False
@@ -138,9 +151,30 @@ class StepReport:
     """Nodes that the next attempt is to do without."""
 
     @property
+    def missing(self) -> list[str]:
+        """Nodes that left no record."""
+        reporting = {record.host for record in self.records}
+        return [host for host in self.hosts if host not in reporting]
+
+    @property
     def stops(self) -> list[int]:
         """The signals that asked for the end."""
         return [number for number, _ in self.signals if number in STOPPING]
+
+    @property
+    def first_failure(self) -> tuple[NodeRecord, RankFailure] | None:
+        """The first failure over all nodes, and its node; None if no rank failed.
+
+        A rank that failed by itself (see `failed_by_itself`) comes before one that only followed another.
+        """
+        found = [(record, record.failure) for record in self.records if record.failure]
+        return min(found, key=lambda one: (not failed_by_itself(one[1]), one[1].time), default=None)
+
+    @property
+    def failed(self) -> list[NodeRecord]:
+        """The nodes on which a rank, or the agent, failed by itself rather than by SIGTERM."""
+        failed = [record for record in self.records if record.state == "failed"]
+        return [record for record in failed if not (record.failure and was_terminated(record.failure))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +219,7 @@ class AttemptEnd:
         step, stopped = self.step, self.cause == "stopped"
         if step is None or not (self.restart_requested or self.cause == "crash" or stopped):
             return None
-        return None if stopped and step.signalled else find_first_failure(step.records)
+        return None if stopped and step.signalled else step.first_failure
 
     @property
     def exit_code(self) -> int:
@@ -203,7 +237,7 @@ class AttemptEnd:
         if self.first:
             return self.first[1].status
         if step and self.cause == "crash":
-            codes = [record.exit_code for record in find_failed(step.records) if record.exit_code]
+            codes = [record.exit_code for record in step.failed if record.exit_code]
             return (codes or [0 if self.trouble else abs(step.srun_exitcode)])[0] or EXIT_MACHINE
         return 128 + next(iter(step.stops if step else ()), signal.SIGTERM)
 
@@ -296,15 +330,6 @@ class AttemptEnd:
         }
 
 
-def find_first_failure(records: Sequence[NodeRecord]) -> tuple[NodeRecord, RankFailure] | None:
-    """Return the first failure over all nodes, and its node; None if no rank failed.
-
-    A rank that failed by itself (see `failed_by_itself`) comes before one that only followed another.
-    """
-    failures = [(record, record.failure) for record in records if record.failure]
-    return min(failures, key=lambda found: (not failed_by_itself(found[1]), found[1].time), default=None)
-
-
 def failed_by_itself(failure: RankFailure) -> bool:
     """Tell whether a rank failed by itself: not by SIGTERM, nor since it had lost another rank."""
     follows = any(FOLLOWS.search(line) for line in failure.lines)
@@ -314,12 +339,6 @@ def failed_by_itself(failure: RankFailure) -> bool:
 def was_terminated(failure: RankFailure) -> bool:
     """Tell whether a rank ended by SIGTERM, or as a shell says that it did (143)."""
     return failure.status == 128 + signal.SIGTERM
-
-
-def find_failed(records: Sequence[NodeRecord]) -> list[NodeRecord]:
-    """Return the nodes on which a rank, or the agent, failed by itself rather than by SIGTERM."""
-    failed = [record for record in records if record.state == "failed"]
-    return [record for record in failed if not (record.failure and was_terminated(record.failure))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +382,125 @@ def decide_requeue(
         return Decision(False, "limit", f"{text}: not requeued (cluster.requeue.limit={policy.limit})")
     again = text if cause == "requeued" else f"{text}: requeued"
     return Decision(True, cause, f"{again} (attempt {number + 1} of at most {policy.limit})")
+
+
+def diagnose(
+    attempt: "Attempt",
+    step: StepReport | None,
+    status: JobState | None = None,
+    lost: Mapping[str, str] | None = None,
+    trouble: str = "",
+) -> AttemptEnd:
+    """Find out how an attempt ended: from the nodes' records, srun, SLURM and the run directory.
+
+    `step` is None while it still runs. `status` is what SLURM has said of the job, if it was asked before,
+    and `lost` are nodes that are known to be lost, and what tells of it. `trouble` is what `release_space`
+    has said. SLURM is not asked about a plain success.
+    """
+    advance = measure_attempt(attempt.run, attempt.request.progress_patterns)
+    known = lost is not None
+    stop_requested = step is None or bool(step.stops)
+    succeeded = step is not None and has_succeeded(attempt, step)
+    timeout = commands.SHORT_TIMEOUT if stop_requested else commands.LONG_TIMEOUT
+    if status is None:
+        if step and succeeded and not (stop_requested or step.near_limit or step.missing):
+            return AttemptEnd(step, None, attempt.decide(None, step, advance), advance, trouble=trouble)
+        status = attempt.ask_status(timeout)
+    kill = classify_kill(status, attempt.restarts)
+    if lost is None:
+        suspects = attempt.hosts if kill or step is None else step.missing
+        lost = {}
+        with contextlib.suppress(SchedulerError):  # slurmctld may be minutes late to see it (SlurmdTimeout)
+            states = commands.ask_node_states(suspects, attempt.environ, timeout)
+            down = [host for host in suspects if commands.is_down(states.get(host, ""))]
+            lost = {host: f"SLURM says that it is {states[host]}" for host in down}
+    killed_tasks: dict[str, str] = {}
+    first = step.first_failure if step else None
+    asks = bool(first and first[1].status in attempt.request.config.cluster.requeue.exit_codes)
+    facts: dict[str, object] = {
+        "succeeded": succeeded,
+        "finished": advance.finished,
+        "preempted": status and status.preempted,
+        "stop_requested": stop_requested,
+    }
+    if step:
+        task_ends = find_task_ends(step.srun_lines, step.missing)
+        if not (kill or stop_requested or step.cancelled):
+            killed_tasks = {host: word for host, word in task_ends.items() if word != ENDED}
+        # If the first node's own record is missing too, which is there, no records are to be had: the disk is
+        # full, or the tasks cannot start.
+        own = attempt.environ.get("SLURMD_NODENAME")
+        if not (kill or known or (own in step.missing and own not in task_ends)):
+            silent = [host for host in step.missing if host not in task_ends]
+            words = {host: ("it left no record", lost.get(host, "")) for host in silent}
+            lost = {**lost, **{host: ", and ".join(filter(None, said)) for host, said in words.items()}}
+        # SLURM may start a job again before it has sorted out what another node's loss has left.
+        after_loss = attempt.earlier and attempt.earlier[-1]["outcome"].get("cause") == "node_failure"
+        refused = any(record.agent_said.startswith(NOT_STARTED) for record in step.records)
+        facts |= {
+            "failed": killed_tasks or step.failed,
+            "lost": after_loss and refused,
+            "hung": any(record.hang for record in step.records),
+            "sick": step.sickness,
+            "near_limit": step.near_limit,
+            "stopped_from_outside": not stop_requested and was_stopped_from_outside(attempt, step),
+            "restart_requested": asks,
+            "cancelled_by_user": step.cancelled
+            or (stop_requested and any(record.signal for record in step.records)),
+        }
+    facts["lost"] = lost or facts.get("lost")
+    cause = classify_end([name for name, holds in facts.items() if holds], kill)
+    asks = asks and cause in ("requested", "timeout")
+    early = find_early_end(attempt, step) if step and not asks and cause not in (None, "stopped") else ""
+    decision = attempt.decide(cause, step, advance)
+    return AttemptEnd(step, cause, decision, advance, kill, lost, killed_tasks, asks, early, trouble, status)
+
+
+def was_stopped_from_outside(attempt: "Attempt", step: StepReport) -> bool:
+    """Tell whether the first event was a signal to a task or a rank that neither we nor SLURM's queue sent.
+
+    A signal to every node's task by way of SLURM is a user's wish that the step end. An elastic job goes on
+    without the node, and may fail for another reason later.
+    """
+    first = step.first_failure
+    if not step.signalled:
+        return bool(first and was_terminated(first[1]) and not step.cancelled)
+    if step.cancelled and len(dict(step.signalled)) == len(attempt.hosts):
+        return False
+    return not (attempt.is_elastic and first and failed_by_itself(first[1]))
+
+
+def find_early_end(attempt: "Attempt", step: StepReport) -> str:
+    """Say which ranks ended with 0 before the first failure, or long before all were stopped."""
+    first = step.first_failure
+    before = first[1].time if first else max((when - LONG_BEFORE for _, when in step.signals), default=None)
+    if before is None:
+        return ""
+    ends = [
+        CleanEnd(rank, record.host, moment, attempt.run.first_attempt + record.restarts)
+        for record in step.records
+        for rank, moment in record.clean
+    ]
+    world = 0 if step.missing else sum(record.ranks for record in step.records)
+    return explain_early_exits(attempt.run, ends, before, world)
+
+
+def has_succeeded(attempt: "Attempt", step: StepReport) -> bool:
+    """Tell whether all nodes ended well; of an elastic job's, those that are left, if they are enough.
+
+    An elastic job goes on without a node whose task was stopped from outside, as without one that was lost.
+    """
+    left = dict(step.signalled) if attempt.is_elastic else {}
+    records = [record for record in step.records if record.host not in left]
+    if step.sickness or any(record.state != "succeeded" or record.exit_code for record in records):
+        return False
+    if attempt.is_elastic and len(records) >= attempt.request.min_nodes:
+        return True
+    # If the kernel has killed a helper of theirs for memory, srun's code is 1, whatever the tasks' are.
+    if step.records and not step.missing:
+        return True
+    # A task ends with 0 if its ranks did, or was stopped: a record may be late, or the disk full.
+    return step.srun_exitcode == 0 and not (step.missing and step.signals)
 
 
 SIGNAL_EARLY = 60.0

@@ -40,7 +40,6 @@ from launcher.runs.records import node_path, read_nodes, refuse_node
 from launcher.runs.run_directory import RunDir, explain_write_error, open_run_dir
 from launcher.slurm.attempt import (
     Attempt,
-    ask_job_status,
     end_attempt,
     is_taken_over,
     prepare_for_kill,
@@ -140,8 +139,6 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
         with start_guards(attempt) as guards:
             try:
                 os.close(open_below(run.path, "logs", str(run.first_attempt)))
-                if guards and attempt.restarts:
-                    guards.await_start()
                 skip_step_ids(attempt)
                 report = first.check_nodes() or first.run_steps()
             except OSError as error:
@@ -155,7 +152,7 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
             except LaunchError as error:
                 report = first.refuse(str(error), error.exit_code)
             finally:
-                end_leftovers(KILL_GRACE, (guards.process.pid,) if guards else ())
+                end_leftovers(KILL_GRACE, (guards.pid,) if guards else ())
             return end_attempt(attempt, report)
 
 
@@ -301,11 +298,10 @@ class FirstNode:
         if not records and not self.signals and code and not has_begun(lines):
             words = join_lines(lines) or "it printed nothing"
             return self.refuse(f"{NOT_STARTED} (code {code}): {words}", EXIT_SCHEDULER)
-        reporting = {record.host for record in records}
         return StepReport(
             code,
             tuple(records),
-            tuple(host for host in attempt.hosts if host not in reporting),
+            attempt.hosts,
             tuple(self.signals),
             self.stop_at is not None,
             lines,
@@ -366,7 +362,7 @@ class FirstNode:
         step.send(number)
         checkpoint, seconds = parse_signal(self.attempt.request.config.cluster.signal)
         if number == checkpoint:
-            now, status = time.time(), ask_job_status(self.attempt, SHORT_TIMEOUT)
+            now, status = time.time(), self.attempt.ask_status(SHORT_TIMEOUT)
             self.stop_at = choose_stop_time(now, status.end_time if status else None, seconds, self.grace)
 
     def check_deadlines(self, step: NodeStep) -> None:

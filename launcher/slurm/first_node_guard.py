@@ -28,11 +28,11 @@ from launcher.protocol import LAUNCH_ATTEMPT, name_host
 from launcher.runs.manifest import CLOSED, read_manifest, take_dict
 from launcher.runs.records import read_nodes
 from launcher.runs.run_directory import RunDir, release_space
-from launcher.slurm.attempt import Attempt, claim_end, diagnose, finish_attempt
-from launcher.slurm.attempt_end import StepReport, classify_kill
+from launcher.slurm.attempt import Attempt, claim_end, finish_attempt
+from launcher.slurm.attempt_end import StepReport, classify_kill, diagnose
 from launcher.slurm.commands import ask_job, ask_node_states, is_down, run_slurm
 from launcher.slurm.job_request import read_job_request
-from launcher.slurm.liveness import SILENCE, ask_addresses, is_frozen, try_connection
+from launcher.slurm.liveness import FROZEN, SILENCE, UNREACHABLE, ask_addresses, is_frozen, try_connection
 from launcher.slurm.node_channel import ALIVE_PERIOD, OWN_GAP
 from launcher.slurm.step import Step
 from launcher.text import leave, set_up_logging
@@ -57,40 +57,18 @@ RETRY = 10.0
 """Seconds until another look if SLURM does not answer, or another node ends the attempt."""
 
 
-@dataclass(slots=True)
-class GuardStep:
-    """The first node's end: srun, and a thread that tells the guards that this node is there."""
-
-    process: "subprocess.Popen[bytes]"
-    stopped: threading.Event = field(default_factory=threading.Event)
-
-    def await_start(self) -> None:
-        """Wait until a guard is there, and so the step has its number."""
-        if self.process.stdout:
-            select.select([self.process.stdout], [], [], START_PATIENCE)
-
-    def tell(self) -> None:
-        """Tell the guards again and again that this node is there: a thread's body."""
-        stdin = self.process.stdin
-        if stdin is None:
-            return
-        with contextlib.suppress(OSError):
-            while not self.stopped.wait(ALIVE_PERIOD):
-                stdin.write(ALIVE)
-                stdin.flush()
-            stdin.write(OVER)
-            stdin.close()
-
-
 @contextlib.contextmanager
-def start_guards(attempt: Attempt) -> Iterator[GuardStep | None]:
-    """Have other nodes watch this one, if SLURM would have the job run on without it."""
+def start_guards(attempt: Attempt) -> Iterator["subprocess.Popen[bytes] | None"]:
+    """Have other nodes watch this one, if SLURM would have the job run on without it; gives the srun of that.
+
+    A thread tells the guards again and again that this node is there.
+    """
     own = name_host(attempt.environ)
     others = [host for host in attempt.step_hosts if host != own]
-    chosen = tuple(others[:: -(-len(others) // MOST_GUARDS)]) if others else ()
-    if not (attempt.is_guarded and chosen):
+    if not (attempt.is_guarded and others):
         yield None
         return
+    chosen = tuple(others[:: -(-len(others) // MOST_GUARDS)])
     module = "launcher.slurm.first_node_guard"
     command = (sys.executable, "-P", "-m", module, str(attempt.run.path), own)
     environ, pipe = {**attempt.environ, LAUNCH_ATTEMPT: str(attempt.run.first_attempt)}, subprocess.PIPE
@@ -102,12 +80,24 @@ def start_guards(attempt: Attempt) -> Iterator[GuardStep | None]:
         logger.debug(f"no guards ({error})")  # the step of the ranks tells
         yield None
         return
-    guards = GuardStep(process)
-    threading.Thread(target=guards.tell, daemon=True).start()
+    stdin, stdout, stopped = process.stdin, process.stdout, threading.Event()
+
+    def tell() -> None:
+        with contextlib.suppress(OSError):
+            while stdin and not stopped.wait(ALIVE_PERIOD):
+                stdin.write(ALIVE)
+                stdin.flush()
+            if stdin:
+                stdin.write(OVER)
+                stdin.close()
+
+    threading.Thread(target=tell, daemon=True).start()
+    if stdout and attempt.restarts:  # the step is to have its number before another one is begun
+        select.select([stdout], [], [], START_PATIENCE)
     try:
-        yield guards
+        yield process
     finally:
-        guards.stopped.set()
+        stopped.set()
         try:
             process.wait(END_PATIENCE)
         except subprocess.TimeoutExpired:
@@ -160,14 +150,14 @@ class Guard:
                 break
             if now > max(self.heard + UNREACHABLE_FOR, began + STEADY):
                 # A node may be cut off from the first one alone: slurmctld must not reach it either.
-                return "its SLURM daemon cannot be reached" if is_down(state) else ""
+                return UNREACHABLE if is_down(state) else ""
             time.sleep(TICK)
         if now < self.heard + FROZEN_FOR:
             return ""
         for _ in range(2):
             if not is_frozen(self.first, self.own, os.environ):
                 self.heard = time.monotonic()
-        return "it takes connections, but starts no process" if self.heard < began else ""
+        return FROZEN if self.heard < began else ""
 
     def end_attempt(self, run_path: Path, evidence: str) -> bool:
         """End the attempt as its first node would have done; False if that is to be tried again.
@@ -187,11 +177,11 @@ class Guard:
         states = ask_node_states(attempt.step_hosts, environ)
         addresses = ask_addresses(attempt.step_hosts, environ)
         lost = {self.first: evidence}
-        for host in attempt.step_hosts:
-            if host != self.first and states.get(host, "").startswith("down"):
+        for host in [host for host in attempt.step_hosts if host != self.first]:
+            if states.get(host, "").startswith("down"):
                 lost[host] = f"SLURM says that it is {states[host]}"
-            elif host != self.first and host in addresses and try_connection(addresses[host]) is False:
-                lost[host] = "its SLURM daemon cannot be reached"
+            elif host in addresses and try_connection(addresses[host]) is False:
+                lost[host] = UNREACHABLE
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the requeue ends this step, too
         trouble = release_space(run)
         self.has_claimed = claim_end(run, self.own, lost) == self.own
@@ -206,13 +196,9 @@ class Guard:
             f" for {time.monotonic() - self.heard:.0f} s: {self.own} ends the attempt in its place"
         )
         if take_dict(manifest, "outcome").get("state") not in CLOSED:
-            records = tuple(
-                one for one in read_nodes(run_path, run.first_attempt) if one.host in attempt.hosts
-            )
-            reporting = {one.host for one in records}
-            missing = tuple(host for host in attempt.hosts if host not in reporting)
-            end = diagnose(attempt, StepReport(1, records, missing), status, lost, trouble)
-            if finish_attempt(attempt, end).decision.requeue:
+            records = [one for one in read_nodes(run_path, run.first_attempt) if one.host in attempt.hosts]
+            report = StepReport(1, tuple(records), attempt.hosts)
+            if finish_attempt(attempt, diagnose(attempt, report, status, lost, trouble)).decision.requeue:
                 return True
         run_slurm(["scancel", attempt.job_id], environ)  # nothing else would end it before its time limit
         return True

@@ -2,7 +2,9 @@
 
 import contextlib
 import fcntl
+import functools
 import json
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -89,7 +91,7 @@ def make_job_request(spec: "JobSpec", argv: Sequence[str]) -> JobRequest:
 def write_job_request(request: JobRequest, run_path: Path) -> dict[str, Any]:
     """Write a request into its run directory, and return the values that were left out; raises OSError.
 
-    They are {"config": tree of secrets, "words": list}, empty if there are none: see `read_job_request`.
+    They are the secrets, each by its keys and indices in the request as JSON: see `read_job_request`.
     LAUNCH_SECRETS carries them: JSON, {run directory: what is returned here}, with the empty name for all the
     runs of a job array. SLURM keeps a job's environment, so the variable is there on every attempt.
     """
@@ -97,8 +99,8 @@ def write_job_request(request: JobRequest, run_path: Path) -> dict[str, Any]:
     masked = {**whole, "config": mask_tree(whole["config"])}
     masked["words"] = None if request.words is None else mask_words(request.words)
     write_json(run_path / REQUEST_FILE, {"schema": 1, **masked})
-    secrets = {key: whole[key] for key in ("config", "words") if masked[key] != whole[key]}
-    return {key: find_secrets(whole[key], masked[key]) for key in secrets}
+    shown = dict(list_leaves(masked))
+    return {json.dumps(path): value for path, value in list_leaves(whole) if shown[path] != value}
 
 
 def read_job_request(run_path: Path, environ: Mapping[str, str]) -> JobRequest:
@@ -107,32 +109,21 @@ def read_job_request(run_path: Path, environ: Mapping[str, str]) -> JobRequest:
     try:
         data = json.loads(read_file(path, LARGEST, own=True).decode())  # it says what the job's nodes run
         carried = json.loads(environ.get(LAUNCH_SECRETS) or "{}")
-        secrets = carried.get(str(run_path), carried.get("", {}))
-        for key in secrets:
-            data[key] = put_back(data[key], secrets[key])
+        for keys, value in carried.get(str(run_path), carried.get("", {})).items():
+            *above, last = json.loads(keys)
+            functools.reduce(operator.getitem, above, data)[last] = value
         return convert(JobRequest, data)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise MachineError(
             f"{path} cannot be read on {os.uname().nodename} ({error!r}): is the run directory on a"
             " filesystem that all nodes share? runs_dir=DIR chooses another"
         ) from None
 
 
-def find_secrets(whole: Any, masked: Any) -> Any:  # noqa: ANN401 - JSON
-    """Return a tree of what differs: dictionaries by key, lists by index as text, else the value itself."""
-    if isinstance(whole, dict):
-        return {key: find_secrets(whole[key], masked[key]) for key in whole if whole[key] != masked[key]}
-    if isinstance(whole, list):
-        pairs = enumerate(zip(whole, masked, strict=True))
-        return {str(number): find_secrets(a, b) for number, (a, b) in pairs if a != b}
-    return whole
-
-
-def put_back(masked: Any, hidden: Any) -> Any:  # noqa: ANN401 - JSON
-    """Undo what `find_secrets` took out."""
-    if isinstance(masked, dict):
-        return {key: put_back(item, hidden[key]) if key in hidden else item for key, item in masked.items()}
-    if isinstance(masked, list):
-        pairs = ((str(number), item) for number, item in enumerate(masked))
-        return [put_back(item, hidden[key]) if key in hidden else item for key, item in pairs]
-    return hidden
+def list_leaves(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:  # noqa: ANN401 - JSON
+    """Give the values of a tree that are no trees, each by its keys and indices."""
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from list_leaves(value, (*path, key))
+    else:
+        yield path, tree

@@ -23,13 +23,15 @@ BEGINNING = 60.0
 """The same for a task that has not said a word: srun takes its time with many nodes."""
 MAX_UNREACHABLE = 2
 """Connections in a row that fail before a silent node is lost, a second apart at least."""
+UNREACHABLE, FROZEN = "its SLURM daemon cannot be reached", "it takes connections, but starts no process"
+"""What a node's loss is told by."""
 CONNECT_TIMEOUT = 2.0
 """Seconds for a connection within a cluster; the kernel's first repetition comes after one."""
 STEP_TIMEOUT = 8.0
 """Seconds in which a node that is only slow starts a small process (0.1 s on an idle one)."""
 SLURMD_PORT = "6818"
 """SLURM's default (slurm.conf, SlurmdPort)."""
-UNREACHABLE = frozenset(
+UNREACHABLE_ERRORS = frozenset(
     (errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT)
 )
 """Errors that tell of the other node, rather than of this one or of its name's lookup."""
@@ -57,7 +59,7 @@ def try_connection(where: tuple[str, int]) -> bool | None:
     except TimeoutError:
         return False
     except OSError as error:
-        return False if error.errno in UNREACHABLE else None
+        return False if error.errno in UNREACHABLE_ERRORS else None
 
 
 def is_frozen(host: str, witness: str, environ: Mapping[str, str]) -> bool | None:
@@ -185,9 +187,9 @@ class Liveness:
         signs = self.signs[host]
         silence = self.now - signs.heard
         if signs.unreachable >= MAX_UNREACHABLE:
-            return Loss(host, "its SLURM daemon cannot be reached", silence)
+            return Loss(host, UNREACHABLE, silence)
         if signs.is_frozen and silence > SILENCE:
-            return Loss(host, "it takes connections, but starts no process", silence)
+            return Loss(host, FROZEN, silence)
         return None
 
     def has_heard_all(self, hosts: Iterable[str], since: float) -> bool:

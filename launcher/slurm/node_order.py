@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,14 +25,8 @@ FLAT = "node"
 """SLURM_TOPOLOGY_ADDR_PATTERN if there are no switches: then SLURM need not be asked (srun(1))."""
 
 NaturalKey = tuple[tuple[int, int, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeGroup:
-    """Nodes that are near each other: those below a switch, or those of a block."""
-
-    name: str
-    nodes: frozenset[str]
+Groups = tuple[tuple[str, frozenset[str]], ...]
+"""Nodes that are near each other, those below a switch or of a block, with its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +42,7 @@ class NodeOrder:
     """What is wrong with what was asked for."""
 
 
-def parse_topology(text: str) -> tuple[NodeGroup, ...]:
+def parse_topology(text: str) -> Groups:
     """Read what `scontrol show topology` prints: a line for each switch, block or aggregated block.
 
     What is between the groups need not be told: that follows from the nodes that they have in common. A line
@@ -59,11 +53,11 @@ def parse_topology(text: str) -> tuple[NodeGroup, ...]:
         name, nodes = GROUP.search(line), NODES.search(line)
         with contextlib.suppress(ValueError):
             if name and nodes and nodes[1] != "(null)" and (found := frozenset(expand_hosts(nodes[1]))):
-                groups.append(NodeGroup(name[1], found))
+                groups.append((name[1], found))
     return tuple(groups)
 
 
-def order_nodes(hosts: Sequence[str], groups: Iterable[NodeGroup]) -> tuple[str, ...]:
+def order_nodes(hosts: Sequence[str], groups: Groups) -> tuple[str, ...]:
     """Return the nodes so that those of each group follow each other, at every level of the network.
 
     A level's groups, and the nodes of the lowest, are in the natural order of their names, with numbers
@@ -71,10 +65,9 @@ def order_nodes(hosts: Sequence[str], groups: Iterable[NodeGroup]) -> tuple[str,
     """
     paths: dict[str, list[NaturalKey]] = {host: [] for host in hosts}
     # Of the groups that a node is in, the largest is the highest switch: all paths begin there.
-    for group in sorted(groups, key=lambda group: (-len(group.nodes), make_natural_key(group.name))):
-        name = make_natural_key(group.name)
-        for host in group.nodes & paths.keys():
-            paths[host].append(name)
+    for name, nodes in sorted(groups, key=lambda group: (-len(group[1]), make_natural_key(group[0]))):
+        for host in nodes & paths.keys():
+            paths[host].append(make_natural_key(name))
     return tuple(sorted(hosts, key=lambda host: (not paths[host], paths[host], make_natural_key(host))))
 
 
@@ -103,14 +96,14 @@ def find_node_order(
     if setting not in ("auto", "topology"):
         return order_by_file(hosts, setting, directory)
     warns = setting == "topology"
-    groups: tuple[NodeGroup, ...] = ()
+    groups: Groups = ()
     if environ.get("SLURM_TOPOLOGY_ADDR_PATTERN") != FLAT:
         try:
             text = run_slurm(("scontrol", "show", "topology"), environ, timeout=TOPOLOGY_TIMEOUT)
         except SchedulerError as error:
             return keep_order(hosts, f"the switches are not known ({error})", warns=warns)
-        groups = tuple(group for group in parse_topology(text) if group.nodes.intersection(hosts))
-    placed = frozenset[str]().union(*(group.nodes for group in groups))
+        groups = tuple(group for group in parse_topology(text) if group[1].intersection(hosts))
+    placed = frozenset[str]().union(*(nodes for _, nodes in groups))
     if not placed:
         return keep_order(hosts, "SLURM knows of no switches or blocks with this job's nodes", warns=warns)
     left = [host for host in hosts if host not in placed]

@@ -9,7 +9,6 @@ from launcher.config.settings import Settings
 from launcher.doctor.model import PreflightReport
 from launcher.launch.job import read_client_ports
 from launcher.preflight import (
-    NotCheckedError,
     describe_report,
     make_request,
     run_checks,
@@ -127,25 +126,21 @@ def run_preflight(first: FirstNode, kind: str) -> StepReport | None:
     candidates = attempt.step_hosts
     if config.on_failure == "exclude":
         candidates = tuple(dict.fromkeys((*candidates, *list_job_hosts(attempt.environ))))
-    report, problem = None, ""
-    try:
-        report = check_allocation(
-            request.config,
-            attempt.environ,
-            candidates,
-            kind=kind,
-            words=request.words or request.config.program.get("command") or (),
-            directory=Path(request.directory),
-            run_path=attempt.run.path,
-            first=first,
-        )
-    except NotCheckedError as error:
-        problem = str(error)
+    report = check_allocation(
+        request.config,
+        attempt.environ,
+        candidates,
+        kind=kind,
+        words=request.words or request.config.program.get("command") or (),
+        directory=Path(request.directory),
+        run_path=attempt.run.path,
+        first=first,
+    )
     if first.take_early_signals():
         return None  # whoever starts the step sees it
-    if report is None:
-        logger.warning(f"preflight: the nodes were not checked: {problem}")
-        attempt.manifest["preflight"] = {"kind": kind, "problem": problem}
+    if isinstance(report, str):
+        logger.warning(f"preflight: the nodes were not checked: {report}")
+        attempt.manifest["preflight"] = {"kind": kind, "problem": report}
         attempt.write()
         return None
     for line in list_preflight_lines(report):
@@ -189,10 +184,8 @@ def check_allocation(
     directory: Path | None = None,
     run_path: Path | None = None,
     first: FirstNode | None = None,
-) -> PreflightReport:
-    """Start a task on each node, outside of any container, and judge what they answer.
-
-    Raises NotCheckedError.
+) -> PreflightReport | str:
+    """Start a task on each node, outside of any container, and judge what they answer, or say why none did.
 
     Its tasks begin in `/`, since any other folder may be stuck. Signals go to `first`, which says
     whether one ends the checks.
@@ -218,10 +211,10 @@ def check_allocation(
             is_stopped=first.take_early_signals if first else lambda: False,
         )
     except OSError as error:
-        raise NotCheckedError(f"srun cannot be run ({error.strerror})") from None
+        return f"srun cannot be run ({error.strerror})"
     lines = [line for line in answers.errors if CPU_BIND_COMPLAINT not in line]
     if answers.ended and not answers.facts and not has_begun(lines):
-        raise NotCheckedError(join_lines(lines) or f"srun ended with {answers.exit_code}")
+        return join_lines(lines) or f"srun ended with {answers.exit_code}"
     return answers.judge(
         [line for line in lines if not line.startswith(SLURM_PREFIXES)],
         {host for line in lines for host in parse_node_failure(line)},

@@ -167,7 +167,7 @@ class NodeReplacement:
         """Check the spare nodes, and do without those that are sick: a thread's body."""
         from launcher.slurm.preflight import check_allocation
 
-        attempt, report, problem = self.attempt, None, ""
+        attempt = self.attempt
         try:
             report = check_allocation(
                 attempt.request.config,
@@ -178,13 +178,13 @@ class NodeReplacement:
                 run_path=attempt.run.path,
             )
         except Exception as error:  # a mistake of the checks' own ends no job
-            problem = str(error)
-        if report is None or report.sick:
+            report = f"{type(error).__name__}: {error}"
+        if isinstance(report, str) or report.sick:
             with contextlib.suppress(SchedulerError):
                 if classify_kill(ask_job(attempt.job_id, attempt.environ), attempt.restarts):
                     return  # SLURM has ended the checks, too
-        if report is None:
-            logger.warning(f"the spare nodes were not checked: {problem}")
+        if isinstance(report, str):
+            logger.warning(f"the spare nodes were not checked: {report}")
             return
         findings = [one for one in report.findings if one.level == "error"]
         for host in report.sick:

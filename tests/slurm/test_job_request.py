@@ -90,7 +90,8 @@ def test_a_manifest_that_the_job_has_written_meanwhile_stays(
     writer.start()
     assert read.wait(20)
     request = JobRequest(Settings(), {}, ("program",), ("launch", "x"), "/somewhere", 2, 2)
-    start_attempt(request, run, {"PATH": "/nonexistent", "SLURM_JOB_ID": "7"}, keep_order(("n0", "n1"), ""))
+    order = keep_order(("n0", "n1"), "")
+    start_attempt(request, run, {"PATH": "/nonexistent", "SLURM_JOB_ID": "7"}, order, requeues=True)
     writer.join()
     assert read_manifest(run.path)["outcome"] == {"state": "running"}
 
