@@ -6,16 +6,13 @@ the job as a whole, since nothing tells which of the nodes is wrong.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median, median_low
-from typing import TypeVar
 
-from launcher.doctor.model import Facts, Finding, GpuFacts, NicFacts, Wanted, found
+from launcher.doctor.model import Facts, Finding, GpuFacts, Wanted, found
 from launcher.doctor.node import CHECKS, rate_path
 from launcher.doctor.work import judge_pairs, judge_work
-
-T = TypeVar("T", bound=Hashable)
 
 DOWNED = 20
 """Times that a link has gone down since the boot that are many, if it is ten times the others' median too:
@@ -54,14 +51,6 @@ def judge_nodes(
     everywhere = {finding for finding, times in unknown.items() if 1 < times == len(nodes)}
     merged = [one if (job := replace(one, host="")) not in everywhere else job for one in findings]
     return tuple(dict.fromkeys(merged))
-
-
-def find_majority(values: Sequence[T]) -> T | None:
-    """Return the value that more than half have; None if there is none."""
-    if not values:
-        return None
-    value, count = Counter(values).most_common(1)[0]
-    return value if 2 * count > len(values) else None
 
 
 def _name(nodes: Sequence[Facts]) -> tuple[str, ...]:
@@ -171,29 +160,36 @@ def compare_nics(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
                 if id(node) not in having:
                     yield found("nics.missing", "error", node.host, port=name, nodes=len(ports))
         rates = [nic.rate_gbps for _node, nic in ports if nic.state == "ACTIVE"]
+        rate, count = Counter(rates).most_common(1)[0] if rates else (0.0, 0)
+        has_majority = 2 * count > len(rates)
+        usual = rate if has_majority else max(rates, default=0.0)
+        level = "error" if 2 * len(rates) > len(ports) else "warning"
         for node, nic in ports:
-            yield from _judge_port(node, nic, rates, len(ports))
+            if nic.state == "INIT":
+                yield found("nics.init", level, node.host, port=nic.name)
+            elif nic.state and nic.state != "ACTIVE" and rates:
+                values = {"state": nic.state, "nodes": len(rates)}
+                yield found("nics.down", level, node.host, port=nic.name, **values)
+            elif nic.state == "ACTIVE" and 0 < nic.rate_gbps < usual:
+                is_half = has_majority and 2 * nic.rate_gbps <= usual
+                values = {"rate": nic.rate_gbps, "usual": usual}
+                slow = "error" if is_half else "warning"
+                yield found("nics.slow", slow, node.host, port=nic.name, **values)
             if nic.link_downed is not None and nic.link_downed >= many:
                 yield found("nics.flapping", "warning", node.host, port=name, times=nic.link_downed)
 
 
-def _judge_port(node: Facts, nic: NicFacts, rates: Sequence[float], count: int) -> Iterator[Finding]:
-    """One port beside `count` of its name, of which the active ones have `rates`."""
-    level = "error" if 2 * len(rates) > count else "warning"
-    majority: float | None = find_majority(rates)
-    usual = majority or max(rates, default=0.0)
-    if nic.state == "INIT":
-        yield found("nics.init", level, node.host, port=nic.name)
-    elif nic.state and nic.state != "ACTIVE" and rates:
-        yield found("nics.down", level, node.host, port=nic.name, state=nic.state, nodes=len(rates))
-    elif nic.state == "ACTIVE" and 0 < nic.rate_gbps < usual:
-        level = "error" if majority and 2 * nic.rate_gbps <= majority else "warning"
-        yield found("nics.slow", level, node.host, port=nic.name, rate=nic.rate_gbps, usual=usual)
-
-
 def compare_clocks(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
     """Clocks that differ from those of the other nodes by more than asking and answering can explain."""
-    offsets = [_bound_skew(node) for node in nodes]
+    # Seconds that a node's clock is ahead of the first's, at the least; negative: behind; 0: perhaps not. The
+    # node read its clock after the first one had asked, and before the first one had the answer.
+    offsets = []
+    for node in nodes:
+        ahead, behind = (
+            0.0 if when is None or not math.isfinite(node.time - when) else node.time - when
+            for when in (node.answered, node.asked)
+        )
+        offsets.append(ahead if ahead > 0 else min(behind, 0.0))
     usual = median_low(offsets) if len(offsets) > 2 else 0.0
     for node, offset in zip(nodes, offsets, strict=True):
         skew = offset - usual
@@ -209,18 +205,6 @@ def compare_clocks(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
             direction="ahead of" if skew > 0 else "behind",
             others=f"{others[0]}'s" if len(others) == 1 else "the other nodes'",
         )
-
-
-def _bound_skew(node: Facts) -> float:
-    """Seconds that a node's clock is ahead of the first's, at the least; negative: behind; 0: perhaps not.
-
-    The node read its clock after the first one had asked, and before the first one had the answer.
-    """
-    ahead = node.time - node.answered if node.answered is not None else 0.0
-    behind = node.time - node.asked if node.asked is not None else 0.0
-    if math.isfinite(ahead) and ahead > 0:
-        return ahead
-    return behind if math.isfinite(behind) and behind < 0 else 0.0
 
 
 def compare_paths(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
@@ -244,12 +228,11 @@ def compare_paths(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
 
 def compare_memory(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
     """Nodes whose free memory is far less than the others'."""
-    free = {number: node.free_memory_kib for number, node in enumerate(nodes)}
-    known = {number: size for number, size in free.items() if size is not None}
-    usual = median(known.values()) if len(known) > 1 else 0.0
-    for number, size in known.items():
-        if size < MEMORY_SHARE * usual:
-            yield found("memory.less_than_others", "warning", nodes[number].host, free=size, usual=usual)
+    known = [(node.host, node.free_memory_kib) for node in nodes if node.free_memory_kib is not None]
+    usual = median(free for _host, free in known) if len(known) > 1 else 0.0
+    for host, free in known:
+        if free < MEMORY_SHARE * usual:
+            yield found("memory.less_than_others", "warning", host, free=free, usual=usual)
 
 
 COMPARISONS = (

@@ -205,6 +205,12 @@ def judge_pairs(hosts: Sequence[str], nodes: Sequence[Facts], tolerance: float) 
             levels[pair] = "warning" if value < slow * usual else "ok"
     good = {host for pair, level in levels.items() if level == "ok" for host in pair}
 
+    def say(pair: Pair) -> str:
+        value, problem = measured[pair]
+        if value is None:
+            return f"failed ({problem})"
+        return f"{value:.3g} GB/s beside {typical:.3g} in the better pairs"
+
     explained: set[Pair] = set()
     for host in hosts:
         own_pairs = [pair for pair in levels if host in pair]
@@ -212,17 +218,9 @@ def judge_pairs(hosts: Sequence[str], nodes: Sequence[Facts], tolerance: float) 
         if host not in good and not good.isdisjoint(partners):
             explained.update(own_pairs)
             level = "error" if any(levels[pair] == "error" for pair in own_pairs) else "warning"
-            state = _describe_pair(*measured[own_pairs[0]], typical)
+            state = say(own_pairs[0])
             yield found("pairs.bad_node", level, host, partners=partners, state=state)
     for pair, level in levels.items():
         if level != "ok" and pair not in explained:
-            state = _describe_pair(*measured[pair], typical)
+            state = say(pair)
             yield found("pairs.bad_pair", level, first=pair[0], second=pair[1], state=state)
-
-
-def _describe_pair(value: float | None, problem: str, typical: float) -> str:
-    return (
-        f"failed ({problem})"
-        if value is None
-        else f"{value:.3g} GB/s beside {typical:.3g} in the better pairs"
-    )

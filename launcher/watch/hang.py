@@ -182,17 +182,17 @@ def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: 
     verdict = judge_evidence(nodes, reports)
     if verdict.kind == "debugged" or verdict.is_final:
         return Decision("hang" if verdict.is_final else "none", verdict)
-    ranks = {rank.rank: rank for node in nodes for rank in node.ranks}
-    states = {state.rank: state for report in reports for state in report.ranks}
-    culprits = [ranks[number] for number in verdict.ranks if number in ranks]
-    phases = [find_phase(rank) for rank in culprits]
-    phases += [states[number].phase for number in verdict.ranks if number in states.keys() - ranks.keys()]
+    ranks: dict[int, Rank] = {state.rank: state for report in reports for state in report.ranks}
+    ranks |= {rank.rank: rank for node in nodes for rank in node.ranks}
+    blamed = [ranks[number] for number in verdict.ranks if number in ranks]
+    culprits = [rank for rank in blamed if isinstance(rank, RankEvidence)]
+    phases = [find_phase(rank) if isinstance(rank, RankEvidence) else rank.phase for rank in blamed]
     is_silent, unit, learned = verdict.kind == "silent", _HANG_SECONDS, _PAUSES_TO_HANG * pause.longest
     if isinstance(pause.setting, int | float):
         unit, learned = float(pause.setting), 0.0
     patient = max((_PATIENT_PHASES.get(phase, 0.0) for phase in phases), default=0.0)
     working = max(patient, _WORKING)
-    if not any(one.step for one in ranks.values()) and not any(one.step for one in states.values()):
+    if not any(rank.step for rank in ranks.values()):
         patient = working
     has_waiting = verdict.waiting > 0 and not is_silent
     quiet = min((pause.quiet.get(number, 0.0) for number in verdict.ranks), default=0.0)

@@ -94,10 +94,10 @@ def _start_sender(
     def send(request: urllib.request.Request) -> None:
         for delay in (*delays, None):
             reason, is_passing = _send(request)
-            if reason and (delay is None or not is_passing):
-                raise OSError(reason)
-            if not reason or delay is None:
+            if not reason:
                 return
+            if delay is None or not is_passing:
+                raise OSError(reason)
             worker.closing.wait(delay)
 
     worker = Worker(key, send, WAITING, lambda error: warn(f"{key} could not be told ({error})"))

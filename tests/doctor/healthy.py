@@ -14,23 +14,8 @@ from tests.probe.machine_trees import CPU, PCI, STATUS, put
 from tests.seam import Result, run_inside
 
 HERE = Path(__file__).parent
-MACHINE: dict[str, Any] = {
-    "name": "two",
-    "numa": [
-        {"id": 0, "package": 0, "cpus": "0-15,32-47", "gib": 512},
-        {"id": 1, "package": 1, "cpus": "16-31,48-63", "gib": 512},
-    ],
-    "threads": {"offset": 32},
-    "gpus": [
-        {"bdf": f"0000:{bus}:00.0", "numa": numa, "model": "NVIDIA A100-SXM4-40GB"}
-        for bus, numa in (("07", 0), ("47", 0), ("87", 1), ("b7", 1))
-    ],
-    "nics": [
-        {"name": "mlx5_0", "bdf": "0000:0b:00.0", "numa": 0},
-        {"name": "mlx5_1", "bdf": "0000:8b:00.0", "numa": 1},
-    ],
-}
-"""Two packages of 16 cores with two threads each, two GPUs and a NIC next to each."""
+TABLES = tomllib.loads((HERE / "healthy.toml").read_text())
+MACHINE: dict[str, Any] = TABLES["machine"]
 DEVICES = [*MACHINE["gpus"], *MACHINE["nics"]]
 Files = dict[str, str | bytes | None]
 
@@ -80,23 +65,8 @@ def list_memory(swap: int) -> Files:
 
 SEVERAL = {"clock": lambda words: list_clocks(*words), "limits": lambda values: list_limits(**values)}
 SEVERAL |= {"links": list_links, "far": list_interrupts, "swap": list_memory}
-HUGE = "sys/kernel/mm/hugepages/hugepages-"
 HEALTHY: Files = {
-    "proc/sys/kernel/numa_balancing": "0",
-    "proc/sys/vm/zone_reclaim_mode": "0",
-    "proc/sys/vm/swappiness": "10",
-    "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
-    "sys/kernel/mm/transparent_hugepage/defrag": "always defer defer+madvise [madvise] never",
-    **{f"{HUGE}{size}kB/{name}_hugepages": "0" for size in (2048, 1 << 20) for name in ("nr", "free")},
-    "proc/2/comm": "kthreadd",
-    "proc/900/comm": "irqbalance",
-    "proc/mounts": "tmpfs /dev/shm tmpfs rw,nosuid,nodev,size=536870912k 0 0",
-    "proc/self/cgroup": "0::/job",
-    "sys/fs/cgroup/cgroup.controllers": "cpuset cpu memory pids",
-    "sys/fs/cgroup/pids.max": "max",
-    "sys/fs/cgroup/job/pids.max": "max",
-    "sys/fs/cgroup/job/cpu.max": "max 100000",
-    "sys/fs/cgroup/job/memory.max": "max",
+    **TABLES["files"],
     **list_links("16"),
     **list_interrupts([]),
     **list_clocks("acpi-cpufreq", "performance"),

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.doctor.machine import judge_run_records
 from launcher.runs.records import find_last_run, read_run
-from tests.doctor.healthy import pick
+from tests.doctor.healthy import pick, read_cases
 from tests.rank.seccomp_filter import KNOWN, forbid
 from tests.seam import Launch, drop_powers, run_outside, start, write_program
 
@@ -86,17 +86,13 @@ def test_a_real_run_is_as_planned_until_it_is_tampered_with(tmp_path: Path) -> N
         assert f"rank 0 runs on CPUs 4000, planned {data['cpus']}" in differs["what"]
 
 
+RECORDS = read_cases("records.toml")
+
+
 def plan_rank(local_rank: int) -> dict[str, Any]:
-    return {
-        "local_rank": local_rank,
-        "gpu": {"index": local_rank, "uuid": f"GPU-{local_rank}", "pci": ""},
-        "cpus": f"{8 * local_rank}-{8 * local_rank + 7}",
-        "worker_cpus": "0-15",
-        "memory": {"policy": "preferred", "nodes": "0"},
-        "num_workers": 2,
-        "omp_num_threads": 6,
-        "env": {"OMP_NUM_THREADS": "6"},
-    }
+    gpu = {"index": local_rank, "uuid": f"GPU-{local_rank}", "pci": ""}
+    cpus = f"{8 * local_rank}-{8 * local_rank + 7}"
+    return {**RECORDS["plan"], "local_rank": local_rank, "gpu": gpu, "cpus": cpus}
 
 
 def write_record(path: Path, local_rank: int, /, **values: Any) -> None:
@@ -125,23 +121,12 @@ def judge(path: Path) -> list[str]:
     return [f"{one.rule}: {one.what}" for one in judge_run_records(run, is_live=run.state == "running")]
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"cpus": "0-63"}, "runs on CPUs 0-63, planned 8-15"),
-        ({"memory": {"policy": "default", "nodes": ""}}, "has memory policy default, planned preferred 0"),
-        ({"gpu": "GPU-0"}, "has GPU GPU-0, planned GPU-1"),
-        ({"gpu": None}, "has GPU none, planned GPU-1"),
-        ({"num_workers": 7}, "has 7 DataLoader workers, planned 2"),
-        ({"env": {"OMP_NUM_THREADS": "99"}}, "has OMP_NUM_THREADS 99, planned 6"),
-        ({"env": {"OMP_NUM_THREADS": "6", "MORE": "1"}}, "has MORE 1, planned unset"),
-    ],
-)
-def test_a_difference_is_found_with_both_values(tmp_path: Path, values: dict[str, Any], says: str) -> None:
+def test_a_difference_is_found_with_both_values(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
     assert judge(path) == []
-    write_record(path, 1, **values)
-    assert judge(path) == [f"run.differs: a: rank 1 {says}"]
+    for case in (*RECORDS["difference"], {"has": {"gpu": None}, "says": "has GPU none, planned GPU-1"}):
+        write_record(path, 1, **case["has"])
+        assert judge(path) == [f"run.differs: a: rank 1 {case['says']}"]
 
 
 def test_records_that_are_missing_or_too_many(tmp_path: Path) -> None:

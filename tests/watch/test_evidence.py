@@ -39,6 +39,7 @@ from tests.seam import clean_environ, wait_for
 from tests.watch.simulated_ranks import HEALTHY
 
 TABLES = tomllib.loads(Path(__file__).with_name("hangs.toml").read_text())
+PROGRAMS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
 BEGIN = """
 import ctypes, faulthandler, os, re, signal, sys, threading, time
 file = open("rank-0.stack", "a")
@@ -156,17 +157,9 @@ def test_evidence_of_one_that_sleeps_is_stopped_and_ends(tmp_path: Path) -> None
     assert gather_one(tmp_path, process.pid).process.state == "X"
 
 
-VFORK = """
-threading.Thread(target=threading.Event().wait, daemon=True).start()
-if ctypes.PyDLL(None).vfork() == 0:
-    ready(); time.sleep(600)
-"""
-"""The parent of vfork(2) is in state D until its child ends, which runs in the parent's memory."""
-
-
 def test_the_stack_of_a_main_thread_in_state_d(tmp_path: Path) -> None:
     """As with a dead network disk; another thread answers, here with the frames of the child."""
-    with start(VFORK, tmp_path) as process:
+    with start(PROGRAMS["vfork"], tmp_path) as process:
         await_sleep(process.pid)
         verdict = judge(gather_one(tmp_path, process.pid)).verdict
     frame = verdict.frame
@@ -184,16 +177,8 @@ def test_a_program_that_the_signal_could_harm_gets_none(case: dict[str, str], tm
     assert judge(found).verdict.sentence == "rank 0 on n1 makes no step: it sleeps"
 
 
-CHILDREN = """
-for number in range(3):
-    if not os.fork():
-        (time.sleep if number else read_shard)(600)
-time.sleep(0.2); ready(); os.wait()
-"""
-
-
 def test_children_answer_one_after_the_other(tmp_path: Path) -> None:
-    with start(CHILDREN, tmp_path) as process:
+    with start(PROGRAMS["children"], tmp_path) as process:
         await_sleep(process.pid)
         found = gather_one(tmp_path, process.pid)
     assert [len(child.stacks) for child in found.children] == [1, 1, 1]
@@ -224,34 +209,10 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_deadline(tmp_path:
     assert any("no answer within" in note for note in found.notes) and found.process.state == "S"
 
 
-TRAIN = """
-import os, sys, time
-import launcher, torch, torch.distributed as dist
-
-def stand():
-    print("ready", flush=True)
-    input()
-
-stand()
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
-odd = dist.new_group([1], group_desc="odd")
-for _ in range(30):
-    time.sleep(0.05 if rank else 0.02)
-    dist.all_reduce(torch.ones(2))
-    launcher.step()
-if rank:
-    dist.all_reduce(torch.ones(2), group=odd)
-    stand()
-    dist.barrier()
-dist.all_reduce(torch.ones(3))
-"""
-
-
 @contextmanager
 def start_ranks(folder: Path, number: int) -> Generator[list["subprocess.Popen[str]"]]:
     """Ranks with the hook, that wait for a line on stdin where they `stand`."""
-    (folder / "train.py").write_text(TRAIN)
+    (folder / "train.py").write_text(PROGRAMS["train"])
     ranks = []
     for rank in range(number):
         names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number)}
@@ -315,7 +276,7 @@ def test_ranks_that_wait_for_each_other_in_torch(tmp_path: Path) -> None:
         verdict = judge(node).verdict
         assert (verdict.kind, verdict.ranks, verdict.operation) == ("absent", (1,), "init_process_group")
         frame = verdict.frame
-        assert frame and (frame.file, frame.line, frame.function) == (str(tmp_path / "train.py"), 7, "stand")
+        assert frame and (frame.file, frame.line, frame.function) == (str(tmp_path / "train.py"), 6, "stand")
 
         tell(second)
         tell(second, waits=True)
@@ -329,7 +290,7 @@ def test_ranks_that_wait_for_each_other_in_torch(tmp_path: Path) -> None:
         sentence = (
             "rank 1 on n1 has not joined all_reduce #31 of the default group, in which 1 rank waits: it "
         )
-        assert verdict.sentence == f"{sentence}reads from a pipe at train.py:7, stand"
+        assert verdict.sentence == f"{sentence}reads from a pipe at train.py:6, stand"
         assert node.ranks[0].answered
 
         tell(second)

@@ -50,14 +50,6 @@ def test_what_is_written_is_read(beat: heartbeat.Heartbeat, path: Path) -> None:
     assert found.phase_since >= found.step_time
 
 
-def test_phases_have_the_same_names(beat: heartbeat.Heartbeat, path: Path) -> None:
-    names = ["starting", "joining", "training", "loading", "compiling", "saving", "evaluating", "ended"]
-    for name in names:
-        beat.set_phase(getattr(heartbeat, name.upper()))
-        found = read_heartbeat(path)
-        assert found and found.phase == name
-
-
 def test_time_that_is_no_part_of_steps_is_left_out(beat: heartbeat.Heartbeat, path: Path) -> None:
     beat.end_step(1)
     for phase in (heartbeat.SAVING, heartbeat.EVALUATING):
@@ -77,17 +69,6 @@ def test_time_that_is_no_part_of_steps_is_left_out(beat: heartbeat.Heartbeat, pa
     found = read_heartbeat(path)
     assert found is not None and len(found.durations) == 1
     assert found.durations[0] == pytest.approx(3, abs=0.5), "the wait for data counts"
-
-
-def test_a_step_that_ends_an_evaluation_has_no_known_begin(beat: heartbeat.Heartbeat, path: Path) -> None:
-    beat.end_step(1)
-    beat.note_mode(is_training=False)
-    beat.batches += 1
-    beat.end_step(2)
-    beat.end_step(3)
-    found = read_heartbeat(path)
-    assert found is not None
-    assert (found.phase, found.step, len(found.durations)) == ("training", 3, 1)
 
 
 NOBODYS = [

@@ -115,7 +115,7 @@ def show(found: int | str | Hang | None) -> str:
 def test_what_a_node_does_about_a_hang(case: dict[str, Any]) -> None:
     pids = {int(rank): pid for rank, pid in case["pids"].items()}
     hang = replace(HANG, action=case["action"], recovered=case.get("recovered"))
-    orders = [convert(WatcherMessage, order) for order in list_orders((hang,), 0, pids)]
+    orders = [convert(WatcherMessage, {"event": "act", **order}) for order in list_orders((hang,), 0, pids)]
     assert [" ".join(map(str, (order.action, *order.ranks))) for order in orders] == case["orders"]
     assert list(list_orders((hang,), hang.number, pids)) == [], "each hang once"
     for pending in orders:  # the supervisor drops one that comes after a restart

@@ -104,6 +104,19 @@ def test_first_samples_know_memory_alone_and_those_of_nobody_are_empty() -> None
     assert sampler.sample(gone).ranks == dict.fromkeys(gone, RankSample())
 
 
+def test_what_moves_bytes_does_not_rest_nor_what_was_not_seen_whole() -> None:
+    ready = "import time; file = open('/dev/zero', 'rb'); print('ready', flush=True)"
+    with running(f"{ready}; time.sleep(99)") as idle, running(f"{ready}\nwhile True: file.read(1)") as busy:
+        for rank in (idle, busy):
+            assert rank.stdout and rank.stdout.readline() == "ready\n"
+        sampler, pids = Sampler(), [idle.pid, busy.pid]
+        found = []
+        for still in (pids, pids, ()):
+            found.append(set(sampler.sample(pids, still).resting))
+            time.sleep(0.5)
+        assert found == [set(), {idle.pid}, set()]
+
+
 def write(root: Path, files: dict[str, object]) -> None:
     for name, text in files.items():
         path = root / name

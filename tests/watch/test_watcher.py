@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,28 +17,12 @@ from launcher.watch.model import JobState, NodeReport
 from launcher.watch.run_files import SharedFiles, read_job_state
 from tests.seam import QUICK_AGENT, Started, find_run, run_outside, start, wait_for, write_program
 
-HANGS = """
-import time
-import torch
-import torch.distributed as dist
-
-def read_shard():
-    time.sleep(600)  # the hang
-
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(4):
-    if step == 3 and dist.get_rank() == 1:
-        read_shard()
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-"""
+PROGRAMS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
 
 
 def test_the_console_names_the_rank_the_collective_and_the_line(tmp_path: Path) -> None:
-    program = write_program(tmp_path, HANGS)
-    line = 1 + HANGS[: HANGS.index("# the hang")].count("\n")
+    program = write_program(tmp_path, PROGRAMS["hangs"])
+    line = 1 + PROGRAMS["hangs"][: PROGRAMS["hangs"].index("# the hang")].count("\n")
     words = ("nproc_per_node=2", "watch.hang_seconds=6", "binding=none", "name=hang", "--", program)
     with start(tmp_path, *words) as job:
         wait_for(lambda: "has not joined" in job.read(), "the verdict", 90, job.read)
@@ -59,17 +44,8 @@ def test_the_console_names_the_rank_the_collective_and_the_line(tmp_path: Path) 
     assert any("read_shard" in text for text in stacks)
 
 
-MISMATCH = """
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-dist.all_reduce(torch.zeros(1000 if dist.get_rank() else 3))
-"""
-
-
 def test_a_mismatch_that_gloo_ends_itself_is_named(tmp_path: Path) -> None:
-    words = ("nproc_per_node=2", "binding=none", "--", write_program(tmp_path, MISMATCH))
+    words = ("nproc_per_node=2", "binding=none", "--", write_program(tmp_path, PROGRAMS["mismatch"]))
     with start(tmp_path, *words) as job:
         assert job.wait(120), job.read()
         (told,) = (text for text in job.read().splitlines() if " failed first: " in text)
@@ -80,7 +56,6 @@ def test_a_mismatch_that_gloo_ends_itself_is_named(tmp_path: Path) -> None:
 # What happens to it
 
 WORDS = ("nproc_per_node=1", "binding=none", "watch.interval=1")
-PROGRAM = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.05)\n"
 
 
 def find_watcher(job: Started) -> int:
@@ -92,7 +67,7 @@ def find_watcher(job: Started) -> int:
 
 
 def test_signals_of_the_job_do_not_end_it(tmp_path: Path) -> None:
-    program = write_program(tmp_path, PROGRAM)
+    program = write_program(tmp_path, PROGRAMS["waits"])
     with start(tmp_path, *WORDS, "--", program, PYTHONPATH=QUICK_AGENT) as job:
         watcher = find_watcher(job)
         wait_for(lambda: list(tmp_path.glob("runs/*/*/watch/node-*.json")), "a report", tell=job.read)
@@ -122,7 +97,9 @@ def test_a_run_directory_in_which_it_cannot_write_is_one_warning(tmp_path: Path)
         shutil.rmtree(tmp_path / "run/watch")
     (tmp_path / "run/watch").write_text("a file in the folder's place")
     told = "reports of watching cannot be written"
-    with start(tmp_path, *WORDS, "run_dir=run", "--", write_program(tmp_path, PROGRAM), **environ) as job:
+    with start(
+        tmp_path, *WORDS, "run_dir=run", "--", write_program(tmp_path, PROGRAMS["waits"]), **environ
+    ) as job:
         wait_for(lambda: told in job.read(), "the warning", tell=job.read)
         (tmp_path / "go").touch()
         assert job.wait(60) == 0 and job.read().count(told) == 1, job.read()
