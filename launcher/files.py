@@ -23,6 +23,18 @@ FEWEST_FIELDS = 50
 """Of /proc/PID/stat from the third on: since Linux 3.5 there are 52 in all."""
 
 
+class Descriptor(int):
+    """An open file or directory, which a `with` block closes in the end."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> int:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self)
+
+
 def open_directory(path: str | os.PathLike[str], *, at: int | None = None, flags: int = DIRECTORY) -> int:
     """Open a directory; a symbolic link at its end is followed if this user or root made it.
 
@@ -46,34 +58,31 @@ def is_planted(status: os.stat_result) -> bool:
     return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0)
 
 
-def open_own(path: str | os.PathLike[str], *, at: int | None = None) -> int:
+def open_own(path: str | os.PathLike[str], *, at: int | None = None) -> Descriptor:
     """Open a directory that is this user's or root's, links as `open_directory` has them; raises OSError."""
-    return check_own(open_directory(path, at=at), str(path))
+    return _check(open_directory(path, at=at), str(path))
 
 
-def open_below(path: str | os.PathLike[str], *names: str) -> int:
+def open_below(path: str | os.PathLike[str], *names: str) -> Descriptor:
     """Open a directory within a run's, made for its owner alone if it does not exist; raises OSError."""
-    at = open_own(path)
+    found = open_own(path)
     for name in names:
-        try:
-            inner = make_inner(at, name)
-        finally:
-            os.close(at)
-        at = inner
-    return at
+        with found as at:
+            found = make_inner(at, name)
+    return found
 
 
-def open_inner(at: int, name: str) -> int:
+def open_inner(at: int, name: str) -> Descriptor:
     """Open a directory within an open one, whose links are not followed; raises OSError."""
     try:
-        return check_own(os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=at), name)
+        return _check(os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=at), name)
     except OSError as error:
         if error.errno in (ELOOP, ENOTDIR) and stat.S_ISLNK(os.lstat(name, dir_fd=at).st_mode):
             raise OSError(ELOOP, "a symbolic link, which a run directory cannot have there", name) from None
         raise
 
 
-def make_inner(at: int, name: str) -> int:
+def make_inner(at: int, name: str) -> Descriptor:
     """Open a directory within an open one, made for its owner alone if it is missing; raises OSError."""
     try:
         os.mkdir(name, 0o700, dir_fd=at)
@@ -83,39 +92,37 @@ def make_inner(at: int, name: str) -> int:
     return open_inner(at, name)
 
 
-def check_own(descriptor: int, name: str) -> int:
-    """Return a descriptor whose file is this user's or root's; else close it, and raise PermissionError."""
-    if is_own(descriptor):
-        return descriptor
-    owner = name_user(os.fstat(descriptor).st_uid)
-    os.close(descriptor)
-    raise PermissionError(EPERM, f"it belongs to {owner}", name)
-
-
-def is_own(descriptor: int, at: int | None = None) -> bool:
-    """Tell whether an open file or directory belongs to this user or to root.
+def _check(
+    descriptor: int, name: str, folder: int | None = None, *, own: bool = True, regular: bool = False
+) -> Descriptor:
+    """Return a descriptor that is this user's or root's, or a regular file; else close it; raises OSError.
 
     Filesystems can show all that somebody makes as another user's (NFS with root_squash or all_squash, EFS
-    access points): there, what is made here now tells who this user is. `at` is the directory of a file.
+    access points): there, what is made here now tells who this user is. `folder` is the open directory of a
+    file; a directory is its own.
     """
-    owner = os.fstat(descriptor).st_uid
-    return owner in (os.geteuid(), 0) or owner == find_shown_uid(descriptor if at is None else at)
+    try:
+        status = os.fstat(descriptor)
+        if regular and not stat.S_ISREG(status.st_mode):
+            raise OSError(EINVAL, "no regular file", name)
+        is_own = status.st_uid in (os.geteuid(), 0)
+        if own and not is_own and status.st_uid != find_shown_uid(descriptor if folder is None else folder):
+            raise PermissionError(EPERM, f"it belongs to {name_user(status.st_uid)}", name)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return Descriptor(descriptor)
 
 
 def find_shown_uid(at: int) -> int | None:
     """Return the owner of what this process makes in a directory; None if it can make nothing there."""
-    name = f".launch-{os.urandom(8).hex()}"
+    name, flags = f".launch-{os.urandom(8).hex()}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at)
+        with Descriptor(os.open(name, flags, 0o600, dir_fd=at)) as descriptor:
+            os.unlink(name, dir_fd=at)
+            return os.fstat(descriptor).st_uid
     except OSError:
         return None
-    try:
-        os.unlink(name, dir_fd=at)
-        return os.fstat(descriptor).st_uid
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
 
 
 def name_user(uid: int) -> str:
@@ -128,51 +135,29 @@ def name_user(uid: int) -> str:
         return f"uid {uid}"
 
 
-def open_file(path: str | os.PathLike[str], *, at: int | None = None, follow: bool = False) -> int:
-    """Open a regular file to read, and nothing else, which could hang or never end; raises OSError."""
-    look_at(os.stat(path, dir_fd=at, follow_symlinks=follow), str(path))  # a device may act on being opened
+def open_file(
+    path: str | os.PathLike[str], *, at: int | None = None, follow: bool = False, own: bool = False
+) -> Descriptor:
+    """Open a regular file to read, and nothing else, which could hang or never end; raises OSError.
+
+    With `own`, only one of this user's or root's.
+    """
+    # A device may act on being opened.
+    if not stat.S_ISREG(os.stat(path, dir_fd=at, follow_symlinks=follow).st_mode):
+        raise OSError(EINVAL, "no regular file", str(path))
     descriptor = os.open(path, READ if follow else READ | os.O_NOFOLLOW, dir_fd=at)
-    try:
-        look_at(os.fstat(descriptor), str(path))
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def look_at(status: os.stat_result, name: str) -> None:
-    """Raise OSError for what is no regular file."""
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(EINVAL, "no regular file", name)
+    if at is not None or not own:
+        return _check(descriptor, str(path), at, own=own, regular=True)
+    with Descriptor(os.open(os.path.dirname(os.path.abspath(path)), ON_THE_WAY)) as folder:
+        return _check(descriptor, str(path), folder, regular=True)
 
 
 def read_file(
     path: str | os.PathLike[str], most: int, *, at: int | None = None, follow: bool = False, own: bool = False
 ) -> bytes:
-    """Return the bytes of a regular file that has `most` at most; with `own`, of this user's or root's alone.
-
-    Raises OSError.
-    """
-    descriptor = open_file(path, at=at, follow=follow)
-    try:
-        if os.fstat(descriptor).st_size > most:
-            raise OSError(EFBIG, f"more than {show_size(most)}", str(path))
-        if own:
-            check_file(descriptor, path, at)
+    """Return the bytes of a file that has `most` at most; see `open_file`. Raises OSError."""
+    with open_file(path, at=at, follow=follow, own=own) as descriptor:
         return read_bounded(descriptor, most, str(path))
-    finally:
-        os.close(descriptor)
-
-
-def check_file(descriptor: int, path: str | os.PathLike[str], at: int | None) -> None:
-    """Raise PermissionError for a file that is not this user's or root's; it stays open."""
-    folder = os.open(os.path.dirname(os.path.abspath(path)), ON_THE_WAY) if at is None else os.dup(at)
-    try:
-        if not is_own(descriptor, folder):
-            owner = name_user(os.fstat(descriptor).st_uid)
-            raise PermissionError(EPERM, f"it belongs to {owner}", str(path))
-    finally:
-        os.close(folder)
 
 
 def read_bounded(descriptor: int, most: int, name: str, *, patience: float | None = None) -> bytes:
@@ -180,31 +165,22 @@ def read_bounded(descriptor: int, most: int, name: str, *, patience: float | Non
 
     `patience` are the seconds to wait for each part; None is for files, which are there.
     """
-    data = bytearray()
+    data, waiting = bytearray(), None
+    if patience is not None:
+        from select import POLLIN, poll
+
+        waiting = poll()
+        waiting.register(descriptor, POLLIN)
     while True:
-        if patience is not None:
-            await_input(descriptor, patience, name)
+        if waiting and patience is not None and not waiting.poll(patience * 1000):
+            raise TimeoutError(ETIMEDOUT, f"nothing came from it in {patience:g} s", name)
         part = os.read(descriptor, min(CHUNK, most + 1 - len(data)))
         data += part
         if len(data) > most:
-            raise OSError(EFBIG, f"more than {show_size(most)}", name)
+            size = f"{most >> 20} MiB" if most >> 20 else f"{most >> 10} KiB"
+            raise OSError(EFBIG, f"more than {size}", name)
         if not part:
             return bytes(data)
-
-
-def show_size(size: int) -> str:
-    """Return a number of bytes for people."""
-    return f"{size >> 20} MiB" if size >> 20 else f"{size >> 10} KiB"
-
-
-def await_input(descriptor: int, patience: float, name: str) -> None:
-    """Wait until there is something to read, or its end; raises TimeoutError."""
-    from select import POLLIN, poll
-
-    waiting = poll()
-    waiting.register(descriptor, POLLIN)
-    if not waiting.poll(patience * 1000):
-        raise TimeoutError(ETIMEDOUT, f"nothing came from it in {patience:g} s", name)
 
 
 def read_input(path: str | os.PathLike[str], most: int) -> bytes:
@@ -212,28 +188,19 @@ def read_input(path: str | os.PathLike[str], most: int) -> bytes:
 
     What has more than `most` bytes is refused, and so is a pipe, or a device, from which nothing comes.
     """
-    descriptor = os.open(path, READ)
-    try:
+    with Descriptor(os.open(path, READ)) as descriptor:
         is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
         return read_bounded(descriptor, most, str(path), patience=None if is_file else PATIENCE)
-    finally:
-        os.close(descriptor)
 
 
-def open_append(at: int, name: str) -> int:
+def open_append(at: int, name: str) -> Descriptor:
     """Open a regular file of this user's in an open directory, to append to; raises OSError.
 
     It is made for its owner alone. What is written to another user's file could be read by that user.
     """
-    descriptor = os.open(name, APPEND | os.O_NOFOLLOW, 0o600, dir_fd=at)
-    try:
-        look_at(os.fstat(descriptor), name)
-        check_file(descriptor, name, at)
-        os.set_blocking(descriptor, True)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    found = _check(os.open(name, APPEND | os.O_NOFOLLOW, 0o600, dir_fd=at), name, at, regular=True)
+    os.set_blocking(found, True)
+    return found
 
 
 def write_whole(at: int, name: str, data: bytes, *, private: bool = True, sync: bool = False) -> None:

@@ -39,6 +39,8 @@ launch-rank and the program."""
 LAUNCH_STRICT = "LAUNCH_STRICT"
 """`1`: launch-rank ends with status 3 if the placement cannot be applied. Read by launch-rank."""
 
+_OF_USERS = frozenset(globals())
+
 # Users do not set these.
 LAUNCH_ATTEMPT = "LAUNCH_ATTEMPT"
 """Number of this start's first attempt, after those of earlier starts into the same run directory."""
@@ -68,22 +70,7 @@ LAUNCH_WARM = "LAUNCH_WARM"
 """The socket over which the warm process is asked for ranks, and the modules that it imports before."""
 LAUNCH_WATCH = "LAUNCH_WATCH"
 """A folder on the node's memory or disk, in which each rank's hook keeps its heartbeat."""
-OWN_VARIABLES = (
-    LAUNCH_ATTEMPT,
-    LAUNCH_FIT,
-    LAUNCH_MEMORY,
-    LAUNCH_METER,
-    LAUNCH_NODE_ORDER,
-    LAUNCH_PARENT,
-    LAUNCH_RANK_PLAN,
-    LAUNCH_RECORD_DIR,
-    LAUNCH_RENDEZVOUS,
-    LAUNCH_RUN_ID,
-    LAUNCH_SECRETS,
-    LAUNCH_TERMINAL,
-    LAUNCH_WARM,
-    LAUNCH_WATCH,
-)
+OWN_VARIABLES = tuple(name for name in dict(globals()) if name.startswith(PREFIX) and name not in _OF_USERS)
 
 RANK_PLAN_KEYS = (
     "local_rank",

@@ -10,8 +10,12 @@ import pytest
 DATA = Path(__file__).parent / "data"
 
 
+def read_data(name: str) -> dict[str, Any]:
+    return tomllib.loads((DATA / f"{name}.toml").read_text())
+
+
 def read_cases(name: str, table: str) -> list[dict[str, Any]]:
-    cases: list[dict[str, Any]] = tomllib.loads((DATA / f"{name}.toml").read_text())[table]
+    cases: list[dict[str, Any]] = read_data(name)[table]
     return cases
 
 

@@ -4,6 +4,7 @@ for that, and how what it has started is waited for."""
 import contextlib
 import ctypes
 import io
+import json
 import os
 import shlex
 import shutil
@@ -15,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -183,6 +185,17 @@ class Started:
     def run_dir(self) -> Path:
         return find_run(self.folder)
 
+    def manifest(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.run_dir() / "manifest.json").read_text())
+        return found
+
+    def log(self, rank: int = 0, ending: str = "out", attempt: int = 0) -> str:
+        return (self.run_dir() / f"logs/{attempt}/rank-{rank}.{ending}").read_text()
+
+    def count_said(self, word: str) -> int:
+        """How many ranks have said this."""
+        return sum(word in path.read_text() for path in self.folder.glob("runs/*/*/logs/*/rank-*.out"))
+
     def survivors(self) -> list[int]:
         """Processes other than `launch` itself that carry this start's mark."""
         return list(self.survivors_words())
@@ -227,6 +240,14 @@ def start(folder: Path, *words: str, **variables: str) -> Iterator[Started]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait(PATIENCE)
+
+
+def run_to_end(folder: Path, text: str, *words: str, code: int = 0, **variables: str) -> Started:
+    """Run a program's text to its end, which has this exit code, and nothing is left."""
+    with start(folder, *words, "--", write_program(folder, text), **variables) as started:
+        assert started.wait(120) == code, started.read()
+        assert started.survivors() == []
+    return started
 
 
 def wait_for(

@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import ClassVar, Protocol
 
 from launcher.errors import MachineError
-from launcher.files import open_append, open_below
+from launcher.files import Descriptor, open_append, open_below
 from launcher.launch.coordinator import Coordinator, GroupStart, JobEnd, Order
 from launcher.launch.job import (
     Job,
@@ -31,7 +31,7 @@ from launcher.launch.warm.process import NOT_FORKED, WarmProcess, start_warm
 from launcher.launch.warm.program import ExecNeededError
 from launcher.protocol import LAUNCH_PARENT
 from launcher.runs.records import AppliedReader, name_error_file
-from launcher.runs.run_directory import RunDir, closing_descriptor
+from launcher.runs.run_directory import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -251,13 +251,9 @@ class DirectAgent:
 
         What it prints before the shim has opened its own logs goes to the agent's log.
         """
-        with contextlib.ExitStack() as stack:
-            log = stack.enter_context(open_log(self.run.agent_log(self.job.host)))
-            stdin = 0
-            if not self.reads_stdin:
-                null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-                stdin = stack.enter_context(closing_descriptor(null))
-            streams = (stdin, log, log)
+        empty = Descriptor(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        with empty, open_log(self.run.agent_log(self.job.host)) as log:
+            streams = (0 if self.reads_stdin else empty, log, log)
             if self.warm:
                 try:
                     return self.warm.fork_rank(self.job.program, environ, streams)
@@ -462,15 +458,9 @@ def make_rank_variables(
     local_size = group.nodes[group_rank].local_size
     rank, world_size = str(group.count_ranks_before(group_rank) + local_rank), str(group.world_size)
     return {
-        "RANK": rank,
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_size),
-        "WORLD_SIZE": world_size,
-        "GROUP_RANK": str(group_rank),
-        "GROUP_WORLD_SIZE": str(len(group.nodes)),
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world_size,
-        "ROLE_NAME": "default",
+        **{"RANK": rank, "LOCAL_RANK": str(local_rank), "ROLE_RANK": rank, "ROLE_NAME": "default"},
+        **{"WORLD_SIZE": world_size, "ROLE_WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": str(local_size)},
+        **{"GROUP_RANK": str(group_rank), "GROUP_WORLD_SIZE": str(len(group.nodes))},
         "MASTER_ADDR": group.master_addr,
         "MASTER_PORT": str(group.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(group.restart),
@@ -481,13 +471,10 @@ def make_rank_variables(
     }
 
 
-@contextlib.contextmanager
-def open_log(log: Path) -> Iterator[int]:
+def open_log(log: Path) -> Descriptor:
     """Open an agent's log in a run directory, to append to it; raises OSError."""
-    with closing_descriptor(open_below(log.parents[1], log.parent.name)) as logs:
-        descriptor = open_append(logs, log.name)
-    with closing_descriptor(descriptor):
-        yield descriptor
+    with open_below(log.parents[1], log.parent.name) as logs:
+        return open_append(logs, log.name)
 
 
 def check_open_files() -> None:

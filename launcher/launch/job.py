@@ -30,6 +30,11 @@ SHIM = Path(__file__).parents[1] / "rank" / "__main__.py"
 """What each rank runs just before the program."""
 PET_DECIDED = ("PET_MODULE", "PET_RUN_PATH", "PET_NO_PYTHON", "PET_STANDALONE")
 """torchrun's variables for what `launch` decides itself; torchrun would take them beside our options."""
+PASSED_ON = (
+    *("monitor_interval", "master_addr", "master_port", "local_addr", "role", "event_log_handler"),
+    "signals_to_handle",
+)
+"""Settings of the group `torchrun` that are torchrun's own options."""
 NOT_INHERITED = (*PET_DECIDED, LAUNCH_WATCH, LAUNCH_FIT)
 """Variables that a launcher around this one may have set, for its own ranks."""
 HANG_RESTARTS = 3
@@ -132,13 +137,7 @@ def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
         "rdzv_id": own.rdzv_id or (rdzv_id if cluster.kind != "manual" else None),
         "rdzv_conf": {"is_host": int(cluster.is_host), **conf} if c10d else conf,
         "max_restarts": choose_restarts(config, environ),
-        "monitor_interval": own.monitor_interval,
-        "master_addr": own.master_addr,
-        "master_port": own.master_port,
-        "local_addr": own.local_addr,
-        "role": own.role,
-        "event_log_handler": own.event_log_handler,
-        "signals_to_handle": own.signals_to_handle,
+        **{name: getattr(own, name) for name in PASSED_ON},
     }
     # torchrun fills in `${local_rank}` by string.Template, for which `$$` is `$`.
     program = [word.replace("$", "$$") for word in job.program]

@@ -84,7 +84,6 @@ class Terminal:
     """When Ctrl-C was pressed, in monotonic seconds."""
     insisted: bool = False
     """Ctrl-C is for the launcher from now on."""
-    ending: threading.Event = field(default_factory=threading.Event)
     wakeup: int = field(default_factory=lambda: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
     """Descriptor that is readable at the end."""
     thread: threading.Thread | None = None
@@ -103,7 +102,6 @@ class Terminal:
     def finish(self) -> None:
         """Take what the program has printed to its end, and give the user's terminal back as it was."""
         if self.thread:
-            self.ending.set()
             os.eventfd_write(self.wakeup, 1)
             self.thread.join(PATIENCE)
         self.restore()
@@ -120,7 +118,8 @@ class Terminal:
     def run(self) -> None:
         """Copy to the end: the thread's body."""
         try:
-            while not self.ending.is_set():
+            ready: list[int] = []
+            while self.wakeup not in ready:
                 poller = select.poll()
                 poller.register(self.wakeup, select.POLLIN)
                 wanted = select.POLLIN if len(self.output) < MOST_WAITING else 0

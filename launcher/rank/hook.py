@@ -6,6 +6,7 @@ from _collections_abc import MutableMapping  # `collections.abc` costs a millise
 
 from launcher import protocol
 from launcher.cpulist import format_cpulist
+from launcher.files import READ, Descriptor
 from launcher.rank.entry import PlanEntry, dump_json, load_json
 
 FOLDER = os.path.abspath(f"{__file__}/../../inprocess")
@@ -124,12 +125,8 @@ def _read_shebang(argv: list[str], environ: dict[str, str]) -> list[str]:
     """Return the command line that a script's #! line makes of its own; empty if it has none."""
     try:
         path = locate_command(argv[0], environ) if argv else ""
-        # A pipe, which exec refuses, is not waited for.
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
+        with Descriptor(os.open(path, READ)) as file:  # a pipe, which exec refuses, is not waited for
             line = os.read(file, SHEBANG_BYTES).partition(b"\n")[0]
-        finally:
-            os.close(file)
     except OSError:
         return []
     # The kernel makes one argument of all that follows the interpreter.

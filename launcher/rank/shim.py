@@ -6,7 +6,7 @@ import time
 
 from launcher import protocol
 from launcher.cpulist import format_cpulist
-from launcher.files import open_append, open_below, open_own, write_whole
+from launcher.files import Descriptor, open_append, open_below, open_own, write_whole
 from launcher.rank import hook
 from launcher.rank.affinity import Applied
 from launcher.rank.entry import PlacementError, PlanEntry, dump_json, find_entry
@@ -149,13 +149,10 @@ def _take_terminal(text: str) -> None:
 
     names, _, path = text.partition(":")
     streams = [int(name) for name in names.split(",")]
-    terminal = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
-    try:
+    with Descriptor(os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)) as terminal:
         ioctl(terminal, TIOCSCTTY, 0)
         for stream in streams:
             os.dup2(terminal, stream)
-    finally:
-        os.close(terminal)
 
 
 def place_rank(identity: Identity, environ: dict[str, str], argv: list[str]) -> list[str]:
@@ -197,14 +194,10 @@ def place_rank(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
 
 def _redirect_output(run_dir: str, identity: Identity) -> None:
     """Point stdout and stderr at `logs/ATTEMPT/rank-N.{out,err}`; raises OSError."""
-    folder = open_below(run_dir, protocol.LOGS, str(identity.attempt))
-    try:
+    with open_below(run_dir, protocol.LOGS, str(identity.attempt)) as folder:
         for descriptor, stream in ((1, "out"), (2, "err")):
-            target = open_append(folder, protocol.name_rank_log(identity.rank, stream))
-            os.dup2(target, descriptor)
-            os.close(target)
-    finally:
-        os.close(folder)
+            with open_append(folder, protocol.name_rank_log(identity.rank, stream)) as target:
+                os.dup2(target, descriptor)
 
 
 def write_record(
@@ -228,11 +221,8 @@ def write_record(
         "env": entry.env,
         "problems": applied.problems,
     }
-    folder = open_own(run_dir)
-    try:
+    with open_own(run_dir) as folder:
         write_whole(folder, protocol.name_applied_file(identity.rank), dump_json(record).encode() + b"\n")
-    finally:
-        os.close(folder)
 
 
 def _describe_rank(identity: Identity, entry: PlanEntry, applied: Applied, environ: dict[str, str]) -> str:

@@ -1,6 +1,6 @@
 """What the coordinator orders after each sequence of events, as tables."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,27 +10,17 @@ from launcher.launch.coordinator import (
     LOSS_PATIENCE,
     PORT_TRIALS,
     Coordinator,
-    GroupNode,
     GroupStart,
     JobEnd,
     Order,
 )
+from tests.data_files import read_cases
 
-FAILED, DONE = JobEnd(failed=True), JobEnd(failed=False)
 Event = tuple[str, str, int]
 
 
 def make(hosts: str = "a b", nodes: int = 2, restarts: int = 0) -> Coordinator:
     return Coordinator(tuple(hosts.split()), nodes, restarts, lambda host, number: (host, 1000 + number))
-
-
-def start(number: int, hosts: str = "a b", sizes: tuple[int, ...] = (2, 2)) -> GroupStart:
-    nodes = tuple(GroupNode(host, size) for host, size in zip(hosts.split(), sizes, strict=True))
-    return GroupStart(number, nodes, nodes[0].host, 1000 + number)
-
-
-def forget_patience(order: Order) -> Order:
-    return order if isinstance(order, JobEnd) else replace(order, patience=None)
 
 
 def tell(coordinator: Coordinator, event: Event) -> Order | None:
@@ -49,7 +39,7 @@ def run(coordinator: Coordinator, text: str) -> list[Order]:
     for item in text.split(", "):
         kind, host, number = (*item.split(), "", "0")[:3] if " " in item else (item, "", "0")
         if order := tell(coordinator, (kind, host, int(number or 0))):
-            orders.append(forget_patience(order))
+            orders.append(order)
     return orders
 
 
@@ -65,82 +55,17 @@ def test_ranks_that_wait_for_lost_ones_have_less_time() -> None:
 READY = "ready a 2, ready b 2"
 
 
-@pytest.mark.parametrize(
-    ("events", "orders"),
-    [
-        ("ready b 2", []),
-        ("ready b 2, ready b 2", []),
-        (READY, [start(0)]),
-        ("ready b 2, ready a 2", [start(0)]),
-        ("ready b 1, ready a 3", [start(0, sizes=(3, 1))]),
-        ("ready a 2, ready stranger 2", []),
-        ("ready a 2, ready b 0", []),
-        (f"{READY}, ready b 2", [start(0)]),
-        (f"{READY}, failed b 0", [start(0), FAILED]),
-        (f"{READY}, failed b 0, failed a 0", [start(0), FAILED]),
-        (f"{READY}, failed stranger 0", [start(0)]),
-        (f"{READY}, ended a 0", [start(0)]),
-        (f"{READY}, ended a 0, ended a 0", [start(0)]),
-        (f"{READY}, ended b 0, ended a 0", [start(0), DONE]),
-        (f"{READY}, ended a 0, ended b 7", [start(0)]),
-        (f"{READY}, lost b", [start(0), FAILED]),
-        ("ready a 2, lost b", [FAILED]),
-        ("lost stranger, ready a 2, ready b 2", [start(0)]),
-        (f"{READY}, stop, failed b 0", [start(0)]),
-        (f"stop, {READY}", []),
-        (f"{READY}, ended a 0, ended b 0, failed a 0, lost a", [start(0), DONE]),
-        ("failed a 0, ended a 0, taken a 0", []),
-    ],
-)
-def test_without_restarts(events: str, orders: list[Order]) -> None:
-    assert run(make(), events) == orders
+def show(order: Order) -> str:
+    if isinstance(order, JobEnd):
+        return "FAILED" if order.failed else "DONE"
+    assert (order.master_addr, order.master_port) == (order.nodes[0].host, 1000 + order.restart)
+    return f"{order.restart} on {' '.join(f'{node.host}:{node.local_size}' for node in order.nodes)}"
 
 
-@pytest.mark.parametrize(
-    ("events", "orders"),
-    [
-        (f"{READY}, failed b 0", [start(0), start(1)]),
-        # What ranks of the earlier start do after that is no second failure.
-        (f"{READY}, failed b 0, failed a 0, failed b 0", [start(0), start(1)]),
-        (f"{READY}, failed b 0, failed a 1", [start(0), start(1), start(2)]),
-        (f"{READY}, failed b 0, failed a 1, failed a 2", [start(0), start(1), start(2), FAILED]),
-        # Whoever has ended begins again with the others.
-        (f"{READY}, ended a 0, failed b 0, ended b 1", [start(0), start(1)]),
-        (f"{READY}, ended a 0, failed b 0, ended b 1, ended a 1", [start(0), start(1), DONE]),
-        (f"{READY}, failed b 0, stop, failed b 1", [start(0), start(1)]),
-        # A port that another process has is no restart of the two.
-        (f"{READY}, taken a 0, taken a 0", [start(0), start(1)]),
-        (
-            f"{READY}, taken a 0, failed b 1, failed b 2, failed b 3",
-            [start(0), start(1), start(2), start(3), FAILED],
-        ),
-        (f"{READY}, failed a 0, lost b", [start(0), start(1), FAILED]),
-    ],
-)
-def test_with_two_restarts(events: str, orders: list[Order]) -> None:
-    assert run(make(restarts=2), events) == orders
-
-
-@pytest.mark.parametrize(
-    ("events", "orders"),
-    [
-        (f"{READY}, lost b", [start(0)]),
-        (f"{READY}, lost b, ready c 2", [start(0), start(1, "a c")]),
-        (f"{READY}, ready c 4, lost b", [start(0), start(1, "a c", (2, 4))]),
-        (f"{READY}, ready c 2, lost a", [start(0), start(1, "c b")]),
-        (f"{READY}, ready c 2, lost c", [start(0)]),
-        (f"{READY}, lost c, lost a", [start(0), FAILED]),
-        (f"{READY}, ready c 2, lost a, lost b", [start(0), start(1, "c b"), FAILED]),
-        # While the spare one is not ready, ranks that fail for want of the lost ones are no news.
-        (f"{READY}, lost b, failed a 0, ready c 2", [start(0), start(1, "a c")]),
-        ("ready c 2, ready a 2, lost b", [start(0, "a c")]),
-        ("ready c 2, lost b, ready a 2", [start(0, "a c")]),
-        (f"{READY}, ready c 2, lost b, failed a 1", [start(0), start(1, "a c"), FAILED]),
-        (f"{READY}, ready c 2, lost b, ended c 1, ended a 1", [start(0), start(1, "a c"), DONE]),
-    ],
-)
-def test_with_a_spare_node(events: str, orders: list[Order]) -> None:
-    assert run(make("a b c"), events) == orders
+@pytest.mark.parametrize("case", read_cases("coordinator", "case"), ids=lambda case: str(case["events"]))
+def test_orders(case: dict[str, Any]) -> None:
+    orders = run(make(case["hosts"], restarts=case["restarts"]), case["events"].replace("READY", READY))
+    assert list(map(show, orders)) == case["orders"]
 
 
 def test_spare_nodes_are_those_that_are_ready_and_take_no_part() -> None:
@@ -155,7 +80,10 @@ def test_ports_that_are_taken_again_and_again_end_the_job() -> None:
     coordinator = make()
     events = [READY, *(f"taken a {number}" for number in range(PORT_TRIALS + 1))]
     orders = run(coordinator, ", ".join(events))
-    assert orders == [*(start(number) for number in range(PORT_TRIALS + 1)), FAILED]
+    assert list(map(show, orders)) == [
+        *(f"{number} on a:2 b:2" for number in range(PORT_TRIALS + 1)),
+        "FAILED",
+    ]
     ports = [order.master_port for order in orders if isinstance(order, GroupStart)]
     assert len({*ports}) == len(ports)
 

@@ -1,12 +1,11 @@
 """Jobs whose ranks `launch` starts itself: failures, restarts, signals in every phase, and nothing left."""
 
-import json
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.seam import Started, start, wait_for, write_program
+from tests.seam import Started, run_to_end, start, wait_for, write_program
 
 WORDS = ("agent=direct", "start.warm=off", "nproc_per_node=2", "watch.enabled=false", "logs.console=none")
 FLAKY = """
@@ -18,23 +17,17 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 def test_all_ranks_start_anew_after_a_failure_and_meet_elsewhere(tmp_path: Path) -> None:
-    with start(tmp_path, *WORDS, "restarts=1", "--", write_program(tmp_path, FLAKY)) as job:
-        assert job.wait() == 0, job.read()
-        assert "rank 1 failed (code 3); the other ranks are ended" in job.read()
-        assert "the ranks were started anew: attempt 1" in job.read()
-        logs = [job.run_dir() / f"logs/{attempt}/rank-0.out" for attempt in (0, 1)]
-        assert len({log.read_text() for log in logs}) == 2
-        assert json.loads((job.run_dir() / "manifest.json").read_text())["outcome"]["attempts"] == 2
-        assert job.survivors() == []
+    job = run_to_end(tmp_path, FLAKY, *WORDS, "restarts=1")
+    assert "rank 1 failed (code 3); the other ranks are ended" in job.read()
+    assert "the ranks were started anew: attempt 1" in job.read()
+    assert job.log(attempt=0) != job.log(attempt=1)
+    assert job.manifest()["outcome"]["attempts"] == 2
 
 
 def test_without_restarts_left_the_first_failure_ends_the_job(tmp_path: Path) -> None:
-    program = write_program(tmp_path, FLAKY.replace('== "0"', '!= ""'))
-    with start(tmp_path, *WORDS, "restarts=1", "--", program) as job:
-        assert job.wait() == 3, job.read()
-        outcome = json.loads((job.run_dir() / "manifest.json").read_text())["outcome"]
-        assert (outcome["first_failure"]["rank"], outcome["first_failure"]["attempt"]) == (1, 1)
-        assert job.survivors() == []
+    job = run_to_end(tmp_path, FLAKY.replace('== "0"', '!= ""'), *WORDS, "restarts=1", code=3)
+    failure = job.manifest()["outcome"]["first_failure"]
+    assert (failure["rank"], failure["attempt"]) == (1, 1)
 
 
 RECORDED = """
@@ -50,10 +43,8 @@ main()
 
 @pytest.mark.slow
 def test_the_reason_that_record_has_left_is_told(tmp_path: Path) -> None:
-    words = ("nproc_per_node=1", "--", write_program(tmp_path, RECORDED))
-    with start(tmp_path, *WORDS, *words) as job:
-        assert job.wait() == 1
-        assert "it exited with code 1: ValueError: no data\\x1b[2J" in job.read()
+    job = run_to_end(tmp_path, RECORDED, *WORDS, "nproc_per_node=1", code=1)
+    assert "it exited with code 1: ValueError: no data\\x1b[2J" in job.read()
 
 
 HELPED = """
@@ -66,10 +57,7 @@ if __name__ == "__main__":
 
 
 def test_helpers_that_end_with_their_rank_are_no_leftovers(tmp_path: Path) -> None:
-    words = ("nproc_per_node=1", "--", write_program(tmp_path, HELPED))
-    with start(tmp_path, *WORDS, *words) as job:
-        assert job.wait() == 0
-        assert "outlived" not in job.read()
+    assert "outlived" not in run_to_end(tmp_path, HELPED, *WORDS, "nproc_per_node=1").read()
 
 
 STUBBORN = """
@@ -97,15 +85,7 @@ def test_a_signal_during_a_restart_ends_the_job(number: int, tmp_path: Path) -> 
     """Rank 0 keeps the restart waiting, since it does not end by SIGTERM."""
     words = ("restarts=5", "torchrun.shutdown_timeout=20", "--", write_program(tmp_path, STUBBORN))
     with start(tmp_path, *WORDS, *words) as job:
-        logs = [tmp_path / "runs" / "program"]
-        wait_for(
-            lambda: all(
-                any(logs[0].glob(f"*/logs/0/rank-{rank}.out"))
-                and "ready" in next(logs[0].glob(f"*/logs/0/rank-{rank}.out")).read_text()
-                for rank in (0, 1)
-            ),
-            "both ranks",
-        )
+        wait_for(lambda: job.count_said("ready") == 2, "both ranks")
         (tmp_path / "go").touch()
         wait_for(lambda: "rank 1 failed (code 9)" in job.read(), "the failure", tell=job.read)
         while "SIGKILL to the ranks" not in job.read():
@@ -116,10 +96,8 @@ def test_a_signal_during_a_restart_ends_the_job(number: int, tmp_path: Path) -> 
 
 
 def test_a_rank_has_no_descriptor_of_the_launchers(tmp_path: Path) -> None:
-    program = write_program(tmp_path, "import os\nprint(sorted(os.listdir('/proc/self/fd'))[:-1])")
-    with start(tmp_path, *WORDS, "nproc_per_node=1", "--", program) as job:
-        assert job.wait() == 0
-        assert (job.run_dir() / "logs/0/rank-0.out").read_text() == "['0', '1', '2']\n"
+    text = "import os\nprint(sorted(os.listdir('/proc/self/fd'))[:-1])"
+    assert run_to_end(tmp_path, text, *WORDS, "nproc_per_node=1").log() == "['0', '1', '2']\n"
 
 
 @pytest.mark.parametrize("agent", ["direct", pytest.param("torchrun", marks=pytest.mark.slow)])
@@ -128,4 +106,4 @@ def test_arguments_arrive_as_typed(tmp_path: Path, agent: str) -> None:
     words = ["${local_rank}", "$HOME", "a$$b", "x=${run_dir}", '{"a": {num_workers}}']
     with start(tmp_path, f"agent={agent}", "nproc_per_node=1", "--", program, *words) as job:
         assert job.wait() == 0
-        assert (job.run_dir() / "logs/0/rank-0.out").read_text() == f"{words}\n"
+        assert job.log() == f"{words}\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.seam import LAUNCH, Launch, Started, start, wait_for, write_program
+from tests.seam import LAUNCH, Launch, run_to_end, start, wait_for, write_program
 
 HOST = socket.gethostname()
 PROGRAM = """
@@ -42,27 +42,19 @@ DEEDS = {
 @pytest.mark.parametrize("deed", DEEDS)
 def test_first_failure_is_named(tmp_path: Path, deed: str) -> None:
     status, how, last = DEEDS[deed]
-    program = write_program(tmp_path, PROGRAM.format(deed=deed))
-    with start(tmp_path, "nproc_per_node=2", "--", program) as started:
-        assert started.wait() == status
-        assert started.survivors() == []
-        said = started.read()
-        manifest = json.loads((started.run_dir() / "manifest.json").read_text())
+    job = run_to_end(tmp_path, PROGRAM.format(deed=deed), "nproc_per_node=2", code=status)
+    said, outcome = job.read(), job.manifest()["outcome"]
     assert f"rank 1 on {HOST} (local rank 1) failed first: it " in said
-    assert how in said
-    assert last in said
-    assert "torch/distributed" not in said
-    assert "ChildFailedError" not in said
-    failure = manifest["outcome"]["first_failure"]
+    assert how in said and last in said
+    assert "torch/distributed" not in said and "ChildFailedError" not in said
+    failure = outcome["first_failure"]
     assert (failure["rank"], failure["host"], failure["exit_code"]) == (1, HOST, status)
-    assert manifest["outcome"]["state"] == "failed"
+    assert outcome["state"] == "failed"
 
 
 def test_the_first_of_several_failures_is_the_cause(tmp_path: Path) -> None:
-    with start(tmp_path, "nproc_per_node=3", "--", write_program(tmp_path, LATE_AND_LOUD)) as started:
-        assert started.wait() == 1
-    assert "rank 1 on" in started.read()
-    assert "RuntimeError: the first failure" in started.read()
+    said = run_to_end(tmp_path, LATE_AND_LOUD, "nproc_per_node=3", code=1).read()
+    assert "rank 1 on" in said and "RuntimeError: the first failure" in said
 
 
 @pytest.mark.parametrize(
@@ -111,18 +103,12 @@ sys.exit(5 if count != "2" and os.environ["RANK"] == "1" else 0)
 
 def test_restarts_by_torchrun_have_logs_of_their_own(tmp_path: Path) -> None:
     words = ("nproc_per_node=2", "nodes=1:1", "torchrun.max_restarts=3", "torchrun.rdzv_conf.timeout=60")
-    with start(tmp_path, *words, "--", write_program(tmp_path, RESTARTED)) as started:
-        assert started.wait(120) == 0
-        logs = started.run_dir() / "logs"
-        said = started.read()
-        first, last = ((logs / n / "rank-1.out").read_text() for n in "02")
-        manifest = json.loads((started.run_dir() / "manifest.json").read_text())
-    assert first.startswith("attempt 0 3\n")
-    assert last.startswith("attempt 2 3\n")
-    assert "error file /" in last
-    assert "rank 1 failed (code 5); the other ranks are ended" in said
-    assert "the ranks were started anew: attempt 1" in said
-    assert manifest["outcome"]["attempts"] == 3
+    job = run_to_end(tmp_path, RESTARTED, *words)
+    assert job.log(1).startswith("attempt 0 3\n")
+    assert job.log(1, attempt=2).startswith("attempt 2 3\nerror file /")
+    assert "rank 1 failed (code 5); the other ranks are ended" in job.read()
+    assert "the ranks were started anew: attempt 1" in job.read()
+    assert job.manifest()["outcome"]["attempts"] == 3
 
 
 NODE = """
@@ -189,12 +175,9 @@ def test_kubeflow_variables_start_a_node(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_agent_that_fails_without_a_rank_after_a_start_with_a_failure(tmp_path: Path) -> None:
-    with start(tmp_path, "new_run_dir=one", "--", write_program(tmp_path, "raise SystemExit(5)")) as started:
-        assert started.wait() == 5
-    words = ("run_dir=one", "torchrun.rdzv_backend=nonsense", "--", write_program(tmp_path, "print('never')"))
-    with start(tmp_path, *words) as started:
-        assert started.wait() == 3
-    said = started.read()
+    run_to_end(tmp_path, "raise SystemExit(5)", "new_run_dir=one", code=5)
+    words = ("run_dir=one", "torchrun.rdzv_backend=nonsense")
+    said = run_to_end(tmp_path, "print('never')", *words, code=3).read()
     assert "no rank failed, but torchrun's agent ended with code 1" in said and "nonsense" in said
     assert "failed first" not in said and "Traceback" not in said
 
@@ -249,11 +232,6 @@ if os.environ["RANK"] == "0":
 """
 
 
-def read_outcome(started: Started) -> dict[str, object]:
-    found: dict[str, object] = json.loads((started.run_dir() / "manifest.json").read_text())["outcome"]
-    return found
-
-
 def run_status(folder: Path) -> dict[str, object]:
     """What `launch status` says of the only run."""
     done = subprocess.run(
@@ -265,14 +243,12 @@ def run_status(folder: Path) -> dict[str, object]:
 
 
 def test_a_rank_that_ends_with_0_while_others_go_on_is_the_first_event(tmp_path: Path) -> None:
-    with start(tmp_path, "nproc_per_node=3", "--", write_program(tmp_path, EARLY)) as started:
-        assert started.wait() == 1
-        outcome = read_outcome(started)
+    job = run_to_end(tmp_path, EARLY, "nproc_per_node=3", code=1)
     told = f"rank 1 on {HOST} ended with 0 at step 40 while 2 ranks went on"
-    said = started.read()
+    said = job.read()
     assert f"launch: {told}\n" in said and "failed after that: it exited with code 1" in said
     assert "failed first" not in said
-    assert outcome["events"] == [told]
+    assert job.manifest()["outcome"]["events"] == [told]
     assert str(run_status(tmp_path)["reason"]).startswith(f"{told}; rank ")
 
 
@@ -285,13 +261,10 @@ def test_ranks_that_end_one_after_the_other_at_the_last_step_are_no_event(tmp_pa
 
 
 def test_a_program_that_asks_for_another_start(tmp_path: Path) -> None:
-    program = write_program(tmp_path, "import sys; sys.exit(75)")
-    with start(tmp_path, "nproc_per_node=2", "--", program) as started:
-        assert started.wait() == os.EX_TEMPFAIL
-        outcome, path = read_outcome(started), started.run_dir()
-    said = started.read()
+    job = run_to_end(tmp_path, "import sys; sys.exit(75)", "nproc_per_node=2", code=os.EX_TEMPFAIL)
+    said, outcome = job.read(), job.manifest()["outcome"]
     assert f"on {HOST} ended with 75, and asks for another start\n" in said and "failed" not in said
-    assert f"launch: the same command with run_dir={path} goes on\n" in said
+    assert f"launch: the same command with run_dir={job.run_dir()} goes on\n" in said
     assert (outcome["state"], outcome["exit_code"]) == ("stopped", os.EX_TEMPFAIL)
 
 
@@ -302,13 +275,10 @@ def test_a_full_disk_is_the_cause(tmp_path: Path) -> None:
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], check=True)
     try:
-        with start(tmp_path, "nproc_per_node=1", "--", write_program(tmp_path, FILL)) as started:
-            assert started.wait() == 1
-            (path,) = disk.glob("*/*")
-        told = f"the run directory's disk is full ({path})"
-        said = started.read()
+        job = run_to_end(tmp_path, FILL, "nproc_per_node=1", code=1)
+        told, said = f"the run directory's disk is full ({job.run_dir()})", job.read()
         assert f"launch: {told}\n" in said and f"rank 0 on {HOST} " in said and "exited with code 1" in said
-        assert json.loads((path / "manifest.json").read_text())["outcome"]["events"] == [told]
+        assert job.manifest()["outcome"]["events"] == [told]
         shown = run_status(tmp_path)
         assert shown["state"] == "failed" and str(shown["reason"]).startswith(told)
     finally:
@@ -316,9 +286,7 @@ def test_a_full_disk_is_the_cause(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_that_is_removed_during_the_run_is_mentioned(tmp_path: Path) -> None:
-    with start(tmp_path, "nproc_per_node=1", "--", write_program(tmp_path, REMOVE)) as started:
-        assert started.wait() == 0
-    said = started.read()
+    said = run_to_end(tmp_path, REMOVE, "nproc_per_node=1").read()
     assert "launch: warning: the run directory was removed during the run (" in said
     assert "launch: succeeded after" in said and "Traceback" not in said
     assert not (tmp_path / "runs").exists()
@@ -331,7 +299,7 @@ def test_a_launch_that_was_killed_is_not_running(tmp_path: Path) -> None:
         wait_for(lambda: list(tmp_path.glob("runs/*/*/logs/0/rank-0.out")), "the rank")
         started.process.kill()
         started.wait()
-        assert read_outcome(started)["state"] == "running"
+        assert started.manifest()["outcome"]["state"] == "running"
         shown = run_status(tmp_path)
         assert shown["state"] == "lost" and "is gone, and left no word" in str(shown["reason"])
         wait_for(lambda: not started.survivors(), "the ranks' end")

@@ -1,15 +1,13 @@
 """What follows a hang under `launch`: a restart of the ranks, or the end of the job."""
 
-import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.launch import quick_agent
-from tests.seam import Started, start, wait_for, write_program
+from tests.seam import run_to_end, start, wait_for, write_program
 
 AGENT = str(Path(quick_agent.__file__).parent)
 PROGRAM = """
@@ -25,24 +23,16 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 WORDS = ("nproc_per_node=2", "binding=none", "watch.hang_seconds=2", "watch.interval=1")
 
 
-def read_manifest(job: Started) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((job.run_dir() / "manifest.json").read_text())
-    return found
-
-
 @pytest.mark.parametrize("agent", ["direct", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_restart_starts_the_ranks_anew(agent: str, tmp_path: Path) -> None:
-    words = (*WORDS, f"agent={agent}", "watch.on_hang=restart", "--", write_program(tmp_path, PROGRAM))
-    with start(tmp_path, *words, PYTHONPATH=AGENT) as job:
-        assert job.wait(90) == 0, job.read()
-        assert "launch: hang 1 after step 5, " in job.read()
-        assert "so that all start anew" in job.read()
-        assert "the ranks were started anew: attempt 1" in job.read()
-        manifest = read_manifest(job)
-        (hang,) = manifest["hangs"]
-        assert hang["action"] == "restart" and hang["step"] == 5
-        assert (job.run_dir() / "hang-1/verdict.json").exists()
-        assert job.survivors() == []
+    words = (*WORDS, f"agent={agent}", "watch.on_hang=restart")
+    job = run_to_end(tmp_path, PROGRAM, *words, PYTHONPATH=AGENT)
+    assert "launch: hang 1 after step 5, " in job.read()
+    assert "so that all start anew" in job.read()
+    assert "the ranks were started anew: attempt 1" in job.read()
+    (hang,) = job.manifest()["hangs"]
+    assert hang["action"] == "restart" and hang["step"] == 5
+    assert (job.run_dir() / "hang-1/verdict.json").exists()
 
 
 LEFT = """
@@ -60,21 +50,16 @@ if attempt == "0":
 
 @pytest.mark.slow
 def test_restart_when_the_others_have_left(tmp_path: Path) -> None:
-    words = (*WORDS, "watch.on_hang=restart", "--", write_program(tmp_path, LEFT))
-    with start(tmp_path, *words, PYTHONPATH=AGENT) as job:
-        assert job.wait(90) == 0, job.read()
-        assert "the ranks were started anew: attempt 1" in job.read()
+    job = run_to_end(tmp_path, LEFT, *WORDS, "watch.on_hang=restart", PYTHONPATH=AGENT)
+    assert "the ranks were started anew: attempt 1" in job.read()
 
 
 @pytest.mark.slow
 def test_stop_ends_the_job_with_a_code_of_its_own(tmp_path: Path) -> None:
-    words = (*WORDS, "watch.on_hang=stop", "--", write_program(tmp_path, PROGRAM))
-    with start(tmp_path, *words, PYTHONPATH=AGENT) as job:
-        assert job.wait(90) == 124, job.read()
-        outcome = read_manifest(job)["outcome"]
-        assert (outcome["state"], outcome["cause"], outcome["exit_code"]) == ("failed", "hang", 124)
-        assert outcome["reason"] in job.read()
-        assert job.survivors() == []
+    job = run_to_end(tmp_path, PROGRAM, *WORDS, "watch.on_hang=stop", code=124, PYTHONPATH=AGENT)
+    outcome = job.manifest()["outcome"]
+    assert (outcome["state"], outcome["cause"], outcome["exit_code"]) == ("failed", "hang", 124)
+    assert outcome["reason"] in job.read()
 
 
 JOIN = """
@@ -90,11 +75,9 @@ torch.distributed.init_process_group("gloo")
 
 def test_a_rank_that_asks_its_own_store_for_the_others_waits(tmp_path: Path) -> None:
     """It does so 100 times a second over TCP, which is no activity."""
-    words = (*WORDS, "watch.on_hang=stop", "--", write_program(tmp_path, JOIN))
-    with start(tmp_path, *words) as job:
-        assert job.wait(90) == 124, job.read()
-        sentence = "has ended with exit code 0, and 1 rank waits in init_process_group"
-        assert f"rank 1 on {os.uname().nodename} {sentence}" in job.read()
+    job = run_to_end(tmp_path, JOIN, *WORDS, "watch.on_hang=stop", code=124)
+    sentence = "has ended with exit code 0, and 1 rank waits in init_process_group"
+    assert f"rank 1 on {os.uname().nodename} {sentence}" in job.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -115,7 +98,5 @@ def test_a_watcher_that_fails_is_no_harm_to_the_job(number: int, tmp_path: Path)
 
 
 def test_watching_can_be_left_out(tmp_path: Path) -> None:
-    program = write_program(tmp_path, "import os\nprint(os.environ.get('LAUNCH_WATCH'))\n")
-    with start(tmp_path, *WORDS, "watch.enabled=false", "--", program, PYTHONPATH=AGENT) as job:
-        assert job.wait(60) == 0
-        assert (job.run_dir() / "logs/0/rank-0.out").read_text() == "None\n"
+    text = "import os\nprint(os.environ.get('LAUNCH_WATCH'))\n"
+    assert run_to_end(tmp_path, text, *WORDS, "watch.enabled=false", PYTHONPATH=AGENT).log() == "None\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.launch.job import STARTING
-from tests.seam import LAUNCH, start, wait_for, write_program
+from tests.seam import LAUNCH, run_to_end, start, wait_for, write_program
 
 LONG = 8 << 20
 ANYTHING = f"""
@@ -23,8 +23,7 @@ WHOLE = b"0123456789" * (LONG // 10) + b"\n" + bytes(range(256)) * 12288 + b"no 
 
 @pytest.mark.usefixtures("quick_agent")
 def test_one_ranks_output_is_its_bytes(tmp_path: Path) -> None:
-    with start(tmp_path, "nproc_per_node=1", "--", write_program(tmp_path, ANYTHING)) as started:
-        assert started.wait() == 0
+    run_to_end(tmp_path, ANYTHING, "nproc_per_node=1")
     assert (tmp_path / "stdout").read_bytes() == WHOLE
     assert b"\n\xff error\nlaunch: succeeded" in (tmp_path / "stderr").read_bytes()
 
@@ -34,19 +33,15 @@ def test_after_the_table_a_line_tells_that_the_ranks_are_starting(
     tmp_path: Path, mode: str, told: int
 ) -> None:
     """Importing torch takes seconds, in which a terminal would show nothing."""
-    program = write_program(tmp_path, "import time\ntime.sleep(1)")
-    with start(tmp_path, "nproc_per_node=1", f"logs.console={mode}", "--", program) as started:
-        assert started.wait() == 0
-    lines = (tmp_path / "stderr").read_text().splitlines()
+    job = run_to_end(tmp_path, "import time\ntime.sleep(1)", "nproc_per_node=1", f"logs.console={mode}")
+    lines = job.read().splitlines()
     found = [at for at, line in enumerate(lines) if line == f"launch: {STARTING}"]
     assert len(found) == told and all(at > 1 for at in found)
 
 
 @pytest.mark.usefixtures("quick_agent")
 def test_several_ranks_output_has_a_prefix_at_each_lines_start_and_nothing_else(tmp_path: Path) -> None:
-    words = ("nproc_per_node=2", "logs.console=all", "--", write_program(tmp_path, ANYTHING))
-    with start(tmp_path, *words) as started:
-        assert started.wait() == 0
+    run_to_end(tmp_path, ANYTHING, "nproc_per_node=2", "logs.console=all")
     prefixes = [f"[{os.uname().nodename}:{rank}] ".encode() for rank in (0, 1)]
     lines = (tmp_path / "stdout").read_bytes().split(b"\n")
     assert all(line.startswith(tuple(prefixes)) for line in lines)

@@ -37,12 +37,7 @@ time.sleep(300)
 
 def wait_ready(started: Started, ranks: int = 2) -> None:
     """Wait until every rank has said `ready` in its own log."""
-    wait_for(lambda: count_said(started, "ready") == ranks, "ready")
-
-
-def count_said(started: Started, word: str) -> int:
-    logs = (started.folder / "runs").glob("*/*/logs/*/rank-*.out")
-    return sum(word in path.read_text() for path in logs)
+    wait_for(lambda: started.count_said("ready") == ranks, "ready")
 
 
 @pytest.mark.parametrize(
@@ -55,9 +50,8 @@ def test_one_signal_ends_ranks_and_their_children(tmp_path: Path, number: int, s
         started.process.send_signal(number)
         assert started.wait() == status
         assert started.survivors() == []
-        manifest = json.loads((started.run_dir() / "manifest.json").read_text())
-    assert manifest["outcome"]["state"] == "stopped"
-    assert manifest["outcome"]["signal"] == signal.Signals(number).name
+    outcome = started.manifest()["outcome"]
+    assert (outcome["state"], outcome["signal"]) == ("stopped", signal.Signals(number).name)
     assert "Traceback" not in started.read("stdout")
 
 
@@ -66,11 +60,11 @@ def test_ranks_that_ignore_a_signal_get_harder_ones(tmp_path: Path) -> None:
     with start(tmp_path, *words) as started:
         wait_ready(started)
         started.process.send_signal(signal.SIGINT)
-        wait_for(lambda: count_said(started, "got 15") == 2, "SIGTERM after the grace")
+        wait_for(lambda: started.count_said("got 15") == 2, "SIGTERM after the grace")
         started.process.send_signal(signal.SIGINT)
         assert started.wait() == 130
         assert started.survivors() == []
-    assert count_said(started, "got 2") == 2
+    assert started.count_said("got 2") == 2
     assert "SIGKILL" in started.read()
 
 
@@ -84,7 +78,7 @@ def test_user_signal_reaches_ranks_and_the_job_goes_on(agent: str, tmp_path: Pat
         wait_ready(started)
         started.process.send_signal(signal.SIGUSR2)
         started.process.send_signal(signal.SIGCONT)
-        wait_for(lambda: count_said(started, "saved") == 2, "the handler in both ranks")
+        wait_for(lambda: started.count_said("saved") == 2, "the handler in both ranks")
         if agent == "torchrun":
             os.kill(find_agent(started), signal.SIGUSR2)  # as SLURM does, to every process of a step
         assert started.process.poll() is None
@@ -147,7 +141,7 @@ def test_ignored_hangup_stays_ignored(tmp_path: Path) -> None:
         wait_ready(started, ranks=1)
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGUSR2)
-        wait_for(lambda: count_said(started, "saved") == 1, "the job going on")
+        wait_for(lambda: started.count_said("saved") == 1, "the job going on")
         assert process.poll() is None
     finally:
         process.terminate()

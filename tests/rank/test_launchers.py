@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launcher.rank.affinity import MAX_CPUS, join_srun_bindings, try_affinity
 from launcher.rank.identity import Identity, find_first_host, make_rank_variables
 from launcher.slurm.commands import expand_hosts
+from tests.data_files import read_cases
 from tests.rank.start_shim import (
     ALLOWED,
     COMMAND,
@@ -286,41 +288,11 @@ def test_tasks_that_see_their_own_gpu_alone_are_told_why_they_are_no_ranks() -> 
     assert make(CUDA_VISIBLE_DEVICES="0,1")["RANK"] == "3"
 
 
-SLURM_STEP = {
-    **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1"},
-    **{"SLURM_LOCALID": "1", "SLURM_PROCID": "3"},
-}
-OPEN_MPI = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
-SLURM_BATCH = {"SLURM_JOB_ID": "7", "SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "2"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, (0, 0, 1)),
-        ({"LOCAL_RANK": "2", "RANK": "6", "LOCAL_WORLD_SIZE": "4", **SLURM_STEP}, (6, 2, 4)),
-        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, (3, 1, 2)),
-        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "1,2"}, (3, 1, 2)),
-        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (3, 1, 4)),
-        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "nonsense"}, (3, 1, None)),
-        (SLURM_BATCH, (0, 0, 1)),
-        ({**SLURM_BATCH, **OPEN_MPI}, (5, 1, 8)),
-        ({"LOCAL_RANK": "1", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (1, 1, 4)),
-        ({"LOCAL_RANK": "1", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "1"}, (1, 1, None)),
-        ({"LOCAL_RANK": "0", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (0, 0, None)),
-        ({"LOCAL_RANK": "1", "RANK": "1", "LOCAL_SIZE": "2"}, (1, 1, 2)),
-        ({"LOCAL_RANK": "-1"}, (0, 0, 1)),
-        ({"LOCAL_RANK": "abc", **SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "4"}, (3, 1, 4)),
-        ({"LOCAL_RANK": "9" * 5000}, (0, 0, 1)),
-        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2(x999999999)"}, (1, 1, None)),
-        ({**SLURM_STEP, "MPI_LOCALRANKID": "0", "PMI_RANK": "4", "MPI_LOCALNRANKS": "2"}, (4, 0, 2)),
-    ],
-)
-def test_numbers_come_from_one_launcher(
-    environ: dict[str, str], expected: tuple[int, int, int | None]
-) -> None:
-    found = Identity(environ)
-    assert (found.rank, found.local_rank, found.local_world_size) == expected
+@pytest.mark.parametrize("case", read_cases("rank_numbers", "case"), ids=lambda case: str([*case["environ"]]))
+def test_numbers_come_from_one_launcher(case: dict[str, Any]) -> None:
+    found = Identity(case["environ"])
+    size = -1 if found.local_world_size is None else found.local_world_size
+    assert [found.rank, found.local_rank, size] == case["numbers"]
 
 
 def test_the_first_node_of_a_list() -> None:

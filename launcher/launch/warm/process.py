@@ -84,10 +84,10 @@ class WarmProcess:
     @property
     def is_ready(self) -> bool:
         """Whether `fork_rank` returns at once: the imports are over, or have failed."""
-        return self.read_state(0)
+        return self.await_imports(0)
 
-    def read_state(self, timeout: float | None) -> bool:
-        """Read whether the imports are over, if that is told within a time (s)."""
+    def await_imports(self, timeout: float | None) -> bool:
+        """Tell whether the imports are over, if that is told within a time (s)."""
         if not self.ready and not self.refusal:
             with contextlib.suppress(TimeoutError):
                 message = self.receive(timeout)
@@ -101,7 +101,7 @@ class WarmProcess:
         for the imports. Raises ExecNeededError, now and from then on if the process has ended, and OSError if
         it does not answer: nobody knows then whether there is a rank.
         """
-        self.read_state(None)
+        self.await_imports(None)
         if self.refusal:
             raise ExecNeededError(self.refusal)
         # What it is started with is a file, since variables can be longer than a packet.

@@ -60,14 +60,6 @@ BLAS_SET_THREADS = [
 """Names of OpenBLAS's function in NumPy's, SciPy's and other builds."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankRequest:
-    """A rank as the launcher asks for it."""
-
-    argv: list[str]
-    environ: dict[str, str]
-
-
 @dataclass(slots=True)
 class Preloaded:
     """What the imports were done with, and what they have changed."""
@@ -151,9 +143,9 @@ def serve_ranks(text: str, hook: str, root: str, before: frozenset[str]) -> None
             os._exit(0)
         gc.freeze()  # a collection in a rank would copy the pages that all share
         _reply(server, ready=os.getpid())
-        request = _fork_ranks(server)
+        argv, environ = _fork_ranks(server)
         sys.path.insert(0, root)
-        become_rank(request, preloaded, name)
+        become_rank(argv, environ, preloaded, name)
         # The program may have modules of the same names as ours.
         _forget_modules(OWN[0])
         sys.path.remove(root)
@@ -167,8 +159,8 @@ def serve_ranks(text: str, hook: str, root: str, before: frozenset[str]) -> None
         os._exit(1)
 
 
-def _fork_ranks(server: socket.socket) -> RankRequest:
-    """Fork ranks as they are asked for; returns in a rank alone, with the request.
+def _fork_ranks(server: socket.socket) -> tuple[list[str], dict[str, str]]:
+    """Fork ranks as they are asked for; returns in a rank alone, with its argv and environment.
 
     Ends this process with the launcher. A request comes as descriptors: of a file with its JSON, and for the
     rank's stdin, stdout and stderr.
@@ -185,13 +177,12 @@ def _fork_ranks(server: socket.socket) -> RankRequest:
         if is_rank:
             for number, descriptor in enumerate(descriptors[1:]):
                 os.dup2(descriptor, number)
-            with open(descriptors[0], "rb", closefd=False) as file:
-                file.seek(0)
-                request = RankRequest(**json.loads(file.read()))
+            text = os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0)
         for descriptor in descriptors:
             os.close(descriptor)
         if is_rank:
-            return request
+            request = json.loads(text)
+            return request["argv"], request["environ"]
 
 
 def _fork_twice(server: socket.socket) -> bool:
@@ -228,16 +219,15 @@ def _reply(server: socket.socket, **message: object) -> bool:
     return True
 
 
-def become_rank(request: RankRequest, preloaded: Preloaded, name: bytes) -> None:
+def become_rank(argv: list[str], environ: dict[str, str], preloaded: Preloaded, name: bytes) -> None:
     """Carry out the shim's steps in this process, so that what comes next is the program's first line.
 
     If the program would not be as it is by itself, it is executed instead. `name` is the process's name.
     """
-    environ = dict(request.environ)
     _replace_environ(environ)
     for number in STOPPING:
         signal.signal(number, signal.SIG_DFL)
-    argv, status = prepare_rank(request.argv, environ)
+    argv, status = prepare_rank(argv, environ)
     if status:
         os._exit(status)
     try:
@@ -251,10 +241,7 @@ def become_rank(request: RankRequest, preloaded: Preloaded, name: bytes) -> None
         for changed, value in preloaded.changes.items():
             os.environ.pop(changed, None) if value is None else os.environ.__setitem__(changed, value)
         if not is_hooked(environ):
-            for module in [
-                module for module in sys.modules if module.partition(".")[0] == "launch_inprocess"
-            ]:
-                del sys.modules[module]
+            _forget_modules("launch_inprocess")
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as an interpreter does at its start
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -343,17 +330,10 @@ def apply_thread_counts(preloaded: Preloaded, after: Mapping[str, str]) -> None:
         if not count:
             raise ExecNeededError("the rank may use other CPUs, and no variable tells its number of threads")
         if torch is not None:
-            library = ctypes.CDLL(
-                os.path.join(os.path.dirname(str(torch.__file__)), "lib", "libtorch_cpu.so")
-            )
-            initialize, set_mkl = (
-                getattr(library, INIT_THREADS, None),
-                getattr(library, MKL_SET_THREADS, None),
-            )
+            library = ctypes.CDLL(f"{os.path.dirname(str(torch.__file__))}/lib/libtorch_cpu.so")
+            initialize, set_mkl = (getattr(library, name, None) for name in (INIT_THREADS, MKL_SET_THREADS))
             if initialize is None or (set_mkl is None and torch.backends.mkl.is_available()):
-                raise ExecNeededError(
-                    "this torch has no function by which its threads are set as at its import"
-                )
+                raise ExecNeededError("this torch has no function that sets its threads as at its import")
             if set_mkl is not None:
                 set_mkl(count, MKL_ALL_DOMAINS)
             initialize()
