@@ -4,8 +4,9 @@ Sources for the allocator: `getKeys` and the parsers of c10/core/AllocatorConfig
 c10/cuda/CUDAAllocatorConfig in PyTorch's releases 2.6 to 2.15.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher.plan.model import GC_POLICIES, GcConfig, Gpu, Request, Variable
@@ -61,66 +62,45 @@ KEYS: dict[str, tuple[str, Version]] = {
 `OLDEST` are not told apart."""
 
 
-def _is_number(text: str, least: int = 0) -> bool:
-    """Whether a text is a whole number in plain digits; torch takes `64abc` and `-1`, too."""
-    return re.fullmatch(r"[0-9]{1,9}", text) is not None and int(text) >= least
-
-
-def _is_power(text: str) -> bool:
-    return _is_number(text) and int(text).bit_count() == 1
-
-
-def _read_decimal(text: str) -> float:
-    """A decimal number; NaN, which is within no bounds, if the text is none."""
-    return float(text) if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e-?[0-9]+)?", text) else float("nan")
-
-
-def _is_reserve(text: str) -> bool:
-    return _read_decimal(text.removesuffix("g").removesuffix("G")) > 0
-
-
-def _read_pairs(text: str) -> list[tuple[str, str]]:
-    """The pairs of `[256:1,>:8]`; empty if a text is no list."""
-    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else ""
-    return (
-        [(name, value) for name, _, value in (item.partition(":") for item in inner.split(","))]
-        if inner
-        else []
-    )
-
-
-def _is_divisions(text: str) -> bool:
-    pairs = _read_pairs(text)
-    sizes = all(size == ">" or _is_power(size) for size, _ in pairs)
-    return _is_power(text) or (
-        bool(pairs) and sizes and all(parts == "0" or _is_power(parts) for _, parts in pairs)
-    )
-
-
-def _is_reserves(text: str) -> bool:
-    pairs = _read_pairs(text)
-    return bool(pairs) and all(name and _is_reserve(size) for name, size in pairs)
-
-
-KINDS: dict[str, tuple[Callable[[str], bool], str]] = {
-    "bool": (lambda text: text in ("True", "False"), "True or False"),
-    "number": (_is_number, "a whole number"),
-    "size": (lambda text: _is_number(text, 20), "a whole number of at least 20"),
-    "threads": (lambda text: _is_power(text) and int(text) <= 128, "a power of two from 1 to 128"),
-    "fraction": (lambda text: 0 < _read_decimal(text) < 1, "a number above 0 and below 1"),
-    "share": (lambda text: 0 <= _read_decimal(text) <= 1, "a number from 0 to 1"),
-    "backend": (BACKENDS.__contains__, "native or cudaMallocAsync"),
-    "divisions": (_is_divisions, "a power of two such as 4, or one for each size, [256:1,512:2,>:8]"),
-    "reserve": (_is_reserve, "a share of the GPU's memory such as 0.5, or a size such as 40G"),
-    "reserves": (_is_reserves, "reserves by class, [serving:0.25,capture:8G]"),
+POWER = "|".join(str(1 << bits) for bits in range(30))
+DECIMAL = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?"
+RESERVE = rf"(?=[0.]*[1-9]){DECIMAL}[gG]?"
+WHOLE = "[0-9]{1,9}"
+"""Plain digits; torch takes `64abc` and `-1`, too."""
+SETTING = r"([^:,\[\]]+):(\[[^\[\]]*\]|[^:,\[\]]+)(?:,|$)"
+"""A name and its value, a list perhaps."""
+KINDS: dict[str, tuple[str, str]] = {
+    "bool": ("True|False", "True or False"),
+    "number": (WHOLE, "a whole number"),
+    "size": (WHOLE, "a whole number of at least 20"),
+    "threads": ("|".join(str(1 << bits) for bits in range(8)), "a power of two from 1 to 128"),
+    "fraction": (DECIMAL, "a number above 0 and below 1"),
+    "share": (DECIMAL, "a number from 0 to 1"),
+    "backend": ("|".join(BACKENDS), "native or cudaMallocAsync"),
+    "divisions": (
+        rf"{POWER}|\[(?:(?:>|{POWER}):(?:0|{POWER})(?:,(?!\])|(?=\])))+\]",
+        "a power of two such as 4, or one for each size, [256:1,512:2,>:8]",
+    ),
+    "reserve": (RESERVE, "a share of the GPU's memory such as 0.5, or a size such as 40G"),
+    "reserves": (
+        rf"\[(?:[^\[\]:,]+:{RESERVE}(?:,(?!\])|(?=\])))+\]",
+        "reserves by class, [serving:0.25,capture:8G]",
+    ),
 }
-"""For each kind whether a text is a value of it, and what that is for people."""
+"""For each kind what a value of it looks like, and what it is for people."""
+BOUNDS = {"size": (20, math.inf), "fraction": (math.nextafter(0, 1), math.nextafter(1, 0)), "share": (0, 1)}
+"""Of kinds that are numbers: the least and the most."""
 
 
 def find_fault(name: str, value: str) -> str:
     """Say what values are valid if a known setting has an invalid one; else empty."""
-    is_valid, words = KINDS[KEYS[name][0]]
-    return "" if is_valid(value) else words
+    kind = KEYS[name][0]
+    pattern, words = KINDS[kind]
+    is_valid = re.fullmatch(pattern, value) is not None
+    if is_valid and kind in BOUNDS:
+        least, most = BOUNDS[kind]
+        is_valid = least <= float(value) <= most
+    return "" if is_valid else words
 
 
 def read_settings(section: Mapping[str, Any]) -> dict[str, str]:
@@ -157,23 +137,9 @@ def parse_settings(text: str) -> dict[str, str] | None:
 
     Blanks mean nothing anywhere, and a comma at the end is fine, as torch has it.
     """
-    items, depth = [""], 0
-    for char in "".join(text.split()):
-        depth += (char == "[") - (char == "]")
-        if char == "," and depth == 0:
-            items.append("")
-        else:
-            items[-1] += char
-    if not items[-1]:
-        items.pop()
-    settings: dict[str, str] = {}
-    for item in items:
-        name, _, value = item.partition(":")
-        listed = value.startswith("[") and value.endswith("]") and value.count("[") == value.count("]") == 1
-        if not name or not value or set(name) & set("[]") or (not listed and set(value) & set("[]:")):
-            return None
-        settings[name] = value
-    return settings
+    text = "".join(text.split())
+    found = re.findall(SETTING, text) if re.fullmatch(f"(?:{SETTING})*", text) else None
+    return None if found is None else dict(found)
 
 
 def format_settings(settings: Mapping[str, str]) -> str:
