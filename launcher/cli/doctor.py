@@ -12,12 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from launcher.cli.plan import plan_node
 from launcher.cli.verbs import Call
 from launcher.codec import dump
 from launcher.config.run_path import EMPTY_PATH
 from launcher.config.settings import Settings
-from launcher.config.start import guess_kind
+from launcher.config.start import guess_kind, plan_node
 from launcher.doctor.machine import BindingTrial, Case, judge_machine
 from launcher.doctor.model import Facts, PreflightReport, Wanted, choose_exit_code, found
 from launcher.errors import EXIT_MACHINE, MachineError, UsageError

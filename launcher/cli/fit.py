@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from launcher.cli.plan import plan_node
 from launcher.cli.verbs import Call, print_json
 from launcher.codec import DecodeError, load
 from launcher.config.program import find_program
 from launcher.config.settings import Settings
+from launcher.config.start import plan_node
 from launcher.config.training import (
     choose_fit_device,
     count_plan_nodes,

@@ -7,21 +7,16 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from launcher.cli.job_warnings import settle_allocator, unset_settings, warn_overruled
 from launcher.cli.verbs import Call, print_json
 from launcher.config.program import render_program
-from launcher.config.settings import MachineConfig, Settings
-from launcher.config.start import load_snapshot, make_request
+from launcher.config.start import plan_node, read_machine
 from launcher.config.words import quote_value
 from launcher.errors import MachineError, UsageError
 from launcher.files import LARGEST, ON_THE_WAY, write_whole
-from launcher.plan.model import KIND, Machine, Plan, machine_to_json, plan_to_json
-from launcher.plan.planner import plan
-from launcher.plan.variables import read_host
+from launcher.plan.model import KIND, machine_to_json, plan_to_json
 from launcher.runs.run_directory import closing_descriptor
 
 logger = logging.getLogger(__name__)
@@ -74,32 +69,6 @@ def show_plan(call: Call) -> int:
         console.print()
         print_fit(console, fit)
     return 0
-
-
-def plan_node(config: Settings, environ: Mapping[str, str]) -> Plan:
-    """Plan this node, or the machine that the configuration names; raises UsageError or MachineError."""
-    machine = read_machine(config.machine)
-    request = make_request(config, environ, machine)
-    if config.machine.snapshot is None:
-        from launcher.probe.machine import locate_malloc
-
-        library = locate_malloc(read_host(config.allocator), environ, config.machine.root)
-        request = replace(request, host_library=library)
-    return plan(machine, request)
-
-
-def read_machine(machine: MachineConfig) -> Machine:
-    """Return the machine below `machine.root`, or a snapshot's; raises UsageError or MachineError."""
-    if machine.snapshot is None:
-        from launcher.probe.machine import probe
-
-        return probe(machine.root)
-    if machine.root != "/":
-        raise UsageError(
-            f"machine.snapshot={machine.snapshot} and machine.root={machine.root} are two machines: leave one"
-            " of them out"
-        )
-    return load_snapshot(machine.snapshot)
 
 
 def show_topo(call: Call) -> int:

@@ -255,7 +255,7 @@ def check_resume(spec: JobSpec) -> None:
 
 def plan_job(spec: JobSpec) -> Job:
     """Plan this node for a job; raises UsageError or MachineError."""
-    from launcher.cli.plan import plan_node
+    from launcher.config.start import plan_node
 
     return Job(
         config=spec.config,

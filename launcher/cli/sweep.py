@@ -11,7 +11,7 @@ from launcher.cli.run import check_resume, is_for_slurm, specify_job, try_anew
 from launcher.cli.verbs import Command
 from launcher.config.compose import Composed, compose
 from launcher.config.run_path import choose_run_path, use_sweep_folder
-from launcher.config.sweep import Multirun, expand_sweep, list_sweep_files, read_multirun
+from launcher.config.sweep import Multirun, expand_sweep, read_multirun
 from launcher.config.words import Flags
 from launcher.errors import UsageError
 from launcher.launch.job import JobSpec
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 def run_sweep(flags: Flags, command: Command, argv: Sequence[str]) -> int:
     """Run the jobs of a sweep; return the first exit code that is not 0."""
     multirun = read_multirun(flags.sources, add_pet(flags.overrides, os.environ))
-    if multirun.settings.sweeper != "basic":
+    if multirun.sweeper != "basic":
         return run_plugin(multirun, command, argv)
     jobs = expand_sweep(multirun)
     # A mistake in the last job shows before the first runs.
     composed = [compose(multirun.sources, overrides, number) for number, overrides in enumerate(jobs)]
-    folder = multirun.settings.sweep_dir
+    folder = multirun.sweep_dir
     for number, each in enumerate(composed if folder and command.verb == "run" else ()):
         use_sweep_folder(each.tree, f"{folder}/{number}")
     if command.verb == "run" and all(map(is_for_slurm, composed)):
@@ -74,13 +74,13 @@ def run_plugin(multirun: Multirun, command: Command, argv: Sequence[str]) -> int
     from launcher.config.sweep import run_trials
     from launcher.runs.progress import read_objective
 
-    sweeper = f"hydra/sweeper={multirun.settings.sweeper}"
+    sweeper = f"hydra/sweeper={multirun.sweeper}"
     what = f"{sweeper} chooses trials by the results of runs"
     if command.verb != "run":
         raise UsageError(f"{what}: leave it out for `launch {command.verb}`")
     if multirun.tree is not None and multirun.tree.dry_run:
         raise UsageError(f"{what}, and dry_run=true starts none: leave one of them out")
-    name_files(list_sweep_files(multirun))
+    name_files(multirun.own_files)
     return run_trials(multirun, lambda batch: run_batch(batch, command, argv), read_objective)
 
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -40,7 +40,6 @@ from launcher.config.words import (
     check_shape,
     explain_foreign,
     find_shipped,
-    is_choice,
     make_parser,
     mentions_hydra,
     read_key,
@@ -73,47 +72,25 @@ INSTEAD = {
 """What to write instead of other keys; for all the rest, the advice is `leave it out`."""
 
 
-@dataclass(frozen=True, slots=True)
-class HydraSettings:
-    """Hydra's settings that have an effect; None means Hydra's default, which launch does not use."""
+def list_hydra_words(sources: Sources, choices: Mapping[str, str]) -> list[str]:
+    """Return what the user's chosen files set of Hydra, as words; raises UsageError for what has no effect.
 
-    multirun: bool = False
-    """`hydra.mode=MULTIRUN`."""
-    sweeper: str = "basic"
-    """The chosen option of the group `hydra/sweeper`."""
-    params: Mapping[str, str] = field(default_factory=dict)
-    """`hydra.sweeper.params` of the basic sweeper."""
-    sweep_dir: str | None = None
-    """`hydra.sweep.dir`."""
-
-
-def read_hydra_settings(sources: Sources, tree: DictConfig, overrides: Iterable[str]) -> HydraSettings:
-    """Return Hydra's settings in a composed configuration; raises UsageError for a file's without effect.
-
-    The command line's have been judged by `refuse_words`.
+    The command line's words have been judged by `refuse_words`.
     """
-    choices = {str(group): str(option) for group, option in tree.hydra.runtime.choices.items()}
     words: list[str] = []
     for file in sources.list_own(choices):
         found: Any = read_yaml(Path(file))
-        defaults = found.get("defaults") if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            continue
+        defaults = found.get("defaults")
         for entry in defaults if isinstance(defaults, list) else ():
-            named = [(str(key), one) for key, one in entry.items()] if isinstance(entry, dict) else []
-            words += [
-                f"hydra/{group.partition('hydra/')[2]}={one}" for group, one in named if "hydra/" in group
-            ]
-        if isinstance(found, dict) and isinstance(found.get("hydra"), dict):
+            named = entry.items() if isinstance(entry, dict) else ()
+            groups = [(str(group).partition("hydra/"), option) for group, option in named]
+            words += [f"hydra/{group}={option}" for (_, is_hydras, group), option in groups if is_hydras]
+        if isinstance(found.get("hydra"), dict):
             words += [f"hydra.{key}={show_value(value)}" for key, value in flatten(found["hydra"]).items()]
     refuse_words(words)
-    sweeper = choices["hydra/sweeper"]
-    params = tree.hydra.sweeper.params if sweeper == "basic" else None
-    given = {read_key(word) for word in (*words, *overrides)}
-    return HydraSettings(
-        multirun=tree.hydra.mode == RunMode.MULTIRUN,
-        sweeper=sweeper,
-        params={str(key): str(value) for key, value in (params or {}).items()},
-        sweep_dir=str(tree.hydra.sweep.dir) if "hydra.sweep.dir" in given else None,
-    )
+    return words
 
 
 def refuse_setting(key: str, value: object, word: str) -> None:
@@ -138,7 +115,7 @@ def refuse_words(words: Iterable[str]) -> None:
 
 
 def set_hydra_config(tree: DictConfig, number: int | None) -> DictConfig:
-    """Let `${hydra:KEY}` refer to the `hydra` of this configuration, and return it for later restoring.
+    """Let `${hydra:KEY}` refer to the `hydra` of this configuration, and return what it refers to.
 
     `number` is the job's number in a sweep.
     """
@@ -148,12 +125,6 @@ def set_hydra_config(tree: DictConfig, number: int | None) -> DictConfig:
     if number is not None:  # in this copy alone: in the configuration it would be a setting of the user's
         values.hydra.job.num, values.hydra.job.id = number, str(number)
     return cast(DictConfig, values)
-
-
-def restore_hydra_config(values: DictConfig, run_dir: str) -> None:
-    """Let `${hydra:KEY}` refer to a configuration again; its output directory is the run directory."""
-    values.hydra.runtime.output_dir = run_dir
-    HydraConfig.instance().cfg = cast(Any, values)
 
 
 def is_within(key: str, keys: Iterable[str]) -> bool:
@@ -169,6 +140,7 @@ SHAPES = (AssertionError, AttributeError, LookupError, TypeError)
 """What Hydra raises for a file of a shape that it does not expect, or for a wrong call of ours."""
 FAILURES = (*MISTAKES, *SHAPES)
 NOUNS = {int: "number", str: "text"}
+SHAPES_OF = {dict: "a mapping, as in {}.NAME=…", list: "a list, as in {}=[…]"}
 
 
 @dataclass(slots=True)
@@ -192,22 +164,23 @@ class Composed:
     interpolated: DictConfig | None = None
     """What `${hydra:KEY}` refers to; None if nothing can refer to it."""
     given_run_dir: str | None = None
-    """`run_dir` before `resolve` has set it."""
-    chosen_run_dir: str | None = None
-    """What `resolve` has set it to."""
+    """`run_dir` as it is given; in the tree stands the one that was chosen last."""
+
+    def set_run_dir(self, run_dir: str | None) -> None:
+        """Let `${run_dir}` and `${hydra:runtime.output_dir}` refer to a run directory."""
+        self.tree.run_dir = run_dir
+        if self.interpolated is not None:
+            self.interpolated.hydra.runtime.output_dir = run_dir or RUN_DIR
+            HydraConfig.instance().cfg = cast(Any, self.interpolated)
 
 
 def read_values(composed: Composed, keys: Sequence[str]) -> dict[str, object]:
     """Return single values that are needed before the run directory is known; raises UsageError."""
     try:
-        if composed.interpolated is not None:
-            restore_hydra_config(composed.interpolated, RUN_DIR)
-        found = {key: OmegaConf.select(composed.tree, key) for key in keys}
+        composed.set_run_dir(composed.given_run_dir)  # another run may have taken the one that was chosen
+        return {key: OmegaConf.select(composed.tree, key) for key in keys}
     except MISTAKES as error:
         raise UsageError(shorten_message(error)) from None
-    if "run_dir" in found and found["run_dir"] == composed.chosen_run_dir:
-        found["run_dir"] = composed.given_run_dir  # another run may have taken the one that was chosen
-    return found
 
 
 def resolve(composed: Composed, run_dir: Path | None = None) -> Settings:
@@ -216,24 +189,15 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> Settings:
     A verb that starts nothing has no run directory: `RUN_DIR` stands for it. A machine's snapshot becomes a
     path.
     """
-    tree = composed.tree
+    chosen = str(run_dir) if run_dir else composed.given_run_dir
     try:
-        unknown = run_dir is None and tree.run_dir is None
-        if tree.run_dir != composed.chosen_run_dir:
-            composed.given_run_dir = tree.run_dir
-        if run_dir or unknown:
-            tree.run_dir = str(run_dir or RUN_DIR)
-        if composed.interpolated is not None:
-            restore_hydra_config(composed.interpolated, str(tree.run_dir))
-        config = OmegaConf.to_object(tree)
+        composed.set_run_dir(chosen or RUN_DIR)
+        config = cast(Settings, OmegaConf.to_object(composed.tree))
     except MISTAKES as error:
         raise UsageError(shorten_message(error)) from None
-    if not isinstance(config, Settings):
-        raise UsageError("the configuration does not build on launch_schema: put it first in its defaults")
     check_kind(Settings, config, "")
-    if unknown:
-        tree.run_dir = config.run_dir = None
-    composed.chosen_run_dir = tree.run_dir
+    if chosen is None:
+        composed.tree.run_dir = config.run_dir = None
     settle_words(config)
     config.env = write_values(config.env)
     config.machine.snapshot = composed.sources.find_beside("machine", config.machine.snapshot)
@@ -253,13 +217,11 @@ def check_kind(kind: Any, value: object, key: str) -> None:  # noqa: ANN401 - an
             raise UsageError(f"{key}={value}: give its keys, as in {key}.{fields(kind)[0].name}=…")
         for item in fields(kind):
             check_kind(item.type, getattr(value, item.name), f"{key}.{item.name}" if key else item.name)
-    elif origin is dict and not isinstance(value, dict):
-        raise UsageError(f"{key}={value}: give a mapping, as in {key}.NAME=…")
+    elif origin in SHAPES_OF and not isinstance(value, origin):
+        raise UsageError(f"{key}={value}: give {SHAPES_OF[origin].format(key)}")
     elif origin is list:
-        if not isinstance(value, list):
-            raise UsageError(f"{key}={value}: give a list, as in {key}=[…]")
         (inner,) = kind.__args__
-        for number, entry in enumerate(value):
+        for number, entry in enumerate(cast(list[object], value)):
             if not isinstance(entry, inner):
                 raise UsageError(f"{key}={value}: entry {number} is {entry}, give a {NOUNS[inner]}")
 
@@ -329,15 +291,16 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
         warnings.simplefilter("always", UserWarning)
         words = normalize_overrides(sources, overrides)
         try:
-            tree = compose_tree(loader, sources, words)
+            tree = loader.load_configuration(sources.primary, words, RunMode.RUN)
             choices = {str(g): str(o) for g, o in tree.hydra.runtime.choices.items() if o}
             own_files = tuple(sources.list_own(choices))
             uses_hydra = mentions_hydra(words) or (own_files and sources.mentions("hydra"))
             interpolated = set_hydra_config(tree, number) if uses_hydra else None
             if uses_hydra:
-                read_hydra_settings(sources, tree, words)
+                list_hydra_words(sources, choices)
         except FAILURES as error:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
+    OmegaConf.set_struct(tree, value=False)
     del tree["hydra"]
     if OmegaConf.get_type(tree) is not Settings:
         raise UsageError(explain_primary(sources))
@@ -360,16 +323,8 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
         overrides=tuple(overrides),
         own_files=own_files,
         interpolated=interpolated,
+        given_run_dir=cast(Any, tree._get_node("run_dir"))._value(),
     )
-
-
-def compose_tree(
-    loader: ConfigLoader, sources: Sources, words: list[str], mode: RunMode = RunMode.RUN
-) -> DictConfig:
-    """Compose by Hydra; keys of the result can be set and removed."""
-    tree = loader.load_configuration(sources.primary, words, mode)
-    OmegaConf.set_struct(tree, value=False)
-    return tree
 
 
 def add_searchpath(sources: Sources, overrides: Sequence[str]) -> Sources:
@@ -432,18 +387,25 @@ def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], e
         shipped = Sources((find_shipped(),))
         with open_hydra(shipped) as own_loader:
             try:
-                compose_tree(own_loader, shipped, [])
+                own_loader.load_configuration(shipped.primary, [], RunMode.RUN)
             except SHAPES:
                 raise error from None
-    if early := explain_known(sources, words, error):
-        return early
-    chosen = [word for word in words if is_choice(sources, word)]
-    for word in chosen if "Config group override" in str(error) else ():
-        group = read_key(word)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        near = suggest(option, error.options or ())
+        if group.startswith("hydra/"):
+            refuse_setting(group.removeprefix("hydra/"), option, f"{group}={option}")
+            near += ", or install the plugin that has it"
+        return f"there is no {option!r} in {group or 'the configuration'}{near}"
+    if broken := find_broken_file(sources, words, error):
+        return broken
+    chosen = [word for word in words if sources.has_group(read_key(word))]
+    if chosen and "Config group override" in str(error):
+        group = read_key(chosen[0])
         option = next(iter(sources.list_options(group)), "NAME")
-        return f"{word}: name an option of the group, as in {group}={option}"
+        return f"{chosen[0]}: name an option of the group, as in {group}={option}"
     try:
-        tree = compose_tree(loader, sources, chosen)
+        tree = loader.load_configuration(sources.primary, chosen, RunMode.RUN)
     except FAILURES as worse:
         return shorten_message(worse)
     if OmegaConf.get_type(tree) is not Settings:
@@ -456,76 +418,57 @@ def diagnose_failure(loader: ConfigLoader, sources: Sources, words: list[str], e
     return shorten_message(error)
 
 
-def explain_known(sources: Sources, words: Sequence[str], error: BaseException) -> str:
-    """Say what is wrong if the error itself tells, else nothing; raises UsageError for Hydra's settings."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return explain_missing_config(str(error.missing_cfg_file), error.options or ())
-    kind: type = type(error)
-    text = str(error)
-    if any(part in text for part in NO_MAPPING):
-        kind = ListConfig
-    if RECURSIVE in text:
-        kind = RecursionError
-    if kind not in BROKEN:
-        return ""
-    found: list[str] = []
-    chosen = tuple(f"{read_key(word)}/{word.partition('=')[2]}.yaml" for word in words)
-    for file, content in sources.read_own_files(LARGEST):
-        own: type | None = None
-        at = 0
-        try:
-            if kind is not UnicodeDecodeError and len(content) <= MOST_BYTES:
-                own = type(OmegaConf.create(content.decode("utf-8", "replace")))
-            content.decode()
-        except MISTAKES as broken:
-            own, at = type(broken), getattr(broken, "start", 0)
-            own = RecursionError if RECURSIVE in str(broken) else own
-        if own is kind:
-            name = os.path.relpath(file)
-            found.insert(0 if name.endswith(chosen) else len(found), f"{name} {BROKEN[kind].format(at)}")
-    if not found and kind is RecursionError:
-        path = sources.find_file(sources.primary)
-        return (
-            f"{path or sources.primary} is built on itself, or has too many levels: the shipped defaults are"
-            " called launch_defaults"
-        )
-    return next(iter(found), "")
-
-
 BROKEN = {
     UnicodeDecodeError: "is not UTF-8 (byte {}): save it as UTF-8",
     ListConfig: "holds a list: write settings, a line each, as KEY: VALUE",
     RecursionError: "holds a list or a mapping that holds itself: leave that out",
 }
 """What can be wrong with a whole file, and how that is told."""
+SAID = {
+    "Cannot merge DictConfig with ListConfig": ListConfig,
+    "must be a DictConfig": ListConfig,
+    "incompatible container types": ListConfig,
+    "recursive aliases": RecursionError,
+}
+"""What it is by words of OmegaConf's messages, of those from 2.4 on too."""
 
 
-NO_MAPPING = (
-    "Cannot merge DictConfig with ListConfig",
-    "must be a DictConfig",
-    "incompatible container types",
-)
-"""In OmegaConf's messages on a list where there has to be a mapping."""
-RECURSIVE = "recursive aliases"
-"""In OmegaConf's message, from 2.4 on, on a list or mapping that holds itself."""
+def find_broken_file(sources: Sources, words: Sequence[str], error: BaseException) -> str:
+    """Name a file that is broken as a whole, if the error is about one: a chosen one first; else empty."""
 
+    def classify(error: BaseException) -> type:
+        return next((kind for said, kind in SAID.items() if said in str(error)), type(error))
 
-def explain_missing_config(name: str, options: Sequence[str]) -> str:
-    """Say that there is no `group/option`, with the nearest; raises UsageError for a setting of Hydra's."""
-    group, _, option = name.rpartition("/")
-    message = f"there is no {option!r} in {group or 'the configuration'}{suggest(option, options)}"
-    if not group.startswith("hydra/"):
-        return message
-    refuse_setting(group.removeprefix("hydra/"), option, f"{group}={option}")
-    return f"{message}, or install the plugin that has it"
+    kind = classify(error)
+    if kind not in BROKEN:
+        return ""
+    found: list[str] = []
+    chosen = tuple(f"{read_key(word)}/{word.partition('=')[2]}.yaml" for word in words)
+    for file, content in sources.read_own_files(LARGEST):
+        own: type = type(None)
+        at = 0
+        try:
+            if kind is not UnicodeDecodeError and len(content) <= MOST_BYTES:
+                own = type(OmegaConf.create(content.decode("utf-8", "replace")))
+            content.decode()
+        except MISTAKES as broken:
+            own, at = classify(broken), getattr(broken, "start", 0)
+        if own is kind:
+            name = os.path.relpath(file)
+            found.insert(0 if name.endswith(chosen) else len(found), f"{name} {BROKEN[kind].format(at)}")
+    if not found and kind is RecursionError:
+        found = [
+            f"{sources.find_file(sources.primary) or sources.primary} is built on itself, or has too many"
+            " levels: the shipped defaults are called launch_defaults"
+        ]
+    return next(iter(found), "")
 
 
 def explain_primary(sources: Sources) -> str:
     """Say that the primary file does not build on launch_schema."""
-    path = sources.find_file(sources.primary)
     return (
-        f"{path or sources.primary} does not build on launch_schema: begin it with"
-        " `defaults: [launch_defaults, _self_]`, which are the shipped defaults"
+        f"{sources.find_file(sources.primary) or sources.primary} does not build on launch_schema: begin it"
+        " with `defaults: [launch_defaults, _self_]`, which are the shipped defaults"
     )
 
 
@@ -579,26 +522,10 @@ def ask_completion(sources: Sources, request: str, words: Sequence[str] = ()) ->
     line = " ".join(["launch", *whole, last])
     output = io.StringIO()
     try:
-        with (
-            open_hydra(sources),
-            borrow_variable("COMP_LINE", line),
-            redirect_stdout(output),
-        ):
+        os.environ["COMP_LINE"] = line
+        with open_hydra(sources), redirect_stdout(output):
             hydra: Any = GlobalHydra.instance().hydra
             hydra.shell_completion(sources.primary, [request])
     except FAILURES as error:
         raise UsageError(f"{request}: {shorten_message(error)}") from None
     return output.getvalue()
-
-
-@contextmanager
-def borrow_variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for a while."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before

@@ -6,11 +6,11 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from launcher.config.settings import SLURM_KINDS, Settings, TorchrunConfig
+from launcher.config.settings import SLURM_KINDS, MachineConfig, Settings, TorchrunConfig
 from launcher.errors import MachineError, UsageError
 from launcher.files import LARGEST, read_input
-from launcher.plan.model import MAX_RANKS, Machine, Request, parse_machine
-from launcher.plan.variables import HONOURED, VISIBLE_DEVICES
+from launcher.plan.model import MAX_RANKS, Machine, Plan, Request, parse_machine
+from launcher.plan.variables import HONOURED, VISIBLE_DEVICES, read_host
 from launcher.protocol import LAUNCH_NIC, find_user_set
 from launcher.runs.secrets import mask_variables
 
@@ -309,27 +309,53 @@ LOCATION_SUFFIXES = ("_VERSION", "_HOME", "_ROOT", "_ARCH_LIST", "_PATH")
 """Endings of the variables by which images and modules give the paths of libraries."""
 
 
-def make_request(
-    config: Settings, environ: Mapping[str, str], machine: Machine | None = None, caches: str = ""
-) -> Request:
-    """Return what a configuration asks of a node; raises UsageError.
+def plan_node(config: Settings, environ: Mapping[str, str], caches: str = "") -> Plan:
+    """Plan this node, or the machine that the configuration names; raises UsageError or MachineError.
 
-    `environ` is the user's environment with `env.*` over it. `machine` is the node, None if it is not known
-    yet. `caches` is a folder on the node for the compilers' caches, if they are not to have their own.
+    `environ` is the user's environment with `env.*` over it. `caches` is a folder on the node for the
+    compilers' caches, if they are not to have their own.
     """
+    from launcher.plan.planner import plan
+    from launcher.probe.machine import locate_malloc
+
+    machine, library = read_machine(config.machine), None
     if config.machine.snapshot:
         environ = {k: v for k, v in environ.items() if k not in DEVICE_VARIABLES or k in config.env}
-    return Request(
-        nproc_per_node=parse_nproc(config.nproc_per_node, len(machine.allowed_cpus) if machine else 1),
+    else:
+        library = locate_malloc(read_host(config.allocator), environ, config.machine.root)
+    names = (
+        name
+        for name in sorted(environ)
+        if name.startswith(LIBRARY_PREFIXES) and not name.endswith(LOCATION_SUFFIXES)
+    )
+    libraries = mask_variables({name: environ[name] for name in names if name not in HONOURED})
+    request = Request(
+        nproc_per_node=parse_nproc(config.nproc_per_node, len(machine.allowed_cpus)),
         devices=config.devices,
         binding=config.binding,
         dataloader=config.dataloader,
         gc=config.gc,
         allocator=config.allocator,
+        host_library=library,
         caches=caches,
-        environ=find_user_set(environ, HONOURED) | find_library_variables(environ),
+        environ=find_user_set(environ, HONOURED) | libraries,
         configured=mask_variables(config.env),
     )
+    return plan(machine, request)
+
+
+def read_machine(machine: MachineConfig) -> Machine:
+    """Return the machine below `machine.root`, or a snapshot's; raises UsageError or MachineError."""
+    if machine.snapshot is None:
+        from launcher.probe.machine import probe
+
+        return probe(machine.root)
+    if machine.root != "/":
+        raise UsageError(
+            f"machine.snapshot={machine.snapshot} and machine.root={machine.root} are two machines: leave one"
+            " of them out"
+        )
+    return load_snapshot(machine.snapshot)
 
 
 def parse_nproc(text: object, cpus: int) -> int | None:
@@ -348,16 +374,6 @@ def parse_nproc(text: object, cpus: int) -> int | None:
             f"nproc_per_node={shown}: give a number of at least 1 and at most {MAX_RANKS}, or auto"
         )
     return number
-
-
-def find_library_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of PyTorch and its libraries that are set beside HONOURED, secrets masked."""
-    names = (
-        name
-        for name in sorted(environ)
-        if name.startswith(LIBRARY_PREFIXES) and not name.endswith(LOCATION_SUFFIXES)
-    )
-    return mask_variables({name: environ[name] for name in names if name not in HONOURED})
 
 
 def load_snapshot(path: str) -> Machine:

@@ -7,7 +7,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice, product
 from pathlib import Path
@@ -19,24 +19,22 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from launcher.config.compose import (
     FAILURES,
     Composed,
-    HydraSettings,
     add_searchpath,
     compose,
-    compose_tree,
     diagnose_failure,
+    list_hydra_words,
     normalize_overrides,
     open_hydra,
-    read_hydra_settings,
     read_values,
     set_hydra_config,
 )
 from launcher.config.run_path import choose_id, use_sweep_folder
-from launcher.config.words import Sources, mentions_hydra, quote_value, shorten_message
+from launcher.config.words import Sources, mentions_hydra, quote_value, read_key, shorten_message
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_own
 from launcher.runs.secrets import mask_words
@@ -53,9 +51,18 @@ class Multirun:
     sources: Sources
     words: tuple[str, ...]
     """The command line's overrides in Hydra's terms."""
-    settings: HydraSettings
-    tree: DictConfig | None
+    tree: DictConfig | None = None
     """The configuration without the values of the sweep; None if nothing in it is Hydra's."""
+    own_files: Sequence[str] = ()
+    """The user's files that the sweep is composed from."""
+    asked: bool = False
+    """`hydra.mode=MULTIRUN`."""
+    sweeper: str = "basic"
+    """The chosen option of the group `hydra/sweeper`."""
+    params: Mapping[str, object] = field(default_factory=dict)
+    """`hydra.sweeper.params` of the basic sweeper."""
+    sweep_dir: str | None = None
+    """`hydra.sweep.dir`, if the user has set it; launch has no use for Hydra's default."""
 
 
 def read_multirun(sources: Sources, overrides: Sequence[str]) -> Multirun:
@@ -64,21 +71,26 @@ def read_multirun(sources: Sources, overrides: Sequence[str]) -> Multirun:
     with open_hydra(sources) as loader, warnings.catch_warnings(action="ignore"):
         words = normalize_overrides(sources, overrides, sweep=True)
         if not mentions_hydra(words) and not sources.mentions("hydra"):
-            return Multirun(sources, tuple(words), HydraSettings(), None)
+            return Multirun(sources, tuple(words))
         try:
-            tree = compose_tree(loader, sources, words, RunMode.MULTIRUN)
+            tree = loader.load_configuration(sources.primary, words, RunMode.MULTIRUN)
+            OmegaConf.set_struct(tree, value=False)
             set_hydra_config(tree, None)
-            return Multirun(sources, tuple(words), read_hydra_settings(sources, tree, words), tree)
+            choices = {str(group): str(option) for group, option in tree.hydra.runtime.choices.items()}
+            given = {read_key(word) for word in (*list_hydra_words(sources, choices), *words)}
+            sweeper = choices["hydra/sweeper"]
+            return Multirun(
+                sources,
+                tuple(words),
+                tree,
+                sources.list_own(choices),
+                asked=tree.hydra.mode == RunMode.MULTIRUN,
+                sweeper=sweeper,
+                params=dict(tree.hydra.sweeper.params or {}) if sweeper == "basic" else {},
+                sweep_dir=str(tree.hydra.sweep.dir) if "hydra.sweep.dir" in given else None,
+            )
         except FAILURES as error:
             raise UsageError(diagnose_failure(loader, sources, words, error)) from None
-
-
-def list_sweep_files(multirun: Multirun) -> list[str]:
-    """Return the user's files that a sweep is composed from."""
-    if multirun.tree is None:
-        return []
-    choices = {str(group): str(option) for group, option in multirun.tree.hydra.runtime.choices.items()}
-    return multirun.sources.list_own(choices)
 
 
 def expand_sweep(multirun: Multirun) -> list[list[str]]:
@@ -86,7 +98,7 @@ def expand_sweep(multirun: Multirun) -> list[list[str]]:
 
     Values of the command line override those of `hydra.sweeper.params`. Raises UsageError.
     """
-    params = [f"{key}={value}" for key, value in multirun.settings.params.items()]
+    params = [f"{key}={value}" for key, value in multirun.params.items()]
     with open_hydra(multirun.sources) as loader:
         try:
             words = [*normalize_overrides(multirun.sources, params, sweep=True), *multirun.words]
@@ -215,7 +227,7 @@ def run_trials(
     parsed = OverridesParser.create().parse_overrides(list(multirun.words))
     fixed = {one.get_key_element(): str(one.input_line) for one in parsed if not one.is_sweep_override()}
     trials = Trials(multirun, folder, run, read_objective, fixed)
-    logger.info(f"the trials of hydra/sweeper={multirun.settings.sweeper} go to {folder}")
+    logger.info(f"the trials of hydra/sweeper={multirun.sweeper} go to {folder}")
     plugins = logging.getLogger("hydra_plugins")  # whose log has their results
     plugins.handlers = [StderrHandler()]
     plugins.setLevel(logging.INFO)
@@ -233,9 +245,9 @@ def run_trials(
                 raise
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 traceback.print_exception(error)
-            raise UsageError(f"hydra/sweeper={multirun.settings.sweeper}: {shorten_message(error)}") from None
+            raise UsageError(f"hydra/sweeper={multirun.sweeper}: {shorten_message(error)}") from None
         finally:
-            if not multirun.settings.sweep_dir:
+            if not multirun.sweep_dir:
                 with contextlib.suppress(OSError):
                     folder.rmdir()  # if no trial has begun
     logger.info(f"the sweep has ended; its trials are in {folder}")
@@ -244,9 +256,9 @@ def run_trials(
 
 def make_folder(multirun: Multirun) -> Path:
     """Return the sweep's folder, made: `hydra.sweep.dir`, else one below `runs_dir`; raises MachineError."""
-    given = multirun.settings.sweep_dir
+    given = multirun.sweep_dir
     runs_dir = multirun.tree.runs_dir if multirun.tree is not None else "runs"
-    prefix = f"{multirun.settings.sweeper}-"
+    prefix = f"{multirun.sweeper}-"
     try:
         path = Path(given or choose_id(Path(runs_dir), datetime.now().astimezone(), prefix=prefix)).absolute()
         path.mkdir(mode=0o700, parents=True, exist_ok=bool(given))

@@ -369,11 +369,6 @@ def quote_value(value: str) -> str:
     return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value) + "'"
 
 
-def is_choice(sources: Sources, word: str) -> bool:
-    """Tell whether an override chooses an option of a group."""
-    return sources.has_group(read_key(word))
-
-
 def read_key(word: str) -> str:
     """Return the key of an override, as in the configuration: `+model@x=y` sets `model`."""
     return re.split("[=@]", word.lstrip("+~"))[0]
@@ -414,7 +409,7 @@ def asks_sweep(flags: Flags, verb: str) -> bool:
     from launcher.config.sweep import read_multirun
 
     sources = add_searchpath(flags.sources, flags.overrides)
-    return sources.mentions("MULTIRUN") and read_multirun(sources, flags.overrides).settings.multirun
+    return sources.mentions("MULTIRUN") and read_multirun(sources, flags.overrides).asked
 
 
 def mentions_hydra(words: Sequence[str]) -> bool:

@@ -6,7 +6,7 @@ exporter's DCGM_FI_PROF_SM_ACTIVE).
 """
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -53,10 +53,11 @@ def import_nvml() -> ModuleType | None:
 
 
 class Nvml:
-    """NVML's functions, each of which may have no answer."""
+    """NVML, or a GPU of it: functions, each of which may have no answer."""
 
-    def __init__(self, module: Any) -> None:  # noqa: ANN401 - pynvml, which has no types
+    def __init__(self, module: Any, handle: Any = None) -> None:  # noqa: ANN401 - pynvml, which has no types
         self.module = module
+        self.handle = handle
         self.problem = ""
         """What NVML says if a GPU does not answer at all."""
 
@@ -70,14 +71,6 @@ class Nvml:
         except Exception:
             return None  # what an older pynvml lacks, and what pynvml raises for an older driver's library
         return None
-
-
-class NvmlGpu(Nvml):
-    """What NVML says of one GPU."""
-
-    def __init__(self, module: Any, handle: Any) -> None:  # noqa: ANN401 - a pointer of ctypes
-        super().__init__(module)
-        self.handle = handle
 
     def tell(self, name: str, *arguments: object, **named: object) -> Any:  # noqa: ANN401 - ctypes structures
         """Return the answer of a function that takes the GPU first; None if it has none."""
@@ -118,6 +111,16 @@ def convert_unit(value: float | None, unit: float) -> float | None:
     return None if value is None else round(float(value) * unit, 6)
 
 
+@contextlib.contextmanager
+def open_nvml(module: Any) -> Iterator[Nvml]:  # noqa: ANN401 - pynvml
+    """Open NVML for a while; raises NVMLError."""
+    module.nvmlInit()
+    try:
+        yield Nvml(module)
+    finally:
+        module.nvmlShutdown()
+
+
 def read_nvml(tree: Tree) -> tuple[Gpu, ...] | None:
     """The GPUs that NVML lists, in PCI bus order and without their place; None if it cannot be asked.
 
@@ -127,11 +130,8 @@ def read_nvml(tree: Tree) -> tuple[Gpu, ...] | None:
     if nvml is None:
         return None
     try:
-        nvml.nvmlInit()
-        try:
+        with open_nvml(nvml):
             gpus = [_read_gpu(tree, nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
-        finally:
-            nvml.nvmlShutdown()
     except nvml.NVMLError_LibraryNotFound:
         return None
     except nvml.NVMLError as error:
@@ -157,7 +157,7 @@ def _read_gpu(tree: Tree, nvml: Any, index: int) -> Gpu | None:  # noqa: ANN401 
         tree.add_warning(text, index, value=problem)
         return None
     # None of its own if it is the CPU's too (GB10).
-    memory = NvmlGpu(nvml, handle).tell("nvmlDeviceGetMemoryInfo")
+    memory = Nvml(nvml, handle).tell("nvmlDeviceGetMemoryInfo")
     size = int(memory.total) >> 20 if memory else 0
     mig = _read_mig(tree, nvml, handle, pci)
     return Gpu(index, uuid, pci, None, name=name, mig=mig, memory_mib=size)
@@ -189,7 +189,7 @@ class GpuSampler:
         """Open NVML and the GPUs, which are given by local rank; what fails is left out."""
         self.nvml = Nvml(module)
         self.names = names
-        self.gpus: dict[int, NvmlGpu] = {}
+        self.gpus: dict[int, Nvml] = {}
         """By local rank."""
         self.xids: dict[str, list[int]] = {}
         """By PCI address."""
@@ -206,7 +206,7 @@ class GpuSampler:
             if handle is None and pci:
                 handle = self.nvml.ask("nvmlDeviceGetHandleByPciBusId", pci)
             if handle is not None:
-                self.gpus[local_rank] = NvmlGpu(module, handle)
+                self.gpus[local_rank] = Nvml(module, handle)
         self.events = self.nvml.ask("nvmlEventSetCreate")
         for gpu in self.gpus.values() if self.events is not None else ():
             if (gpu.tell("nvmlDeviceGetSupportedEventTypes") or 0) & XID:
@@ -217,7 +217,7 @@ class GpuSampler:
         self._take_events()
         return {local_rank: self._sample_gpu(local_rank, gpu) for local_rank, gpu in self.gpus.items()}
 
-    def _sample_gpu(self, local_rank: int, gpu: NvmlGpu) -> "GpuSample":
+    def _sample_gpu(self, local_rank: int, gpu: Nvml) -> "GpuSample":
         from launcher.watch.model import GpuSample  # the probe does without the watcher
 
         rates, memory = gpu.tell("nvmlDeviceGetUtilizationRates"), gpu.tell("nvmlDeviceGetMemoryInfo")
@@ -234,7 +234,7 @@ class GpuSampler:
             **gpu.read_readings(),
         )
 
-    def _measure_sm_activity(self, local_rank: int, gpu: NvmlGpu) -> float | None:
+    def _measure_sm_activity(self, local_rank: int, gpu: Nvml) -> float | None:
         """Return the share of SMs that were busy since the last call; None at first, or without GPM."""
         support = gpu.tell("nvmlGpmQueryDeviceSupport")
         sample = self.nvml.ask("nvmlGpmSampleAlloc") if support and support.isSupportedDevice else None
@@ -264,7 +264,7 @@ class GpuSampler:
             if event is None:
                 return
             if event.eventType & XID:
-                known = self.xids.setdefault(NvmlGpu(self.nvml.module, event.device).read_pci(), [])
+                known = self.xids.setdefault(Nvml(self.nvml.module, event.device).read_pci(), [])
                 known.append(int(event.eventData))
                 del known[:-MOST_EVENTS]
 
@@ -297,11 +297,8 @@ def read_gpu_facts(tree: Tree, nvml: Any, wanted: Wanted = None) -> dict[str, An
     reason, code = "NVML is not there" if tree.is_real else "not in these files", None
     if nvml is not None and tree.is_real:
         try:
-            nvml.nvmlInit()
-            try:
-                return _ask_nvml(tree, nvml, wanted)
-            finally:
-                nvml.nvmlShutdown()
+            with open_nvml(nvml) as opened:
+                return _ask_nvml(tree, opened, wanted)
         except nvml.NVMLError as error:
             reason, code = f"NVML fails with {str(error).rstrip('.')}", error.value
     shown = read_driver(tree) or read_amd(tree)
@@ -314,15 +311,15 @@ def read_gpu_facts(tree: Tree, nvml: Any, wanted: Wanted = None) -> dict[str, An
     return {"gpus": gpus, "gpu_problem": problem, "unchecked": (unchecked,) if gpus else ()}
 
 
-def _ask_nvml(tree: Tree, module: Any, wanted: Wanted) -> dict[str, Any]:  # noqa: ANN401 - pynvml
+def _ask_nvml(tree: Tree, nvml: Nvml, wanted: Wanted) -> dict[str, Any]:
     """Read what NVML says; raises NVMLError if it does not even count the GPUs."""
-    nvml = Nvml(module)
-    opened: dict[int, NvmlGpu] = {}
+    module = nvml.module
+    opened: dict[int, Nvml] = {}
     gpus: list[GpuFacts] = []
     unchecked: list[Unchecked] = []
     for index in range(module.nvmlDeviceGetCount()):
         try:
-            gpu = NvmlGpu(module, module.nvmlDeviceGetHandleByIndex(index))
+            gpu = Nvml(module, module.nvmlDeviceGetHandleByIndex(index))
         except module.NVMLError as error:
             gpus.append(GpuFacts(index, "", "", problem=str(error)))
             continue
@@ -345,7 +342,7 @@ def _ask_nvml(tree: Tree, module: Any, wanted: Wanted) -> dict[str, Any]:  # noq
     }
 
 
-def _read_state(gpu: NvmlGpu, index: int) -> GpuFacts:
+def _read_state(gpu: Nvml, index: int) -> GpuFacts:
     """Read one GPU but for its peers."""
     # Version 2 does not count the driver's own part as used.
     version = getattr(gpu.module, "nvmlMemory_v2", None)
@@ -377,7 +374,7 @@ def _read_state(gpu: NvmlGpu, index: int) -> GpuFacts:
     return replace(facts, problem=gpu.problem)
 
 
-def _read_processes(gpu: NvmlGpu) -> tuple[GpuProcess, ...] | None:
+def _read_processes(gpu: Nvml) -> tuple[GpuProcess, ...] | None:
     """Return the processes with compute and graphics contexts, each once; None if NVML does not tell.
 
     Their names are without path and arguments, which can hold secrets.
@@ -396,7 +393,7 @@ def _read_processes(gpu: NvmlGpu) -> tuple[GpuProcess, ...] | None:
     return tuple(processes)
 
 
-def _read_recovery_action(gpu: NvmlGpu) -> str | None:
+def _read_recovery_action(gpu: Nvml) -> str | None:
     """Return what the driver wants done with the GPU; None before driver 570."""
     values = gpu.tell("nvmlDeviceGetFieldValues", [RECOVERY_ACTION])
     if not values or values[0].nvmlReturn != 0:
@@ -405,7 +402,7 @@ def _read_recovery_action(gpu: NvmlGpu) -> str | None:
     return RECOVERY_ACTIONS[number] if number < len(RECOVERY_ACTIONS) else f"action {number}"
 
 
-def _list_peers(opened: dict[int, NvmlGpu], index: int, gpus: tuple[GpuFacts, ...]) -> tuple[int, ...] | None:
+def _list_peers(opened: dict[int, Nvml], index: int, gpus: tuple[GpuFacts, ...]) -> tuple[int, ...] | None:
     """Return the other GPUs whose memory a GPU reads and writes directly; None if it is not told."""
     if index not in opened:
         return None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from launcher.config.program import find_program
 from launcher.config.settings import SLURM_KINDS, Settings
-from launcher.config.start import AgentChoice, Cluster, check_port_free, parse_endpoint
+from launcher.config.start import AgentChoice, Cluster, check_port_free, parse_endpoint, plan_node
 from launcher.errors import MachineError
 from launcher.launch.agents import TorchrunAgent, check_open_files
 from launcher.launch.job import (
@@ -31,7 +31,6 @@ from launcher.launch.job import (
 from launcher.launch.signals import name_signal, open_signal_channel
 from launcher.launch.warm.read_ahead import reading_ahead
 from launcher.launch.watching import keep_watch_folder, watch_node
-from launcher.plan.model import Plan
 from launcher.runs.records import NodeRecord, RankFailure, keep_prediction, write_node
 from launcher.runs.run_directory import RunDir, release_space, reserve_space, write_json
 from launcher.slurm.compiler_caches import open_caches
@@ -94,7 +93,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
                 error.exit_code = PORT_TAKEN  # the batch script's process chooses another port
                 raise
         with open_caches(merged) as caches:
-            plan, choice = plan_here(config, merged, caches), AgentChoice(request.agent, "as submitted")
+            plan, choice = plan_node(config, merged, caches), AgentChoice(request.agent, "as submitted")
             job = Job(config, program, cluster, plan, merged, task.host, choice)
             job = check_node_fit(request, job, is_first=task.node_rank == 0)
             if task.node_rank == 0:
@@ -137,19 +136,6 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
             if not viewer.close():
                 os._exit(status)  # a thread is stuck in a write, and the interpreter's end would wait for it
             return status
-
-
-def plan_here(config: Settings, environ: Mapping[str, str], caches: str = "") -> Plan:
-    """Plan this node; raises UsageError or MachineError. `caches` is a folder for the compilers' caches."""
-    from launcher.config.start import make_request
-    from launcher.plan.planner import plan
-    from launcher.plan.variables import read_host
-    from launcher.probe.machine import locate_malloc, probe
-
-    machine = probe(config.machine.root)
-    request = make_request(config, environ, machine, caches)
-    library = locate_malloc(read_host(config.allocator), environ, config.machine.root)
-    return plan(machine, replace(request, host_library=library))
 
 
 def check_node_fit(request: JobRequest, job: Job, *, is_first: bool) -> Job:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.config.start import plan_node
 from launcher.errors import MachineError, SchedulerError, UsageError
 from launcher.files import LARGEST, read_file
 from launcher.launch.job import JobSpec
@@ -29,7 +30,6 @@ from launcher.slurm import first_node, sbatch
 from launcher.slurm.attempt import Attempt
 from launcher.slurm.commands import name_job
 from launcher.slurm.job_request import REQUEST_FILE, hold_manifest, make_job_request, write_job_request
-from launcher.slurm.node_job import plan_here
 from launcher.slurm.sbatch import JobOptions, Script
 from launcher.text import join_words, print_text, quote_word
 
@@ -319,16 +319,11 @@ def _plan_snapshot(spec: JobSpec, chosen: JobOptions) -> "Plan | None":
     snapshot = config.cluster.machine or config.machine.snapshot
     if snapshot is None:
         return None
-    from launcher.config.start import load_snapshot, make_request
-    from launcher.plan.planner import plan
-
     ranks = config.nproc_per_node
     if ranks in ("auto", "gpu"):
         ranks = _count_gpus(chosen) or ranks
     machine_config = replace(config.machine, root="/", snapshot=snapshot)
-    machine = load_snapshot(snapshot)
-    there = replace(config, machine=machine_config, nproc_per_node=ranks)
-    return plan(machine, make_request(there, spec.environ, machine))
+    return plan_node(replace(config, machine=machine_config, nproc_per_node=ranks), spec.environ)
 
 
 def _judge_plan(spec: JobSpec, plan: "Plan", nodes: int) -> JobSpec:
@@ -370,7 +365,7 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
     cluster = replace(spec.config.cluster, kind=spec.cluster.kind)
     if spec.config.dry_run:
         if is_here:
-            _show_plan(plan_here(spec.config, spec.environ), spec)
+            _show_plan(plan_node(spec.config, spec.environ), spec)
         else:
             logger.info(f"{', '.join(hosts)} plan for themselves: this machine is none of them")
         request = make_job_request(replace(spec, config=replace(spec.config, cluster=cluster)), argv)
@@ -383,7 +378,7 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
         return 0
     if spec.fit_model and is_here:  # else its first node judges
         nodes = min(spec.cluster.min_nodes, len(hosts))
-        spec = _judge_plan(spec, plan_here(spec.config, spec.environ), nodes)
+        spec = _judge_plan(spec, plan_node(spec.config, spec.environ), nodes)
     run, _ = prepare_run(spec, argv, hosts)
     request = make_job_request(replace(spec, config=replace(spec.config, cluster=cluster)), argv)
     secrets = write_job_request(request, run.path)

@@ -14,11 +14,8 @@ import pytest
 import yaml
 
 from launcher.cli import doctor, job_warnings, run
-from launcher.config.settings import Settings
-from launcher.config.start import make_request
 from launcher.doctor.model import Facts, PathFacts
 from launcher.launch.job import JobSpec
-from launcher.plan.model import Request
 from launcher.preflight import PreflightRequest, render_answer
 from launcher.probe import limits
 from launcher.protocol import name_host
@@ -162,11 +159,6 @@ def test_nothing_changes_a_resolved_configuration(launch: Launch, monkeypatch: p
     assert STARTED in launch("nproc_per_node=1", "--", "true").err
     ((spec, before),) = specs
     assert spec == before
-
-
-def test_the_defaults_of_a_request_are_the_schemas() -> None:
-    """`launch-rank` by itself has no configuration, and plans with the former."""
-    assert make_request(Settings(allocator={"expandable_segments": True}), {}) == Request()
 
 
 # Checks of the machine before the start

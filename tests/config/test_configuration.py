@@ -19,7 +19,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from launcher.config.compose import compose, resolve
 from launcher.config.program import resolve_program
 from launcher.config.settings import Settings, list_choices, settle_words
-from launcher.config.start import choose_cluster, make_request
+from launcher.config.start import choose_cluster
 from launcher.config.words import find_sources, read_tables
 from launcher.errors import UsageError
 from tests.seam import Launch, drop_powers, run_outside
@@ -178,19 +178,6 @@ def test_spare_nodes_of_an_allocation(here: Path) -> None:
     environ = {**JOB, "PATH": "slurm"}
     assert choose_cluster("auto", "auto", None, None, environ, spares=1).max_nodes == 2
     assert choose_cluster("auto", 1, None, None, environ, spares=2).max_nodes == 1
-
-
-def test_each_setting_reaches_the_planner() -> None:
-    config = Settings(nproc_per_node=3, devices="own", env={"OMP_NUM_THREADS": "5", "API_TOKEN": "sesame"})
-    config.allocator = {"max_split_size_mb": 64, "host": "jemalloc"}
-    environ = {**config.env, "NCCL_DEBUG": "INFO", "CUDA_HOME": "/cuda", "HOME": "/home/me"}
-    found = make_request(config, environ, caches="/tmp/caches")
-    assert (found.nproc_per_node, found.devices, found.caches) == (3, "own", "/tmp/caches")
-    for section in ("binding", "dataloader", "gc", "allocator"):
-        assert getattr(found, section) is getattr(config, section)
-    assert found.environ == {"OMP_NUM_THREADS": "5", "NCCL_DEBUG": "INFO"}
-    assert found.configured["OMP_NUM_THREADS"] == "5" and "sesame" not in found.configured["API_TOKEN"]
-    assert found.host_library is None, "it is looked for on the node"
 
 
 # From the words of the user to what a rank execs

@@ -14,6 +14,7 @@ import pytest
 import launcher
 from launcher.config.compose import compose, resolve
 from launcher.config.settings import NotifyConfig, Settings
+from launcher.config.start import plan_node
 from launcher.config.words import find_sources
 from launcher.errors import MachineError
 from launcher.launch.job import Job, JobSpec
@@ -28,7 +29,7 @@ from launcher.slurm.job_request import (
     read_job_request,
     write_job_request,
 )
-from launcher.slurm.node_job import check_node_fit, plan_here
+from launcher.slurm.node_job import check_node_fit
 from launcher.slurm.node_order import keep_order
 from launcher.slurm.sbatch import JobOptions, NodeKind, Option
 from launcher.slurm.submission import judge_submission
@@ -135,7 +136,7 @@ def test_a_job_that_cannot_fit_is_refused_if_the_nodes_gpus_are_known() -> None:
 
 
 def make_job(spec: JobSpec) -> Job:
-    return Job(spec.config, ("true",), spec.cluster, plan_here(spec.config, {}), {}, "n0", spec.agent)
+    return Job(spec.config, ("true",), spec.cluster, plan_node(spec.config, {}), {}, "n0", spec.agent)
 
 
 def test_the_first_node_judges_what_the_submission_could_not() -> None:
