@@ -5,9 +5,13 @@ import re
 
 from hypothesis import strategies as st
 
-from launcher.config.settings import Settings, list_choices
+from launcher.config.settings import Settings, list_settings
 
-WORDS = {key: [word for word in words if word != "auto"] for key, _, words in list_choices(Settings())}
+WORDS = {
+    key: [word for word in each.metadata["choices"] if word != "auto"]
+    for key, _, each in list_settings(Settings())
+    if "choices" in each.metadata
+}
 """What each setting with a set of words takes beside `auto`."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")

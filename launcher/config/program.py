@@ -30,6 +30,8 @@ RESERVED = ("command", "sections")
 """Keys of the group `program` that say what to run; all others are the program's own options."""
 UNPASSED = ("global_batch",)
 """Keys of the section `model` that the launcher alone reads."""
+UNTRAINED = {"experts": "a mixture of experts", "latent_attention": "latent attention"}
+"""Keys of models that the bundled program has no layers for."""
 SHEBANG = 256
 """Bytes of a `#!` line at most (BINPRM_BUF_SIZE of the kernel)."""
 
@@ -39,7 +41,13 @@ def find_program(
 ) -> tuple[str, ...]:
     """Return the program's argv, given or configured; raises UsageError if it cannot be run."""
     if argv is None:
-        check_bundled(config)
+        for key, kind in UNTRAINED.items() if config.program.get("command") == list(BUNDLED) else ():
+            if config.model.get(key):
+                raise UsageError(
+                    f"model={config.model.get('name')} has {kind} (model.{key}), which the bundled program"
+                    " cannot train: see whether a program of yours fits with `launch plan`, and start it by"
+                    " `launch -- train.py …`; or choose a dense model, such as model=llama7b"
+                )
         argv = render_program(spell_options(config.program), {"model": config.model, "data": config.data})
     return resolve_program(argv, environ)
 
@@ -57,20 +65,6 @@ def spell_options(program: Mapping[str, object]) -> Mapping[str, object]:
         found.pop("global_batch", None)
     recompute = found.get("activation_checkpointing")
     return {**found, "activation_checkpointing": {True: "full", False: "none"}.get(recompute, recompute)}  # type: ignore[call-overload]
-
-
-def check_bundled(config: "Settings") -> None:
-    """Raise UsageError if the bundled program is to train a model that it has no layers for."""
-    if config.program.get("command") != list(BUNDLED):
-        return
-    kinds = {"experts": "a mixture of experts", "latent_attention": "latent attention"}
-    for key, kind in kinds.items():
-        if config.model.get(key):
-            raise UsageError(
-                f"model={config.model.get('name')} has {kind} (model.{key}), which the bundled program cannot"
-                " train: see whether a program of yours fits with `launch plan`, and start it by"
-                " `launch -- train.py …`; or choose a dense model, such as model=llama7b"
-            )
 
 
 def resolve_program(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -91,7 +85,12 @@ def resolve_program(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     try:
         if not first.endswith(".py") and not (Path(first) / "__main__.py").is_file():
             return (find_executable(first, environ), *argv[1:])
-        check_script(Path(first))
+        if not Path(first).exists():
+            raise UsageError(f"no such program: {first} (from {Path.cwd()}): check the path")
+        if Path(first).is_dir() and not (Path(first) / "__main__.py").is_file():
+            raise UsageError(f"{first} is a folder without a __main__.py: name the program in it")
+        if not os.access(first, os.R_OK):
+            raise UsageError(f"{first} cannot be read: `chmod +r {first}`")
     except OSError as error:  # a folder on the way is closed, or the name is too long
         raise UsageError(f"no such program: {first} ({error.strerror}): check the path") from None
     if read_interpreter(first) and os.access(first, os.X_OK):
@@ -219,16 +218,6 @@ def suggest_module(package: Sequence[str], name: str, folders: Sequence[str]) ->
     near = get_close_matches(name, names, n=1, cutoff=0.6) or few
     dotted = " or ".join(".".join([*package, each]) for each in near)
     return f": did you mean {dotted}?" if near else ""
-
-
-def check_script(script: Path) -> None:
-    """Raise UsageError for a script that is not there or cannot be read."""
-    if not script.exists():
-        raise UsageError(f"no such program: {script} (from {Path.cwd()}): check the path")
-    if script.is_dir() and not (script / "__main__.py").is_file():
-        raise UsageError(f"{script} is a folder without a __main__.py: name the program in it")
-    if not os.access(script, os.R_OK):
-        raise UsageError(f"{script} cannot be read: `chmod +r {script}`")
 
 
 def find_executable(name: str, environ: Mapping[str, str]) -> str:

@@ -6,7 +6,7 @@ writes anything. Each rule gives what is wrong in a line; the first line is rais
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -50,28 +50,20 @@ def check(context: Context) -> None:
             " script, or leave agent out"
         )
     if context.verb in JOBS:
-        raise_first(find_impossible_texts(asdict(config)))
+        _raise_first(_find_impossible_texts(asdict(config)))
     check_values(config)
-    raise_first(find_faults(context))
-    raise_first(find_fit_faults(config))
+    _raise_first(_find_faults(context))
     if context.verb in JOBS:
-        raise_first(find_job_faults(context))
+        _raise_first(_find_job_faults(context))
         parse_nproc(config.nproc_per_node, 1)
 
 
-def check_placed(context: Context, cluster: Cluster) -> None:
-    """Raise UsageError for the first setting of a job that does not go with where it runs."""
-    for find in PLACED_RULES:
-        raise_first(find(context, cluster))
-
-
-def raise_first(faults: Iterator[str]) -> None:
-    """Raise UsageError for the first fault, if there is one."""
+def _raise_first(faults: Iterator[str]) -> None:
     if fault := next(faults, ""):
         raise UsageError(fault)
 
 
-def find_impossible_texts(value: object) -> Iterator[str]:
+def _find_impossible_texts(value: object) -> Iterator[str]:
     """Find texts that can be no path, argument or variable: with NUL, or not in the encoding."""
     if isinstance(value, str):
         try:
@@ -81,13 +73,13 @@ def find_impossible_texts(value: object) -> Iterator[str]:
         if not is_possible:
             yield f"{value!r} has a character that no path, argument or variable can have"
     elif isinstance(value, dict):
-        yield from find_impossible_texts([*value, *value.values()])
+        yield from _find_impossible_texts([*value, *value.values()])
     elif isinstance(value, list):
         for item in value:
-            yield from find_impossible_texts(item)
+            yield from _find_impossible_texts(item)
 
 
-def find_faults(context: Context) -> Iterator[str]:
+def _find_faults(context: Context) -> Iterator[str]:
     """Find what is wrong for whatever verb."""
     config = context.config
     for key, name in (("save", config.save), ("image", config.image)):
@@ -97,9 +89,6 @@ def find_faults(context: Context) -> Iterator[str]:
     if host not in HOSTS:
         yield f"allocator.host={host}: choose from {', '.join(HOSTS)}"
 
-
-def find_fit_faults(config: Settings) -> Iterator[str]:
-    """Find settings of `parallel` and `fit` that make no training."""
     fit, parallel = config.fit, config.parallel
     if parallel.virtual_stages > 1 and parallel.pp == 1:
         yield (
@@ -130,7 +119,7 @@ def find_fit_faults(config: Settings) -> Iterator[str]:
         )
 
 
-def find_job_faults(context: Context) -> Iterator[str]:
+def _find_job_faults(context: Context) -> Iterator[str]:
     """Find what is wrong for a job, wherever it runs."""
     config, given = context.config, context.given
     for name in config.env:
@@ -175,15 +164,35 @@ def is_http(url: str) -> bool:
     return is_whole and url.isprintable() and " " not in url
 
 
-def find_place_faults(context: Context, cluster: Cluster) -> Iterator[str]:
-    """Find settings that the place of a job makes no use of, or that are too many."""
+def check_placed(context: Context, cluster: Cluster) -> None:
+    """Raise UsageError for the first setting of a job that does not go with where it runs."""
+    _raise_first(_find_placed_faults(context, cluster))
+
+
+def _find_placed_faults(context: Context, cluster: Cluster) -> Iterator[str]:
     config, own = context.config, context.config.cluster
+    is_slurms = cluster.kind in SLURM_KINDS
+    # Spare nodes that nothing of launch could put in the place of others.
+    shown, nodes = f"cluster.spares={own.spares}", cluster.max_nodes
+    if own.spares and not is_slurms:
+        yield (
+            f"{shown}, but SLURM does not start the nodes ({cluster.why}): set cluster=slurm, or leave it out"
+        )
+    if own.spares and cluster.min_nodes != nodes:
+        yield (
+            f"{shown} with nodes={cluster.min_nodes}:{nodes}: an elastic job goes on with fewer nodes, and"
+            f" has no use for spare ones: set nodes={nodes}, or leave them out"
+        )
+    if own.spares and config.agent == "torchrun":
+        yield (
+            f"{shown} with agent=torchrun, which does not replace a node: leave agent out, or cluster.spares"
+        )
+    # What the place of a job makes no use of, or what is too many.
     if config.restarts is not None and config.torchrun.max_restarts is not None:
         yield (
             f"restarts={config.restarts} and torchrun.max_restarts={config.torchrun.max_restarts} are the"
             " same setting: leave one out"
         )
-    is_slurms = cluster.kind in SLURM_KINDS
     is_word = own.node_order in NODE_ORDERS
     if is_slurms and not is_word and not os.path.isfile(os.path.expanduser(own.node_order)):  # noqa: PTH111, PTH113 - no pathlib in what always runs
         yield (
@@ -200,31 +209,7 @@ def find_place_faults(context: Context, cluster: Cluster) -> Iterator[str]:
             f"machine.root={config.machine.root} is of this machine, and the job plans its own nodes: leave"
             " it out, or set cluster=local"
         )
-
-
-def find_spare_faults(context: Context, cluster: Cluster) -> Iterator[str]:
-    """Find spare nodes that nothing of launch could put in the place of others."""
-    shown, nodes = f"cluster.spares={context.config.cluster.spares}", cluster.max_nodes
-    if not context.config.cluster.spares:
-        return
-    if cluster.kind not in SLURM_KINDS:
-        yield (
-            f"{shown}, but SLURM does not start the nodes ({cluster.why}): set cluster=slurm, or leave it out"
-        )
-    if cluster.min_nodes != nodes:
-        yield (
-            f"{shown} with nodes={cluster.min_nodes}:{nodes}: an elastic job goes on with fewer nodes, and"
-            f" has no use for spare ones: set nodes={nodes}, or leave them out"
-        )
-    if context.config.agent == "torchrun":
-        yield (
-            f"{shown} with agent=torchrun, which does not replace a node: leave agent out, or cluster.spares"
-        )
-
-
-def find_written_secrets(context: Context, cluster: Cluster) -> Iterator[str]:
-    """Find a secret's value, rather than an expansion, in lines that go into the submission script."""
-    own = context.config.cluster
+    # A secret's value, rather than an expansion, in lines that go into the submission script.
     lines = [("cluster.setup", line) for line in own.setup]
     lines += [(f"cluster.additional.{name}", f"--{name}={value}") for name, value in own.additional.items()]
     for key, line in lines if cluster.kind == "slurm" else ():
@@ -236,13 +221,6 @@ def find_written_secrets(context: Context, cluster: Cluster) -> Iterator[str]:
                 " which is written nowhere"
             )
 
-
-PLACED_RULES: tuple[Callable[[Context, Cluster], Iterator[str]], ...] = (
-    find_spare_faults,
-    find_place_faults,
-    find_written_secrets,
-)
-"""What is checked once it is known where a job runs."""
 
 # The allocator's settings, against the torch that the ranks have
 

@@ -90,13 +90,6 @@ def list_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, "F
             yield key, value, each
 
 
-def list_choices(section: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:  # noqa: ANN401 - see above
-    """Give each setting with a set of words, its value and the words."""
-    for key, value, each in list_settings(section):
-        if choices := each.metadata.get("choices"):
-            yield key, value, choices
-
-
 def check_values(section: Any) -> None:  # noqa: ANN401 - see above
     """Refuse the first value that its field does not take; raises UsageError with what it takes."""
     for key, value, each in list_settings(section):

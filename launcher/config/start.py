@@ -58,13 +58,37 @@ def choose_cluster(
         return join_allocation(why, nodes, environ, spares)
     low, high = parse_nodes(1 if nodes == "auto" else nodes)
     if kind == "manual":
-        return join_manual(low, high, node_rank, endpoint)
+        if node_rank is None or not 0 <= node_rank < high:
+            raise UsageError(
+                f"node_rank={node_rank}: cluster=manual with nodes={low}:{high} needs this node's number,"
+                f" node_rank=0 to node_rank={high - 1}"
+            )
+        if not endpoint:
+            raise UsageError(
+                "cluster=manual needs rdzv_endpoint=HOST:PORT, an address of the node with node_rank=0"
+            )
+        if (port := parse_endpoint(endpoint)[1]) == 0:
+            raise UsageError(
+                f"rdzv_endpoint={endpoint}: the other nodes need to know the port, give one above 0"
+            )
+        if node_rank == 0:  # which serves the rendezvous
+            check_port_free(port)
+        return Cluster("manual", f"node {node_rank}", low, high, endpoint, is_host=node_rank == 0)
     if node_rank is not None and "PET_NODE_RANK" not in environ:
         raise UsageError(f"node_rank={node_rank} goes with cluster=manual: add that, or leave node_rank out")
     if kind == "slurm":
         return Cluster("slurm", why, low, high, "", is_host=False)
     if low > 1 or (high > 1 and why == "cluster=local"):
-        raise MachineError(explain_nodes(nodes, environ))
+        if "SLURM_JOB_ID" in environ:
+            raise MachineError(
+                f"nodes={nodes} on one node of SLURM job {environ['SLURM_JOB_ID']}: run launch outside of"
+                " srun, in the job script or salloc's shell, and it starts the ranks on all nodes"
+            )
+        raise MachineError(
+            f"nodes={nodes}, and there is no SLURM here (no sbatch on PATH): start from a login node of the"
+            " cluster, or run launch on every node with cluster=manual node_rank=N rdzv_endpoint=HOST:PORT,"
+            " or set nodes=1"
+        )
     if endpoint:
         check_port_free(parse_endpoint(endpoint)[1])
     return Cluster("local", why, low, min(high, 1), endpoint or "localhost:0", is_host=True)
@@ -130,39 +154,6 @@ def check_command(name: str, why: str, environ: Mapping[str, str]) -> None:
             f"{why} needs SLURM, and there is no {name} on PATH: load SLURM's module, start from a login"
             " node, or set cluster=local"
         )
-
-
-def join_manual(low: int, high: int, node_rank: int | None, endpoint: str | None) -> Cluster:
-    """Start one node of a job by hand; the node with rank 0 serves the rendezvous."""
-    if node_rank is None or not 0 <= node_rank < high:
-        raise UsageError(
-            f"node_rank={node_rank}: cluster=manual with nodes={low}:{high} needs this node's number,"
-            f" node_rank=0 to node_rank={high - 1}"
-        )
-    if not endpoint:
-        raise UsageError(
-            "cluster=manual needs rdzv_endpoint=HOST:PORT, an address of the node with node_rank=0"
-        )
-    _, port = parse_endpoint(endpoint)
-    if port == 0:
-        raise UsageError(f"rdzv_endpoint={endpoint}: the other nodes need to know the port, give one above 0")
-    if node_rank == 0:
-        check_port_free(port)
-    return Cluster("manual", f"node {node_rank}", low, high, endpoint, is_host=node_rank == 0)
-
-
-def explain_nodes(nodes: object, environ: Mapping[str, str]) -> str:
-    """Say why several nodes cannot be had, and how to get them."""
-    by_hand = "cluster=manual node_rank=N rdzv_endpoint=HOST:PORT"
-    if "SLURM_JOB_ID" in environ:
-        return (
-            f"nodes={nodes} on one node of SLURM job {environ['SLURM_JOB_ID']}: run launch outside of srun,"
-            " in the job script or salloc's shell, and it starts the ranks on all nodes"
-        )
-    return (
-        f"nodes={nodes}, and there is no SLURM here (no sbatch on PATH): start from a login node of the"
-        f" cluster, or run launch on every node with {by_hand}, or set nodes=1"
-    )
 
 
 def pet_overrides(environ: Mapping[str, str]) -> dict[str, str]:

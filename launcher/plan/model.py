@@ -389,13 +389,12 @@ def machine_to_json(machine: Machine) -> dict[str, Any]:
         place = (cpu.package, cpu.node, cpu.l3, cpu.capacity)
         groups.setdefault(place, {}).setdefault(cpu.core, set()).add(cpu.id)
     ids = [node.id for node in machine.nodes]
-    data = to_plain(replace(machine, cpus=(), nodes=()))
-    data["cores"] = to_plain(
-        [_CoreGroup(*place, tuple(map(frozenset, cores.values()))) for place, cores in groups.items()]
-    )
-    data["nodes"] = to_plain(
-        [_NodeEntry(n.id, n.memory_kib, n.normal, tuple(map(n.distance, ids))) for n in machine.nodes]
-    )
+    cores = [_CoreGroup(*place, tuple(map(frozenset, found.values()))) for place, found in groups.items()]
+    nodes = [_NodeEntry(n.id, n.memory_kib, n.normal, tuple(map(n.distance, ids))) for n in machine.nodes]
+    data = to_plain(replace(machine, cpus=(), nodes=())) | {
+        "cores": to_plain(cores),
+        "nodes": to_plain(nodes),
+    }
     del data["cpus"]
     # What people look for comes first.
     first = ("name", "kernel", "source", "cores", "caches", "nodes", "gpus", "nics")

@@ -79,7 +79,12 @@ def plan(machine: Machine, request: Request) -> Plan:
         Placement(gpus[rank], local[rank], sets[rank], memories[rank], links[rank]) for rank in ranks
     ]
     placed = _NodePlacement(machine, topology, binding, placements)
-    shortfalls = _find_shortfalls(request, placed)
+    shortfalls: list[PlanWarning] = []  # what the machine could not give
+    if binding != "none":
+        shortfalls += [*_find_remote(placed), *_find_foreign_memory(placed)]
+        shortfalls += _find_left_over(placed, request.binding.reserve_cores)
+    if binding == "exclusive":
+        shortfalls += [*_find_crowded(placed), *_find_uneven(placed)]
     if request.binding.strict and shortfalls:
         raise MachineError(str(shortfalls[0]))
     cores = count_cores(topology, sets)
@@ -240,19 +245,6 @@ def _explain_memory(machine: Machine, placement: Placement) -> str:
     reason = f"since that of node {node} is not for this job" if barred else f"since node {node} has none"
     source = f"from node {format_cpulist(found)}" if found else "wherever the kernel finds it"
     return f"memory {source}, {reason}"
-
-
-def _find_shortfalls(request: Request, placed: _NodePlacement) -> tuple[PlanWarning, ...]:
-    """What the machine could not give; nothing if no binding was asked for."""
-    if request.binding.policy == "none":
-        return ()
-    crowded = (*_find_crowded(placed), *_find_uneven(placed)) if placed.binding == "exclusive" else ()
-    return (
-        *_find_remote(placed),
-        *_find_foreign_memory(placed),
-        *_find_left_over(placed, request.binding.reserve_cores),
-        *crowded,
-    )
 
 
 def _find_remote(placed: _NodePlacement) -> Iterator[PlanWarning]:

@@ -89,29 +89,33 @@ def read_driver(tree: Tree, *, only_whole: bool = False) -> tuple[Gpu, ...] | No
     MIG instances are not in these files. `only_whole` is for what tells as much as NVML: all GPUs have a
     UUID, and none has MIG instances; else None.
     """
-    if only_whole and _has_mig(tree):
-        return None
     cards = list_cards(tree)
-    if only_whole and not (cards and all(UUID.fullmatch(card.get("GPU UUID", "")) for _, card in cards)):
-        return None
+    if only_whole:
+        names = [name for name in tree.list_directory(CAPABILITIES) if name.startswith("gpu")]
+        parts = (part for name in names for part in tree.list_directory(f"{CAPABILITIES}/{name}/mig"))
+        has_mig = any(part.startswith("gi") for part in parts)
+        if has_mig or not cards or not all(UUID.fullmatch(card.get("GPU UUID", "")) for _, card in cards):
+            return None
     found = []
     if cards is not None:
-        found = [_build_nvidia_gpu(tree, pci, fields) for pci, fields in cards if is_open(tree, fields)]
+        for pci, fields in cards:
+            if not is_open(tree, fields):
+                continue
+            uuid, model = fields.get("GPU UUID", ""), fields.get("Model", "")
+            if not UUID.fullmatch(uuid):
+                # The driver writes question marks until something has opened the GPU.
+                text = "GPU UUID of {items} is {value}: these GPUs can be named by index only"
+                tree.add_warning(text, pci, value=fields.get("GPU UUID"))
+                uuid = ""
+            found.append(Gpu(index=0, uuid=uuid, pci=pci, name="".join(filter(str.isprintable, model))))
         return sort_gpus(found)
     for name in tree.list_directory(BOUND):  # some containers hide the driver's /proc files
-        pci = normalise_pci(name)
+        address = normalise_pci(name)
         # NVSwitches (class 0x0680) are bound to the same driver.
-        if pci and (tree.read(f"{PCI}{pci}/class") or "").startswith("0x03"):
-            tree.add_warning(f"{GPUS} is not there: the UUIDs of the GPUs {{items}} are unknown", pci)
-            found.append(Gpu(index=0, uuid="", pci=pci, node=None))
+        if address and (tree.read(f"{PCI}{address}/class") or "").startswith("0x03"):
+            tree.add_warning(f"{GPUS} is not there: the UUIDs of the GPUs {{items}} are unknown", address)
+            found.append(Gpu(index=0, uuid="", pci=address))
     return sort_gpus(found) or None
-
-
-def _has_mig(tree: Tree) -> bool:
-    """Whether a GPU has MIG instances, which are directories `gi0` and so on of its capabilities."""
-    gpus = [name for name in tree.list_directory(CAPABILITIES) if name.startswith("gpu")]
-    names = (name for gpu in gpus for name in tree.list_directory(f"{CAPABILITIES}/{gpu}/mig"))
-    return any(name.startswith("gi") for name in names)
 
 
 def list_cards(tree: Tree) -> list[Card] | None:
@@ -140,17 +144,6 @@ def is_open(tree: Tree, fields: dict[str, str]) -> bool:
     """
     minor = parse_number(fields.get("Device Minor"))
     return not tree.is_real or minor is None or os.access(f"{DEVICE}{minor}", os.R_OK | os.W_OK)
-
-
-def _build_nvidia_gpu(tree: Tree, pci: str, fields: dict[str, str]) -> Gpu:
-    uuid = fields.get("GPU UUID")
-    if not UUID.fullmatch(uuid or ""):
-        # The driver writes question marks until something has opened the GPU.
-        text = "GPU UUID of {items} is {value}: these GPUs can be named by index only"
-        tree.add_warning(text, pci, value=uuid)
-        uuid = ""
-    model = "".join(char for char in fields.get("Model", "") if char.isprintable())
-    return Gpu(index=0, uuid=uuid or "", pci=pci, node=None, name=model)
 
 
 def read_gpu_memory_nodes(tree: Tree) -> frozenset[int]:

@@ -310,8 +310,8 @@ def read_torch(python: str | None = None) -> tuple[str, str]:
     path = os.path.join(os.path.dirname(origin), "version.py")
     with open(path, encoding="utf-8", errors="replace") as file:
         text = file.read(LARGEST_VERSION)
-    version, cuda = TORCH.search(text), TORCH_CUDA.search(text)
-    return version[1] if version else "", cuda[1] if cuda else ""
+    version, cuda = (next(iter(pattern.findall(text)), "") for pattern in (TORCH, TORCH_CUDA))
+    return version, cuda
 
 
 def call_in_children(calls: Sequence[Callable[[], T]], limit: float) -> tuple[Answer[T], ...]:
@@ -328,7 +328,14 @@ def call_in_children(calls: Sequence[Callable[[], T]], limit: float) -> tuple[An
     answers: dict[Connection, Answer[T]] = {}
     try:
         for call in calls:
-            _start_child(call, pids)
+            receiver, sender = Pipe(duplex=False)
+            with sender:
+                pid = os.fork()
+                if pid == 0:
+                    _run_child(call, sender)
+            pids[receiver] = pid
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)  # Here too: the child may not have come to it when it is killed.
         waiting = set(pids)
         while waiting and (left := begin + limit - time.monotonic()) > 0:
             for pipe in wait(list(waiting), left):
@@ -349,22 +356,6 @@ def call_in_children(calls: Sequence[Callable[[], T]], limit: float) -> tuple[An
             _reap_child(pid)
     stuck: Answer[T] = Answer(None, limit, stuck=True, problem=f"no answer in {limit:g} s")
     return tuple(answers.get(pipe, stuck) for pipe in pids)
-
-
-def _start_child(call: Callable[[], Any], pids: dict[Connection, int]) -> None:
-    """Fork a child that makes a call and sends the result; raises OSError."""
-    receiver, sender = Pipe(duplex=False)
-    with sender:
-        try:
-            pid = os.fork()
-        except OSError:
-            receiver.close()
-            raise
-        if pid == 0:
-            _run_child(call, sender)
-        pids[receiver] = pid
-    with contextlib.suppress(OSError):
-        os.setpgid(pid, pid)  # Here too: the child may not have come to it when it is killed.
 
 
 def _run_child(call: Callable[[], Any], pipe: Connection) -> NoReturn:
@@ -448,11 +439,8 @@ def _read_ceiling(tree: Tree, name: str) -> Ceiling | None:
     if text is None:
         return None
     line = find_resource(text, name)
-    limits = []
-    for word in line.removeprefix(name).split()[:2]:
-        number = parse_number(word)
-        if number is not None or word == "unlimited":
-            limits.append(number)
+    words = line.removeprefix(name).split()[:2]
+    limits = [parse_number(word) for word in words if word == "unlimited" or parse_number(word) is not None]
     if len(limits) == 2:
         return Ceiling(*limits)
     tree.add_warning(f"{RESOURCES} has {{value}} for {name}, which is no limit", value=line)

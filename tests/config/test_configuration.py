@@ -18,7 +18,7 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from launcher.config.compose import compose, resolve
 from launcher.config.program import resolve_program
-from launcher.config.settings import Settings, list_choices, settle_words
+from launcher.config.settings import Settings, list_settings, settle_words
 from launcher.config.start import choose_cluster
 from launcher.config.words import find_sources, read_tables
 from launcher.errors import UsageError
@@ -65,9 +65,9 @@ def test_a_package_in_the_search_path(here: Path) -> None:
 
 
 def test_a_setting_with_a_set_of_words_takes_no_other(launch: Launch) -> None:
-    settings = {key: (value, words) for key, value, words in list_choices(Settings())}
+    settings = {key: (value, each.metadata) for key, value, each in list_settings(Settings())}
     for key in ("start.warm", "agent", "watch.on_hang", "notify.events"):
-        value, words = settings[key]
+        value, words = settings[key][0], settings[key][1]["choices"]
         given = f"{key}=[{words[0]},foo]" if isinstance(value, list) else f"{key}=foo"
         refused = f"{key}=foo: choose from {', '.join(words)}"
         launch(given, "dry_run=true", "--", "true").assert_error(2, refused)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from launcher.config.words import quote_value
 from tests.data_files import DATA
-from tests.seam import Result, clean_environ, run_inside, run_outside
+from tests.seam import Result, clean_environ, run_inside
 
 FEW = settings(max_examples=max(10, settings().max_examples // 3))
 """For what composes a configuration in each example, which takes 0.2 s."""
@@ -118,14 +118,3 @@ def test_configuration_files(folder: Path, files: dict[str, bytes], line: list[s
         assert_clean(run_inside([*line, "dry_run=true"]), folder, kept={"conf"})
     finally:
         shutil.rmtree(conf)
-
-
-@given(line=st.lists(words, max_size=4))
-@example(line=["-m", "+x.y=[1,{a: b}]", "env.A=1"])
-@example(line=["--cfg", "all", "model=é"])
-@example(line=["--info", "all"])
-@example(line=["-sc", "query=fish"])
-@pytest.mark.slow
-def test_command_lines_as_processes(folder: Path, line: list[str]) -> None:
-    whole = [word.replace("\0", "").encode("utf-8", "surrogateescape") for word in line if word != "--"]
-    assert_clean(run_outside([*whole, "dry_run=true"], folder), folder, kept=set())

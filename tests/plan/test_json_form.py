@@ -4,8 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from launcher.codec import DecodeError
 from launcher.errors import UsageError
@@ -129,31 +127,3 @@ def test_what_is_no_snapshot_is_a_usage_error_with_its_fix(text: str, message: s
         parse_machine(text)
     assert caught.value.exit_code == 2
     assert ": " in str(caught.value)
-
-
-SMALL = machine_to_json(convert(load("workstation-1plus4")))
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(name=st.sampled_from(sorted(SMALL)), value=JSON)
-def test_any_value_in_any_place_reads_or_is_a_usage_error(name: str, value: object) -> None:
-    try:
-        machine = machine_from_json({**SMALL, name: value})
-    except UsageError:
-        return
-    assert isinstance(machine, Machine)
-    assert name in {
-        "nodes",
-        "gpus",
-        "nics",
-        "caches",
-        "limits",
-        "memory_kib",
-        "name",
-        "source",
-        "warnings",
-    } or name.startswith(("allowed", "isolated", "schema", "kind"))
