@@ -106,11 +106,10 @@ def find_fit_model(
     `model.config=FILE`), or if the configured program takes the section and that has dimensions. Raises
     UsageError for a model that makes no sense.
     """
-    if config.fit.check == "off" and not is_bundled_program(config, program):
-        return None
-    is_own = not program and not is_bundled_program(config, program)  # configured, with a section of its own
-    asked = any(key.partition(".")[0] == "model" for key in given)
-    if program and not asked:
+    is_bundled = is_bundled_program(config, program)
+    is_own = not program and not is_bundled  # configured, with a section of its own
+    asked = not program or any(key.partition(".")[0] == "model" for key in given)
+    if (config.fit.check == "off" and not is_bundled) or not asked:
         return None
     if is_own and "model" in find_unused(config, None, given):
         return None

@@ -387,6 +387,7 @@ MOST_ESTIMATES = 250
 MOST_NODES_CHANGED = 1024
 HALVING, TENSOR_SPLIT, MORE_NODES = 0.03, 0.1, 0.4
 """Cost of half the micro-batch, of twice the GPUs that share a layer, of twice the nodes."""
+IN_CPU_MEMORY = "in CPU memory: bound by PCIe and the CPU, often half as fast"
 CHANGES: dict[str, tuple[tuple[int | str, float, str], ...]] = {
     "fit.checkpointing": (
         ("selective", 0.04, "all but products and attention is computed again in backward: about 4% slower"),
@@ -406,20 +407,14 @@ CHANGES: dict[str, tuple[tuple[int | str, float, str], ...]] = {
         ("adamw8bit", 0.05, "AdamW's moments in 8 bits (bitsandbytes, torchao): as fast, other rounding"),
     ),
     "fit.offload": (
-        ("optimizer", 0.5, "optimizer states in CPU memory: bound by PCIe and the CPU, often half as fast"),
-        (
-            *("parameters", 1.0),
-            "weights and optimizer states in CPU memory: bound by PCIe and the CPU, often half as fast",
-        ),
+        ("optimizer", 0.5, f"optimizer states {IN_CPU_MEMORY}"),
+        ("parameters", 1.0, f"weights and optimizer states {IN_CPU_MEMORY}"),
     ),
     # litgpt's nf4 runs take 1.1 to 2 times as long.
     "fit.quantization": (("nf4", 0.3, "the frozen weights in 4 bits (QLoRA): slower products"),),
     # Next to nothing if the copies hide behind recomputation (torchtune's README).
     "fit.activation_offload": (
-        (
-            *(True, 0.05),
-            "the blocks' inputs are in CPU memory between forward and backward: bound by PCIe",
-        ),
+        (True, 0.05, "the blocks' inputs are in CPU memory between forward and backward: bound by PCIe"),
     ),
     "fit.optimizer_in_backward": (
         (True, 0.02, "each gradient is freed at once: none is clipped by the norm of all"),

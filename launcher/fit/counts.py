@@ -204,19 +204,9 @@ class StageParameters:
     layers: tuple[LayerRun, ...]
     tables: int
     """Embedding, positions and output layer."""
-    norm: int
-    """The final norm."""
+    root: int
+    """What is in no layer: the tables and the final norm."""
     has_head: bool
-
-    @property
-    def layer_count(self) -> int:
-        """Layers of this stage, at least 1."""
-        return max(1, sum(run.count for run in self.layers))
-
-    @property
-    def root(self) -> int:
-        """The parameters that are in no layer."""
-        return self.tables + self.norm
 
     @property
     def dense(self) -> int:
@@ -270,11 +260,12 @@ def count_stage(
     if is_last:
         is_copied = model.tied_embeddings and not is_first
         tables += divide_up(embedding if is_copied else head, layout.tp)
-    every = StageParameters(tuple(runs), tables, _count_norm(model) if is_last else 0, is_last)
+    every = StageParameters(tuple(runs), tables, tables + is_last * _count_norm(model), is_last)
     if lora is None:
         return every, every
-    head = lora.rank * (model.hidden_size + model.vocab_size) if "lm_head" in lora.matrices else 0
-    return every, StageParameters(tuple(adapted), head if is_last else 0, 0, is_last)
+    has_head = is_last and "lm_head" in lora.matrices
+    tables = has_head * rank * (model.hidden_size + model.vocab_size)
+    return every, StageParameters(tuple(adapted), tables, tables, is_last)
 
 
 class AttentionWidths(NamedTuple):

@@ -290,7 +290,7 @@ class Stage:
         if self.settings.quantization == "none":
             return Range.of(width * _count_shard(parameters, shards))
         low, expected, high = QUANTIZED[self.settings.quantization]
-        quantized = _count_shard(replace(parameters, tables=0, norm=0), shards)
+        quantized = _count_shard(replace(parameters, root=0), shards)
         rest = divide_up(parameters.root, shards[0])
         head = 0 if self.model.tied_embeddings else rest / 2
         least = low * (quantized + head) + width * (rest - head)
@@ -435,12 +435,8 @@ class Stage:
         FSDPParamGroup).
         """
         settings, layout, parameters, trained = self.settings, self.layout, self.parameters, self.trained
-        flight, layers, held, whole = (
-            self.count_in_flight(),
-            parameters.layer_count,
-            self.held,
-            self.gradients,
-        )
+        flight, held, whole = self.count_in_flight(), self.held, self.gradients
+        layers = max(1, sum(run.count for run in parameters.layers))
         every, one = self.kept * flight, self.kept * (1 / layers)
         beside = every * (max(0.0, flight - 1) / flight)
         """Beside the first layer's activations in its backward pass."""

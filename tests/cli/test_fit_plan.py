@@ -252,6 +252,9 @@ def test_what_cannot_fit_says_how_many_nodes_can(launch: Launch) -> None:
     told = launch("plan", "+model=llama70b", "machine=aws_p4d_24xlarge", "nodes=4").out
     (line,) = (line for line in told.splitlines() if "does not fit" in line)
     assert line.endswith("GiB at least; nodes=7 is enough")
+    split = ("+model=llama70b", A100, "parallel.tp=8", "parallel.pp=4", "parallel.zero=1")  # over four nodes
+    assert [change["settings"] for change in read_fit(launch, *split, "nodes=4")["changes"]] == [["nodes=8"]]
+    assert read_fit(launch, *split, "nodes=8")["verdict"] == "fits"
 
 
 def test_a_dry_run_and_another_program_are_not_refused(launch: Launch, here: Path) -> None:
