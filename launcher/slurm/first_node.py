@@ -38,13 +38,7 @@ from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER, LAUNCH_RENDEZVO
 from launcher.runs.provenance import describe_sources
 from launcher.runs.records import node_path, read_nodes, refuse_node
 from launcher.runs.run_directory import RunDir, explain_write_error, open_run_dir
-from launcher.slurm.attempt import (
-    Attempt,
-    end_attempt,
-    is_taken_over,
-    prepare_for_kill,
-    start_attempt,
-)
+from launcher.slurm.attempt import Attempt, end_attempt, is_taken_over, prepare_for_kill, start_attempt
 from launcher.slurm.attempt_end import StepReport, choose_stop_time
 from launcher.slurm.commands import (
     SHORT_TIMEOUT,
@@ -54,17 +48,10 @@ from launcher.slurm.commands import (
     fold_in_order,
     parse_signal,
 )
-from launcher.slurm.first_node_guard import start_guards
 from launcher.slurm.job_request import JobRequest, read_job_request
 from launcher.slurm.node_channel import CLOSE_TIMEOUT, OWN_GAP, NodeReport, StepGroup, TaskWriter
 from launcher.slurm.node_order import NodeOrder, find_node_order
-from launcher.slurm.slurm_environ import (
-    PORT_TAKEN,
-    TRIALS,
-    count_gpus,
-    list_job_hosts,
-    pick_port,
-)
+from launcher.slurm.slurm_environ import PORT_TAKEN, TRIALS, count_gpus, list_job_hosts, pick_port
 from launcher.slurm.step import NOT_STARTED, TEMPORARY, NodeStep, Step, has_begun, join_lines
 
 logger = logging.getLogger(__name__)
@@ -132,28 +119,32 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
     """Run one attempt to its end and return the exit code; raises LaunchError before it starts."""
     order = order_job_nodes(environ, request)
     adopt_orphans()
-    with catch_signals((parse_signal(request.config.cluster.signal)[0],)) as inbox:
+    checkpoint, _ = parse_signal(request.config.cluster.signal)
+    with catch_signals((checkpoint,)) as inbox, contextlib.ExitStack() as stack:
         attempt = start_attempt(request, run, environ, order, requeues=requeues)
         report_node_order(order)
-        first = FirstNode(attempt, inbox)
-        with start_guards(attempt) as guards:
-            try:
-                os.close(open_below(run.path, "logs", str(run.first_attempt)))
-                skip_step_ids(attempt)
-                report = first.check_nodes() or first.run_steps()
-            except OSError as error:
-                status, reason = EXIT_MACHINE, f"the step could not be started ({error})"
-                if error.filename == "srun":
-                    fix = ": load SLURM's module, as cluster.setup can" if error.errno == errno.ENOENT else ""
-                    status, reason = EXIT_SCHEDULER, f"srun cannot be run ({error.strerror}){fix}"
-                elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    reason = explain_write_error(run, error)
-                report = first.refuse(reason, status)
-            except LaunchError as error:
-                report = first.refuse(str(error), error.exit_code)
-            finally:
-                end_leftovers(KILL_GRACE, (guards.pid,) if guards else ())
-            return end_attempt(attempt, report)
+        first, guards = FirstNode(attempt, inbox), None
+        try:
+            if attempt.is_guarded:
+                from launcher.slurm.first_node_guard import start_guards  # few jobs have use for it
+
+                guards = stack.enter_context(start_guards(attempt))
+            os.close(open_below(run.path, "logs", str(run.first_attempt)))
+            skip_step_ids(attempt)
+            report = first.check_nodes() or first.run_steps()
+        except OSError as error:
+            status, reason = EXIT_MACHINE, f"the step could not be started ({error})"
+            if error.filename == "srun":
+                fix = ": load SLURM's module, as cluster.setup can" if error.errno == errno.ENOENT else ""
+                status, reason = EXIT_SCHEDULER, f"srun cannot be run ({error.strerror}){fix}"
+            elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+                reason = explain_write_error(run, error)
+            report = first.refuse(reason, status)
+        except LaunchError as error:
+            report = first.refuse(str(error), error.exit_code)
+        finally:
+            end_leftovers(KILL_GRACE, (guards.pid,) if guards else ())
+        return end_attempt(attempt, report)
 
 
 @dataclass(slots=True)
@@ -273,7 +264,7 @@ class FirstNode:
             )
             asking.start()
         if step.group and attempt.spares:
-            from launcher.slurm.spares import NodeReplacement  # most jobs have no use for it
+            from launcher.slurm.lost_nodes import NodeReplacement  # most jobs have no use for it
 
             replacement = NodeReplacement(attempt, step, step.group)
             try:

@@ -32,7 +32,7 @@ from launcher.slurm.attempt import Attempt, claim_end, finish_attempt
 from launcher.slurm.attempt_end import StepReport, classify_kill, diagnose
 from launcher.slurm.commands import ask_job, ask_node_states, is_down, run_slurm
 from launcher.slurm.job_request import read_job_request
-from launcher.slurm.liveness import FROZEN, SILENCE, UNREACHABLE, ask_addresses, is_frozen, try_connection
+from launcher.slurm.lost_nodes import FROZEN, SILENCE, UNREACHABLE, ask_addresses, is_frozen, try_connection
 from launcher.slurm.node_channel import ALIVE_PERIOD, OWN_GAP
 from launcher.slurm.step import Step
 from launcher.text import leave, set_up_logging

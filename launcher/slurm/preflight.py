@@ -8,12 +8,7 @@ from pathlib import Path
 from launcher.config.settings import Settings
 from launcher.doctor.model import PreflightReport
 from launcher.launch.job import read_client_ports
-from launcher.preflight import (
-    describe_report,
-    make_request,
-    run_checks,
-    write_preflight_report,
-)
+from launcher.preflight import describe_report, make_request, run_checks, write_preflight_report
 from launcher.report.findings import list_preflight_lines
 from launcher.slurm.attempt_end import StepReport
 from launcher.slurm.commands import count_restarts

@@ -18,7 +18,7 @@ from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import first_node_guard
 from launcher.slurm.commands import SHORT_TIMEOUT, exclude_nodes, requeue_job
 from launcher.slurm.job_request import JobRequest, write_job_request
-from launcher.slurm.liveness import is_frozen
+from launcher.slurm.lost_nodes import is_frozen
 from tests.seam import clean_environ
 
 GUARD = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher.slurm.liveness import BEGINNING, SILENCE, Liveness, Loss
+from launcher.slurm.lost_nodes import BEGINNING, FROZEN, SILENCE, UNREACHABLE, Liveness
 
 HOSTS = ("a", "b", "c")
 
@@ -37,7 +37,9 @@ def play(text: str) -> tuple[Liveness, list[tuple[float, str]]]:
                 liveness.note_step(hosts[0], has_run=what == "runs")
             case _:
                 liveness.note_look(now)
-        found += [(now, loss.host) for loss in liveness.take_losses()]
+        for loss in liveness.take_losses():
+            assert loss.evidence == (FROZEN if what == "stuck" else UNREACHABLE) and loss.silence >= 2.0
+            found.append((now, loss.host))
     return liveness, found
 
 
@@ -45,7 +47,7 @@ def play(text: str) -> tuple[Liveness, list[tuple[float, str]]]:
     ("events", "losses"),
     [
         ("3 refused b, 4 refused b", []),  # it speaks: its daemon alone is away
-        ("7 heard a c, 9 refused b, 10 refused b", [(10, "b")]),
+        ("7 heard a c stranger, 9 refused b, 10 refused b", [(10, "b")]),
         ("7 heard a c, 9 refused b", []),
         ("7 heard a c, 9 refused b, 10 open b, 11 refused b", []),
         ("7 heard a c, 9 refused b, 10 heard b, 11 refused b", []),
@@ -68,12 +70,6 @@ def test_silence_and_a_second_sign_make_a_loss(events: str, losses: list[tuple[f
     assert play(events)[1] == losses
 
 
-def test_what_is_told_of_a_loss() -> None:
-    liveness, _ = play("9 heard a c, 9 refused b")
-    liveness.note_connection("b", is_open=False)
-    assert liveness.take_losses() == [Loss("b", "its SLURM daemon cannot be reached", 9.0)]
-
-
 def test_a_task_that_has_not_said_a_word_has_more_time() -> None:
     liveness = Liveness(HOSTS, 0.0)
     for moment in range(round(BEGINNING) + 1):
@@ -88,11 +84,6 @@ def test_who_is_to_be_tried() -> None:
     assert liveness.list_suspects() == ["a", "c"]
     liveness, _ = play("3 failed, 3.5 heard b, 5 look")
     assert liveness.list_suspects() == ["a", "c"] and not liveness.is_silent("a")
-
-
-def test_strangers_say_nothing() -> None:
-    liveness, _ = play("1 heard stranger")
-    assert set(liveness.signs) == {*HOSTS}
 
 
 def test_all_have_been_heard_of() -> None:
