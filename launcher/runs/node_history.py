@@ -3,6 +3,7 @@
 Manifests may be another user's: an attempt with a value of another type than ours has nothing to tell.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -63,7 +64,7 @@ def collect_history(manifests: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple
 
     Among nodes with the same trouble, those with more warnings, and with newer events, come first.
     """
-    seen: dict[str, list[tuple[float | None, str]]] = defaultdict(list)
+    seen: dict[str, list[tuple[float, str]]] = defaultdict(list)
     events: dict[str, list[NodeEvent]] = defaultdict(list)
     for run, manifest in manifests:
         for attempt in (*take_earlier(manifest), manifest):
@@ -75,23 +76,21 @@ def collect_history(manifests: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple
             except (AttributeError, KeyError, TypeError):
                 continue
             named = [host for host in (*hosts, *(host for host, _ in texts)) if isinstance(host, str)]
-            for host in dict.fromkeys(named):
-                if HOST.fullmatch(host):
-                    seen[host].append((began, run))
-                    kinds = [kind for kind in KINDS if (host, kind) in texts]
-                    events[host] += (NodeEvent(kind, began, run, texts[host, kind]) for kind in kinds)
+            for host in filter(HOST.fullmatch, dict.fromkeys(named)):
+                seen[host].append((-math.inf if began is None else began, run))
+                kinds = [kind for kind in KINDS if (host, kind) in texts]
+                events[host] += (NodeEvent(kind, began, run, texts[host, kind]) for kind in kinds)
     nodes = []
     for host, starts in seen.items():
-        timed = [(time, run) for time, run in starts if time is not None]
-        time, last = max(timed, default=(None, max(run for _, run in starts)))
+        time, last = max(starts)
         newest = sorted(events[host], key=lambda event: event.time or 0.0, reverse=True)
         counts = {kind: sum(event.kind == kind for event in newest) for kind in KINDS}
-        runs = len({run for _, run in starts})
-        nodes.append(NodeHistory(host, runs, last, time, events=tuple(newest[:MOST_EVENTS]), **counts))
+        runs, seen_last = len({run for _, run in starts}), None if time == -math.inf else time
+        nodes.append(NodeHistory(host, runs, last, seen_last, events=tuple(newest[:MOST_EVENTS]), **counts))
 
     def rank(node: NodeHistory) -> tuple[int, int, float, str]:
-        times = [event.time or 0.0 for event in node.events]
-        return -node.trouble, -node.warning, -max(times, default=0.0), node.host
+        newest = node.events[0].time or 0.0 if node.events else 0.0
+        return -node.trouble, -node.warning, -newest, node.host
 
     return tuple(sorted(nodes, key=rank))
 

@@ -1,7 +1,7 @@
 """Values that must not be written down: known by the name of their variable or option, or by their form."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 SECRET = re.compile(
     r"(?i)token(?!iz|s)|secret|passw|passphrase|(?<![a-z])(?:pass|pw|creds?)(?![a-z])|credential|signature"
@@ -56,12 +56,12 @@ def mask_words(words: Sequence[str]) -> list[str]:
     The word after `-p` counts as a password unless it is a number or a path. A list, as in
     `program.command=[train.py,--api-key,abc]`, is masked like a command line.
     """
-    return [mask_argument(before, word, mask_text) for before, word in pair_words(words)]
+    return _mask_arguments(words, mask_text)
 
 
-def pair_words(words: Sequence[str]) -> Iterable[tuple[str, str]]:
-    """Give each word with the one before it."""
-    return zip(["", *words], words, strict=False)
+def _mask_arguments(words: Sequence[str], mask: Callable[[str], str]) -> list[str]:
+    """Mask the secrets in arguments, of which each may be the value of the option before it."""
+    return [mask_argument(before, word, mask) for before, word in zip(["", *words], words, strict=False)]
 
 
 def mask_argument(before: str, word: str, mask: Callable[[str], str]) -> str:
@@ -79,8 +79,7 @@ def mask_text(text: str) -> str:
     head, opening, body = text.partition("=[")
     if not opening:
         return mask_plain(text)
-    words = (mask_argument(before, word, mask_plain) for before, word in pair_words(body.split(",")))
-    return mask_plain(head) + opening + ",".join(words)
+    return mask_plain(head) + opening + ",".join(_mask_arguments(body.split(","), mask_plain))
 
 
 def mask_plain(text: str) -> str:
@@ -102,23 +101,19 @@ def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: MASK if is_secret(name) else mask_text(value) for name, value in variables.items()}
 
 
-def mask_tree(value: object, *, hide: bool = False, above: str = "") -> object:
-    """Mask the secrets in nested mappings and lists, by the names of the keys above each value."""
+def mask_tree(value: object, *, hide: bool = False, above: str = "", before: str = "") -> object:
+    """Mask the secrets in nested mappings and lists, by the names of the keys above each value.
+
+    `before` is the word before a value in a list, which may be a command line.
+    """
     if isinstance(value, dict):
         return {
             key: mask_tree(item, hide=hide or is_secret(str(key)) or (above, key) in HOOKS, above=str(key))
             for key, item in value.items()
         }
     if isinstance(value, list):
-        before = ["", *(item if isinstance(item, str) else "" for item in value)]
-        return [mask_item(option, item, hide=hide) for option, item in zip(before, value, strict=False)]
-    return mask_item("", value, hide=hide)
-
-
-def mask_item(before: str, value: object, *, hide: bool) -> object:
-    """Mask a value of a list, which may be a command line, or one of a mapping."""
-    if isinstance(value, dict | list):
-        return mask_tree(value, hide=hide)
+        words = ["", *(item if isinstance(item, str) else "" for item in value)]
+        return [mask_tree(item, hide=hide, before=word) for word, item in zip(words, value, strict=False)]
     if value is None or isinstance(value, bool):
         return value
     if hide or (is_secret(before) and before.startswith("-") and "=" not in before):

@@ -18,6 +18,7 @@ OPTIONS = (
     Option("nodes", "2-4", "nodes"),
     Option("no-kill", None, "nodes"),
     Option("nodelist", "n[0-3],n7", "cluster.nodelist"),
+    Option("comment", "hetjob", "cluster.additional.comment"),
     Option("signal", "B:USR2@120", "cluster.signal"),
 )
 
@@ -29,11 +30,12 @@ def make(*setup: str, python: str = "/py", options: tuple[Option, ...] = OPTIONS
 def test_what_sbatch_reads() -> None:
     lines = render_script(make(options=OPTIONS), ["/data/it's 100%/runs/x y/1"]).splitlines()
     assert lines[:2] == ["#!/bin/bash", "# Program: 'a\\nrm -rf x' \\x1b[2J ü"]
-    assert lines[2:10] == [
+    assert lines[2:11] == [
         '#SBATCH --job-name="a \\"b\\" c\\\\d \'e\' #f $(id) hetjob ü"',
         "#SBATCH --nodes=2-4",
         "#SBATCH --no-kill",
         "#SBATCH --nodelist=n[0-3],n7",
+        '#SBATCH --comment="hetjob"',
         "#SBATCH --signal=B:USR2@120",
         "#SBATCH --open-mode=append",
         '#SBATCH --output="/data/it\'s 100%%/runs/x y/1/logs/slurm-%j.out"',
