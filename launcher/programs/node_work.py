@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
@@ -117,8 +117,6 @@ class Device:
     index: int | None
     name: str = ""
     """Kind of device, once it is known."""
-    store: Any = None
-    """Where a group's processes meet, if this one has opened it."""
 
     @property
     def where(self) -> str:
@@ -333,19 +331,17 @@ class NodeWork:
         if len(live) < 2:
             return
         asked = Measurement("all_reduce", "node", device=f"{live[0].device.name}, {len(live)} GPUs")
-        (opened,) = self.ask(live[:1], open_store, len(live))
-        if opened.value is None:
-            self.report(asked, opened)
-            return
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
         limit = max(1.0, self.left)
-        group = Group(len(live), "127.0.0.1", opened.value, self.take("all_reduce"), limit)
+        group = Group(len(live), "127.0.0.1", port, self.take("all_reduce"), limit)
         self.measure_group(live, asked, group, 0, max(GRACE, limit / 2))
 
     def measure_pair(self, processes: Sequence[WorkProcess], meeting: str, rank: int, name: str) -> None:
         """Report the bandwidth between this node and the other; both have to have as many devices."""
         host, _, port = meeting.rpartition(":")
         count, limit = len(processes), max(1.0, self.left - 1.0)
-        group = Group(2 * count, host, int(port), self.take("pair"), limit, is_pair=True)
+        group = Group(2 * count, host, int(port), self.take("pair"), limit)
         asked = Measurement("pair", name, device=f"{processes[0].device.name}, {count} on each node")
         self.measure_group(processes, asked, group, rank * count, limit)
 
@@ -499,9 +495,8 @@ def copy_for(seconds: float, device: Device, target: torch.Tensor, source: torch
     return best * source.numel() * source.element_size() / 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Processes that measure together, and where they meet."""
+class Group(NamedTuple):
+    """Processes that measure together, and where they meet: rank 0 opens a store there."""
 
     size: int
     host: str
@@ -510,14 +505,6 @@ class Group:
     """To measure."""
     limit: float
     """Seconds for an operation of the group, and to meet."""
-    is_pair: bool = False
-    """The group is that of two nodes, whose rank 0 opens the store."""
-
-
-def open_store(device: Device, size: int) -> int:
-    """Open the node's store for a group, and return its port."""
-    device.store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    return int(device.store.port)
 
 
 def measure_all_reduce(device: Device, group: Group, rank: int) -> float:
@@ -526,10 +513,10 @@ def measure_all_reduce(device: Device, group: Group, rank: int) -> float:
     The best of REPEATS counts, by the process that is slowest in it. Source: NVIDIA's nccl-tests,
     doc/PERFORMANCE.md. Raises ValueError for wrong sums.
     """
-    is_gpu, is_server = device.index is not None, group.is_pair and rank == 0
+    is_gpu, is_server = device.index is not None, rank == 0
     limit = timedelta(seconds=group.limit)
     try:
-        store = device.store or TCPStore(
+        store = TCPStore(
             group.host, group.port, group.size, is_master=is_server, wait_for_workers=False, timeout=limit
         )
     except dist.DistNetworkError as error:
