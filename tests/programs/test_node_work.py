@@ -1,5 +1,6 @@
 """The measured work, for real: on this machine's CPUs, between two processes, and what fails in it."""
 
+import io
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ import time
 import psutil
 import torch
 
-from launcher.programs.node_work import hash_tensor, make_matrix
+from launcher.programs.measurement import Measurement
+from launcher.programs.node_work import Group, NodeWork, WorkProcess, hash_tensor, make_matrix
 from tests.seam import clean_environ
 
 CPUS = sorted(os.sched_getaffinity(0))
@@ -78,6 +80,19 @@ def test_two_nodes_measure_what_is_between_them() -> None:
     found = [one for process in both for one in read_results(process)]
     assert [(one["measure"], one["where"], one["problem"]) for one in found] == [("pair", "a-b", "")] * 2
     assert float(str(found[0]["value"])) > 0
+
+
+def test_devices_of_a_node_add_up_together() -> None:
+    """As the GPUs of a node do."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        group = Group(2, "127.0.0.1", listening.getsockname()[1], 0.1, 60.0)
+    work = NodeWork("light", time.monotonic() + 120, 10.0, io.StringIO())
+    processes = [WorkProcess(None) for _ in range(2)]
+    work.measure_group(processes, Measurement("all_reduce", "node"), group, 0, 60.0)
+    for process in processes:
+        process.give_up("done")
+    assert isinstance(work.out, io.StringIO)
+    assert json.loads(work.out.getvalue())["value"] > 0, work.out.getvalue()
 
 
 def test_a_taken_port_says_nothing_of_the_nodes() -> None:
