@@ -17,57 +17,6 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-REFUSED = [
-    ("hydra.run.dir=out/x", "write new_run_dir=DIR"),
-    ("hydra.job.name=mine", "write name=NAME"),
-    ("hydra.verbose=true", "launch --info"),
-    ("hydra/launcher=submitit_slurm", "cluster=slurm submits the jobs of a sweep"),
-    ("hydra/launcher=joblib", "elsewhere they run one after the other"),
-    ("hydra.launcher.n_jobs=4", "hydra.launcher.n_jobs=4 is not carried out by launch: cluster=slurm"),
-    ("hydra.job.chdir=true", "LAUNCH_RUN_DIR tells them the run directory"),
-    ("hydra.job.env_set.A=3", "write env.A=3"),
-    ("+hydra.job.env_set.A=x", "write env.A=x"),
-    ("hydra.job.env_copy=[PATH]", "leave it out"),
-    ("hydra.job.env_copy=[NO_SUCH_VARIABLE]", "leave it out"),
-    ("hydra.job.num=3", "leave it out"),
-    ("hydra.sweep.subdir=x", "hydra.sweep.dir/0, /1"),
-    ("hydra.sweeper.max_batch_size=2", "cluster.array_parallelism=N"),
-    ("hydra.output_subdir=x", "leave it out"),
-    ("hydra/job_logging=stdout", "logs.console=rank0|all|none"),
-    ("hydra.job_logging.root.level=DEBUG", "logs.console=rank0|all|none"),
-    ("hydra/hydra_logging=colorlog", "logs.console=rank0|all|none"),
-    ("+hydra.callbacks.x._target_=y", "leave it out"),
-    ("hydra.help.app_name=x", "leave it out"),
-    ("hydra.no_such=1", "leave it out"),
-]
-
-
-@pytest.mark.parametrize(("word", "fix"), REFUSED, ids=[word for word, _ in REFUSED])
-def test_what_is_not_carried_out_is_refused(launch: Launch, here: Path, word: str, fix: str) -> None:
-    if not word.startswith(("hydra.sweep", "hydra/sweep")):
-        launch(word, "--", "true").assert_error(2, "is not carried out by launch: ", fix)
-    launch("-m", word, "--", "true").assert_error(2, "is not carried out by launch: ", fix)
-    assert not list(here.iterdir())
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "# @package _global_\nhydra:\n  job:\n    chdir: true\n",
-        "# @package _global_\nhydra:\n  sweep:\n    subdir: x\n",
-        "# @package _global_\nhydra:\n  run:\n    dir: x\n",
-        "# @package _global_\nhydra:\n  job:\n    name: x\n",
-        "# @package _global_\ndefaults:\n  - override /hydra/job_logging: stdout\n",
-        "# @package _global_\ndefaults:\n  - override /hydra/launcher: submitit_slurm\n",
-    ],
-)
-def test_so_it_is_in_a_file(launch: Launch, here: Path, text: str) -> None:
-    write(here / "conf/experiment/x.yaml", text)
-    result = launch("experiment=x", "dry_run=true")
-    assert result.code == 2 and "hydra" in result.err and not result.out
-    assert "is not carried out by launch" in result.err
-
-
 def test_a_launcher_that_is_installed_is_refused_too(here: Path) -> None:
     write(here / "conf/hydra/launcher/mine.yaml", "_target_: hydra_plugins.x.Y\n")
     for word in ("hydra/launcher=mine", "+hydra/launcher=mine"):
@@ -117,28 +66,11 @@ def test_the_runs_of_a_sweep_are_in_hydras_sweep_directory(here: Path) -> None:
     again.assert_error(2, "swept/", "/0, of hydra.sweep.dir, is there already")
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["hydra.sweep.dir=x"], "hydra.sweep.dir=x goes with -m"),
-        (["hydra/sweeper=optuna"], "hydra/sweeper=optuna goes with -m"),
-        (["hydra.sweeper.n_trials=3", "--run"], "hydra.sweeper.n_trials=3 goes with -m"),
-    ],
-)
-def test_what_is_for_the_other_kind_of_start_is_refused(launch: Launch, words: list[str], says: str) -> None:
-    launch(*words, "--", "true").assert_error(2, says)
-
-
 def test_a_glob_is_the_options_of_a_group(launch: Launch) -> None:
     result = launch("-m", "binding=glob(*,exclude=n*)", "dry_run=true")
     assert [
         line.rpartition("binding=")[2].split()[0] for line in result.err.splitlines() if "job " in line
     ] == [*("exclusive", "l3", "socket")]
-    launch("-m", "binding=glob(zz*)", "dry_run=true").assert_error(2, "binding=glob(zz*) matches nothing")
-
-
-def test_an_interval_needs_a_sweeper_that_takes_one(launch: Launch) -> None:
-    launch("-m", "program.lr=interval(0,1)").assert_error(2, "interval(0,1)", "hydra/sweeper=optuna")
 
 
 def test_a_sweep_keeps_a_removal_and_an_interpolation(here: Path) -> None:
@@ -149,9 +81,3 @@ def test_a_sweep_keeps_a_removal_and_an_interpolation(here: Path) -> None:
     configs = [resolve(compose(sources, job)) for job in jobs]
     assert [config.env["A"] for config in configs] == ["tiny/x", "gpt2/x"]
     assert not any("steps" in config.program for config in configs)
-
-
-def test_a_sweeper_that_is_not_installed(launch: Launch) -> None:
-    launch("-m", "hydra/sweeper=nonsuch").assert_error(
-        2, "no 'nonsuch' in hydra/sweeper", "install the plugin"
-    )

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import distribution, version
 from pathlib import Path
 
@@ -12,53 +13,8 @@ import pytest
 from launcher.plan.variables import KEYS, find_fault, format_settings, parse_settings, read_settings
 from tests.seam import clean_environ
 
-CORE = (
-    *(
-        "large_segment_size_mb",
-        "max_split_size_mb",
-        "max_non_split_rounding_mb",
-        "garbage_collection_threshold",
-    ),
-    *("roundup_power2_divisions", "expandable_segments", "pinned_use_background_threads"),
-    *("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"),
-)
-"""Settings of all accelerators, which a CPU build of torch reads, too."""
-RIGHT = {
-    "bool": ("True", "False"),
-    "number": ("64", "104857600"),
-    "size": ("20", "64"),
-    "threads": ("1", "8", "128"),
-    "fraction": ("0.8", ".5", "1e-3", "0.999"),
-    "share": ("0", "1", "0.5"),
-    "backend": ("native", "cudaMallocAsync"),
-    "divisions": ("1", "4", "[256:1]", "[256:1,512:0,1024:4,>:8]", "[>:8]"),
-    "reserve": ("0.5", "40G", "1.5g"),
-    "reserves": ("[serving:0.25,capture:8G]",),
-}
-WRONG = {
-    "bool": ("true", "TRUE", "1", "yes", "", "None"),
-    "size": ("19", "0", "64abc"),
-    "number": ("", "abc", "64abc", "1.5", "-1", "1e3", "99999999999", "²", "[64]"),
-    "threads": ("0", "3", "256", "-2", "x"),
-    "fraction": ("0", "1", "1.5", "-0.1", "x", "nan", "0_1.5", ""),
-    "share": ("-0.1", "1.1", "nan", "half"),
-    "backend": ("cudamallocasync", "native ", "async"),
-    "divisions": (
-        "0",
-        "3",
-        "x",
-        "[]",
-        "[256:3]",
-        "[3:1]",
-        "[0:1]",
-        "[256]",
-        "[256:1",
-        "[256:1;512:2]",
-        "[15361]",
-    ),
-    "reserve": ("0", "-1G", "G", "inf", "40M"),
-    "reserves": ("[]", "0.5", "[serving]", "[serving:0]", "[:1G]"),
-}
+CASES = tomllib.loads(Path(__file__).with_name("allocator.toml").read_text())
+CORE, RIGHT, WRONG = CASES["core"], CASES["right"], CASES["wrong"]
 LAX = frozenset({"64abc", "1.5", "-1", "1e3", "99999999999", "[]", "[64]"})
 """Wrong values that torch takes all the same, for something else than they look like."""
 INSTALLED = tuple(map(int, version("torch").split(".")[:2]))
@@ -75,21 +31,6 @@ def takes(text):
     return True
 print(json.dumps([takes(text) for text in json.load(sys.stdin)]))
 """
-CONFIGURED: tuple[dict[str, object], ...] = (
-    {"expandable_segments": True},
-    {"expandable_segments": "false", "max_split_size_mb": 512.0},
-    {"max_split_size_mb": 512, "garbage_collection_threshold": 0.8},
-    {"backend": "cudaMallocAsync"},
-    {"roundup_power2_divisions": ["256:1", "512:2", ">:8"]},
-    {
-        "roundup_power2_divisions": {256: 1, 512: 2, ">": 8},
-        "large_segment_size_mb": 64,
-        "max_split_size_mb": 64,
-    },
-    {"roundup_power2_divisions": 4, "max_non_split_rounding_mb": None, "host": "tcmalloc"},
-    {"pinned_use_background_threads": True, "pinned_max_cached_size_mb": 1024},
-)
-"""What `allocator` holds in configurations."""
 
 
 def ask_torch(texts: list[str]) -> list[bool]:
@@ -115,7 +56,7 @@ def test_the_installed_torch_takes_what_the_table_takes_and_what_the_launcher_wr
         for value in (*RIGHT[KEYS[name][0]], *WRONG[KEYS[name][0]])
         if value and KEYS[name][1] <= INSTALLED
     ]
-    written = [format_settings(read_settings(given)) for given in CONFIGURED]
+    written = [format_settings(read_settings(given)) for given in CASES["configured"]]
     answers = ask_torch([f"{name}:{value}" for name, value in values] + written)
     differ = [
         (name, value)
