@@ -12,7 +12,7 @@ class TrialLauncher(Launcher):
     """Hands each batch of trials to the task function at once; see `launcher.config.sweep`."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep the task function, which is `launcher.config.sweep.Trials`."""
+        """Keep the task function, which is `run_batch` of `launcher.config.sweep`."""
         self.run_batch = task_function
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:

@@ -154,65 +154,6 @@ class TrialReturn(JobReturn):
         self._return_value = value
 
 
-@dataclass(slots=True)
-class Trials:
-    """Runs the trials that a sweeper asks for."""
-
-    multirun: Multirun
-    folder: Path
-    """Trial N runs in folder/N; the sweeper's own files are beside these."""
-    run: Callable[[Sequence[Composed]], Iterator[int]]
-    """Runs configurations, and gives their exit codes as they end."""
-    read_objective: Callable[[Path, str], object]
-    """Returns the objective of a run directory, by the value of `objective`; raises ValueError."""
-    fixed: Mapping[str, str]
-    """Overrides without a sweep, by their keys: as given, since sweepers write them in ways of their own."""
-    defect: BaseException | None = None
-    """An exception of this object's, as opposed to one of the sweeper's."""
-
-    def __call__(self, trials: Sequence[tuple[int, Sequence[str]]]) -> list[JobReturn]:
-        """Run a batch, and return each trial's objective, or TrialError if it has none.
-
-        Raises LaunchError for a trial that cannot be composed, before any runs.
-        """
-        try:
-            return self._run_batch(trials)
-        except BaseException as error:
-            self.defect = error
-            raise
-
-    def _run_batch(self, trials: Sequence[tuple[int, Sequence[str]]]) -> list[JobReturn]:
-        batch: list[Composed] = []
-        chosen: list[list[str]] = []
-        for number, overrides in trials:
-            chosen.append([word for word in overrides if word.partition("=")[0] not in self.fixed])
-            words = [*self.fixed.values(), *chosen[-1]]
-            batch.append(compose(self.multirun.sources, words, number))
-            use_sweep_folder(batch[-1].tree, str(self.folder / str(number)))
-        codes = self.run(batch)
-        results: list[JobReturn] = []
-        for (number, overrides), words, composed in zip(trials, chosen, batch, strict=True):
-            logger.info(f"trial {number}: {' '.join(mask_words(words))}")
-            status, value = self.judge(number, composed, next(codes))
-            results.append(TrialReturn(overrides, composed.tree, status=status, _return_value=value))
-        return results
-
-    def judge(self, number: int, composed: Composed, code: int) -> tuple[JobStatus, object]:
-        """Return a trial's status, and its objective or error; log both."""
-        failure = TrialError(f"trial {number} failed with exit code {code}", code)
-        if not code:
-            try:
-                objective = self.read_objective(
-                    self.folder / str(number), str(read_values(composed, ("objective",))["objective"])
-                )
-                logger.info(f"trial {number}: objective {objective}")
-                return JobStatus.COMPLETED, objective
-            except ValueError as error:
-                failure = TrialError(f"trial {number}: {error}", UsageError.exit_code)
-        logger.info(str(failure))
-        return JobStatus.FAILED, failure
-
-
 def run_trials(
     multirun: Multirun,
     run: Callable[[Sequence[Composed]], Iterator[int]],
@@ -221,12 +162,52 @@ def run_trials(
     """Let the sweeper run its trials, and return 0; raises LaunchError.
 
     `run` runs configurations, and gives their exit codes as they end. `read_objective` returns the objective
-    of a run directory; it raises ValueError.
+    of a run directory, by the value of `objective`; it raises ValueError. Trial N runs in FOLDER/N; the
+    sweeper's own files are beside these.
     """
     folder = make_folder(multirun)
     parsed = OverridesParser.create().parse_overrides(list(multirun.words))
     fixed = {one.get_key_element(): str(one.input_line) for one in parsed if not one.is_sweep_override()}
-    trials = Trials(multirun, folder, run, read_objective, fixed)
+    defects: list[BaseException] = []
+
+    def run_batch(trials: Sequence[tuple[int, Sequence[str]]]) -> list[JobReturn]:
+        """Run a batch, and return each trial's objective, or TrialError if it has none.
+
+        Raises LaunchError for a trial that cannot be composed, before any runs.
+        """
+        batch: list[tuple[int, Sequence[str], list[str], Composed]] = []
+        for number, overrides in trials:
+            # What is fixed is as given: sweepers write it in ways of their own.
+            chosen = [word for word in overrides if word.partition("=")[0] not in fixed]
+            composed = compose(multirun.sources, [*fixed.values(), *chosen], number)
+            use_sweep_folder(composed.tree, str(folder / str(number)))
+            batch.append((number, overrides, chosen, composed))
+        codes = run([composed for *_, composed in batch])
+        results: list[JobReturn] = []
+        for number, overrides, chosen, composed in batch:
+            logger.info(f"trial {number}: {' '.join(mask_words(chosen))}")
+            value: object = None
+            if code := next(codes):
+                value = TrialError(f"trial {number} failed with exit code {code}", code)
+            else:
+                kind = str(read_values(composed, ("objective",))["objective"])
+                try:
+                    value = read_objective(folder / str(number), kind)
+                except ValueError as error:
+                    value = TrialError(f"trial {number}: {error}", UsageError.exit_code)
+            failed = isinstance(value, TrialError)
+            logger.info(str(value) if failed else f"trial {number}: objective {value}")
+            status = JobStatus.FAILED if failed else JobStatus.COMPLETED
+            results.append(TrialReturn(overrides, composed.tree, status=status, _return_value=value))
+        return results
+
+    def keep_defects(trials: Sequence[tuple[int, Sequence[str]]]) -> list[JobReturn]:
+        try:
+            return run_batch(trials)
+        except BaseException as error:
+            defects.append(error)  # not one of the sweeper's
+            raise
+
     logger.info(f"the trials of hydra/sweeper={multirun.sweeper} go to {folder}")
     plugins = logging.getLogger("hydra_plugins")  # whose log has their results
     plugins.handlers = [StderrHandler()]
@@ -237,11 +218,11 @@ def run_trials(
     with open_hydra(multirun.sources):
         hydra: Any = GlobalHydra.instance().hydra
         try:
-            hydra.multirun(multirun.sources.primary, trials, words, with_log_configuration=False)
+            hydra.multirun(multirun.sources.primary, keep_defects, words, with_log_configuration=False)
         except LaunchError:
             raise
         except Exception as error:
-            if error is trials.defect:
+            if error in defects:
                 raise
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 traceback.print_exception(error)
