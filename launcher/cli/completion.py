@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from launcher.cli.verbs import VERBS, Takes, find_verb, group_words
+from launcher.cli.verbs import VERBS, find_verb, group_words
 from launcher.config.settings import Settings
 from launcher.config.words import list_flag_values, make_parser, parse_flags
 from launcher.errors import UsageError
@@ -122,7 +122,7 @@ def complete_names(verb: str, before: Sequence[str], last: str) -> list[str]:
     given = {word.partition("=")[0]: word.partition("=")[2] for word in before if "=" in word}
     flags = list_flag_names(last) if last.startswith("-") else []
     runs_dir = Path(given.get("runs_dir") or Settings.runs_dir)
-    runs = islice(list_runs(runs_dir), MOST_RUNS) if VERBS[verb].takes is Takes.RUNS else ()
+    runs = islice(list_runs(runs_dir), MOST_RUNS) if VERBS[verb].takes == "runs" else ()
     keys = [key for key in VERBS[verb].keys if key.partition("=")[0] not in (*given, *before)]
     words = [*keys, *map(name_run, runs)]
     return [word for word in words if word.startswith(last) and word not in before] + flags

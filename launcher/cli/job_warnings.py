@@ -10,7 +10,6 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 from launcher.config.program import find_script
 from launcher.config.rules import check_allocator, read_torch_version
@@ -32,10 +31,6 @@ from launcher.plan.variables import (
 from launcher.protocol import LAUNCH_GC, LAUNCH_NUM_WORKERS
 from launcher.runs.secrets import mask_variables, mask_words
 from launcher.text import clean_text
-
-if TYPE_CHECKING:
-    pass
-
 
 logger = logging.getLogger(__name__)
 

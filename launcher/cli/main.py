@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from launcher.cli.verbs import (
     Call,
     Command,
-    Takes,
     call_verb,
     check_words,
     find_verb,
@@ -156,7 +155,7 @@ def call_composed(
     """Call the verb with a configuration; return the exit code, raise LaunchError."""
     for warning in composed.warnings:
         logger.warning(warning)
-    if find_verb(command.verb).takes is Takes.PROGRAM:
+    if find_verb(command.verb).takes == "program":
         from launcher.cli.job_warnings import warn_unread
 
         warn_unread(command.program or ())

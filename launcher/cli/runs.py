@@ -82,33 +82,25 @@ def choose_named(config: Settings, names: Sequence[str]) -> list[Path]:
     return choose_runs(Path(config.runs_dir), names)
 
 
-def choose_live(config: Settings, names: Sequence[str], verb: str) -> Path:
-    """Return the one run that is named; if none is, the newest that has not ended, or else the newest.
+def choose_one(config: Settings, names: Sequence[str], verb: str, *, is_live: bool = False) -> Path:
+    """Return the one run that is named, the newest if none is; raises UsageError for several.
 
-    Raises UsageError for several.
+    `is_live` prefers the newest that has not ended.
     """
-    newest = islice(list_runs(Path(config.runs_dir)), MOST_RUNS) if not names else ()
-    live = next((path for path in newest if read_status(path).is_live), None)
-    if live is None:
-        return choose_one(config, names, verb)
-    logger.info(f"{verb} of {name_run(live)}, the newest run that has not ended")
-    return live
-
-
-def choose_one(config: Settings, names: Sequence[str], verb: str) -> Path:
-    """Return the one run that is named, the newest if none is; raises UsageError for several."""
-    if not names:
-        newest = next(list_runs(Path(config.runs_dir)), None)
-        if newest is None:
-            raise UsageError(f"launch {verb}: no run below runs_dir={config.runs_dir} yet")
-        logger.info(f"{verb} of {name_run(newest)}, the newest run")
-        return newest
-    found = choose_named(config, names)
-    if len(found) > 1:
-        raise UsageError(
-            f"{' '.join(names)} are {len(found)} runs, and launch {verb} takes one, such as {found[0]}"
-        )
-    return found[0]
+    if names:
+        found = choose_named(config, names)
+        if len(found) > 1:
+            raise UsageError(
+                f"{' '.join(names)} are {len(found)} runs, and launch {verb} takes one, such as {found[0]}"
+            )
+        return found[0]
+    newest = list(islice(list_runs(Path(config.runs_dir)), MOST_RUNS if is_live else 1))
+    if not newest:
+        raise UsageError(f"launch {verb}: no run below runs_dir={config.runs_dir} yet")
+    live = next((path for path in newest if is_live and read_status(path).is_live), None)
+    what = "run that has not ended" if live else "run"
+    logger.info(f"{verb} of {name_run(live or newest[0])}, the newest {what}")
+    return live or newest[0]
 
 
 # launch status
@@ -254,48 +246,48 @@ def cancel_runs(call: Call) -> int:
     standing, error = find_run_states(choose_named(config, names), own=True)
     if error:
         raise error
-    for run in standing:
-        _check_cancellable(run)
-        if not run.is_live:
-            logger.info(f"{run.run} has ended already: {run.state}{f' ({run.reason})' if run.reason else ''}")
-    live = [run for run in standing if run.is_live]
-    if live and not config.yes and not _confirm(live):
-        logger.info("nothing was cancelled")
-        return EXIT_DECLINED
-    jobs = [run for run in live if not run.process]
-    left = _cancel_jobs(jobs) if jobs else 0
-    for run in live:
-        left += _stop_process(run, config.torchrun.shutdown_timeout) if run.process else 0
+    with contextlib.ExitStack() as opened:
+        processes = {run.run: _open_launch(run, opened) for run in standing}
+        for run in standing:
+            if not run.is_live:
+                reason = f" ({run.reason})" if run.reason else ""
+                logger.info(f"{run.run} has ended already: {run.state}{reason}")
+        live = [run for run in standing if run.is_live]
+        if live and not config.yes and not _confirm(live):
+            logger.info("nothing was cancelled")
+            return EXIT_DECLINED
+        jobs = [run for run in live if not run.process]
+        left = _cancel_jobs(jobs) if jobs else 0
+        for run in live:
+            if run.process:
+                left += _stop_process(run, processes[run.run], config.torchrun.shutdown_timeout)
     return EXIT_MACHINE if left else 0
 
 
-def _check_cancellable(run: RunStatus) -> None:
-    """Raise MachineError for a run that cannot be cancelled from here."""
+def _open_launch(run: RunStatus, opened: contextlib.ExitStack) -> int | None:
+    """Return a pidfd of the `launch` that a local run hangs on; None if it is gone, or SLURM has the run.
+
+    Raises MachineError for a run that cannot be cancelled from here.
+    """
     if run.state == "unknown":
         raise MachineError(f"{run.run} is left alone: {run.reason} ({run.path})")
-    if not run.is_live:
-        return
-    if run.process:
-        if check_process(run.process) is None:
-            host, pid = run.process.get("host"), run.process.get("pid")
-            raise MachineError(f"{run.run} is process {pid} on {host}: give this command there")
-        with contextlib.suppress(ProcessLookupError):
-            os.close(_open_launch(run))
-    elif not run.job_id:
+    if not run.is_live or (run.job_id and not run.process):
+        return None
+    if not run.process:
         raise MachineError(
             f"{run.run} has no job, and its manifest names no process: end its `launch` where it was started"
         )
-
-
-def _open_launch(run: RunStatus) -> int:
-    """Return a pidfd of the `launch` that a local run hangs on.
-
-    Raises ProcessLookupError if it is gone, and MachineError if the process is no launch of this run.
-    """
+    if check_process(run.process) is None:
+        host, pid = run.process.get("host"), run.process.get("pid")
+        raise MachineError(f"{run.run} is process {pid} on {host}: give this command there")
     try:
-        return open_process(run.process, Path(run.path))
+        descriptor = open_process(run.process, Path(run.path))
+    except ProcessLookupError:
+        return None
     except PermissionError as error:
         raise MachineError(f"{run.run} is left alone: {error.strerror} ({run.path})") from None
+    opened.callback(os.close, descriptor)
+    return descriptor
 
 
 def _confirm(runs: Sequence[RunStatus]) -> bool:
@@ -359,21 +351,16 @@ def _record_cancellation(run: RunStatus) -> None:
         logger.warning(f"{path}/manifest.json could not be written ({error.strerror})")
 
 
-def _stop_process(run: RunStatus, grace: float) -> int:
+def _stop_process(run: RunStatus, descriptor: int | None, grace: float) -> int:
     """Send a local run's `launch` SIGTERM and wait for its end; returns 1 if it is still ending."""
-    try:
-        descriptor = _open_launch(run)
-    except ProcessLookupError:
+    if descriptor is None:
         logger.info(f"{run.run} has just ended")
         return 0
-    try:
+    with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(descriptor, signal.SIGTERM)
-        logger.info(f"stopping {run.run}, whose ranks have {grace:.0f} s to end")
-        # After the grace, launch itself goes on to SIGKILL.
-        ready, _, _ = select.select([descriptor], [], [], grace + TERM_GRACE + 2 * KILL_GRACE)
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
+    logger.info(f"stopping {run.run}, whose ranks have {grace:.0f} s to end")
+    # After the grace, launch itself goes on to SIGKILL.
+    ready, _, _ = select.select([descriptor], [], [], grace + TERM_GRACE + 2 * KILL_GRACE)
     ((now,), _) = find_run_states([Path(run.path)])
     logger.info(f"{run.run} has ended: {now.state}" if ready else f"{run.run} is still ending")
     return 0 if ready else 1

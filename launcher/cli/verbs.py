@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from enum import Enum, auto
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -33,24 +32,14 @@ GPU_NAMES = re.compile(r"[\d,]+|(?:GPU|MIG)-.*")
 """GPUs as `CUDA_VISIBLE_DEVICES` names them."""
 
 
-class Takes(Enum):
-    """What may stand on a verb's command line beside settings and flags."""
-
-    NOTHING = auto()
-    PROGRAM = auto()
-    RUNS = auto()
-    """Names of runs, and numbers of jobs."""
-    NODES = auto()
-    """Names of nodes."""
-
-
 @dataclass(frozen=True, slots=True)
 class Verb:
     """A word that may stand first on the command line."""
 
     function: str
     """A module of this package and its function, which takes a Call and returns the exit code."""
-    takes: Takes = Takes.NOTHING
+    takes: str = ""
+    """What may stand beside settings and flags: a `program`, `runs` (or numbers of jobs), or `nodes`."""
     keys: tuple[str, ...] = ()
     """What completion offers beside the names of runs."""
     subjects: tuple[str, ...] = ()
@@ -59,24 +48,24 @@ class Verb:
     @property
     def takes_names(self) -> bool:
         """Whether it takes names of what there is already: runs, jobs, nodes."""
-        return self.takes in (Takes.RUNS, Takes.NODES)
+        return self.takes in ("runs", "nodes")
 
 
 VERBS: Mapping[str, Verb] = {
-    "plan": Verb("plan:show_plan", Takes.PROGRAM),
+    "plan": Verb("plan:show_plan", "program"),
     "topo": Verb("plan:show_topo"),
     "doctor": Verb("doctor:show_checkup"),
-    "fit": Verb("fit:show_fit", Takes.PROGRAM),
-    "tune": Verb("tune:tune_program", Takes.PROGRAM, subjects=("dataloader", "batch")),
-    "status": Verb("runs:show_status", Takes.RUNS, ("format=", "runs_dir=")),
-    "logs": Verb("runs:show_logs", Takes.RUNS, ("-f", "rank=", "logs.tail=", "runs_dir=")),
-    "watch": Verb("watch:show_watch", Takes.RUNS, ("rank=", "format=", "runs_dir=")),
-    "nodes": Verb("runs:show_nodes", Takes.NODES, ("format=", "runs_dir=")),
-    "report": Verb("watch:write_run_report", Takes.RUNS, ("save=", "runs_dir=")),
-    "cancel": Verb("runs:cancel_runs", Takes.RUNS, ("yes=true", "runs_dir=")),
+    "fit": Verb("fit:show_fit", "program"),
+    "tune": Verb("tune:tune_program", "program", subjects=("dataloader", "batch")),
+    "status": Verb("runs:show_status", "runs", ("format=", "runs_dir=")),
+    "logs": Verb("runs:show_logs", "runs", ("-f", "rank=", "logs.tail=", "runs_dir=")),
+    "watch": Verb("watch:show_watch", "runs", ("rank=", "format=", "runs_dir=")),
+    "nodes": Verb("runs:show_nodes", "nodes", ("format=", "runs_dir=")),
+    "report": Verb("watch:write_run_report", "runs", ("save=", "runs_dir=")),
+    "cancel": Verb("runs:cancel_runs", "runs", ("yes=true", "runs_dir=")),
 }
 """Without one of these words at its beginning, a command line runs a job."""
-RUN = Verb("run:run_job", Takes.PROGRAM)
+RUN = Verb("run:run_job", "program")
 
 
 def find_verb(name: str) -> Verb:
@@ -313,7 +302,7 @@ def check_words(command: Command) -> None:
             problems.append(_explain_key(word, command.words))
         elif not any(problems):
             wrong = f"{word!r} is not KEY=VALUE, and"
-            if find_verb(command.verb).takes is Takes.PROGRAM:
+            if find_verb(command.verb).takes == "program":
                 problems.append(f"{wrong} no file here: to run it as a program, put `--` before it")
             else:
                 problems.append(f"{wrong} `launch {command.verb}` takes nothing else")

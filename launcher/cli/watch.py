@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli.plan import check_target, explain, write_file
-from launcher.cli.runs import choose_live, choose_one
+from launcher.cli.runs import choose_one
 from launcher.cli.verbs import Call, print_json
 from launcher.codec import load
 from launcher.config.run_path import read_config_value
@@ -45,7 +45,7 @@ def show_watch(call: Call) -> int:
     Raises UsageError for a run, or a rank, that there is not.
     """
     config = call.config
-    path, rank = choose_live(config, call.names, "watch"), config.rank
+    path, rank = choose_one(config, call.names, "watch", is_live=True), config.rank
     ((run,), _) = find_run_states([path])
     if config.format == "json":
         snapshot = RunReader(path).read()

@@ -55,10 +55,6 @@ _STRAGGLER_FIXES = {
     "program": "profile this rank: its own code takes longer than the others'",
 }
 """What helps, by the cause of a straggler."""
-_LONGEST = 2000
-"""Characters of a text."""
-_MOST_ROWS, _MOST_EVENTS = 64, 24
-"""Rows of tables: of ranks and attempts, of events."""
 _MOST_STATES = 60_000
 """States of ranks that are read of all nodes' metrics: some seconds' work."""
 _FEWEST_SAMPLES, _MOST_SAMPLES = 12, 2000
@@ -71,15 +67,6 @@ _MOST_PUS = 2048
 """PUs of a machine that is drawn."""
 _MOST_STACKS, _MOST_FRAMES = 16, 60
 """Different stacks of a hang, and frames of one."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """A table; the first cell of a row names it."""
-
-    caption: str
-    heads: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +190,9 @@ def render_report(account: RunAccount, plans: Mapping[str, Plan]) -> bytes:
         **dict.fromkeys(("steps", "time", "gpu", "cpu", "machine")),
         "warnings": _list_warnings(account, plans),
         "hangs": account.hangs,
-        "events": _tabulate_events(account),
-        "placement": _tabulate_placement(account),
-        "attempts": _tabulate_attempts(account),
+        "events": [event for event in account.events if event.text],
+        "placement": any(host.records for host in account.records.hosts),
+        "attempts": account.status.attempts,
     }
     if DRAWS:
         charts = Charts(account.samples, account.events, account.begin, account.end)
@@ -228,7 +215,6 @@ def render_report(account: RunAccount, plans: Mapping[str, Plan]) -> bytes:
         last_lines=take_list(status.first_failure or {}, "last_lines")[-30:],
         ranks=max(planned, len({state.rank for one in account.reports for state in one.ranks})),
         step=_format_step(account),
-        lead=_describe_end(account),
         page=page,
         draws=DRAWS,
         now=datetime.now().astimezone(),
@@ -245,19 +231,6 @@ def _tame(value: object) -> object:
 # What ran
 
 
-def _describe_end(account: RunAccount) -> str:
-    """Say in a sentence or two how the run stands or ended."""
-    status, seconds = account.status, describe_time(account.end - account.begin)
-    step = f" at step {_format_step(account)}" if _format_step(account) else ""
-    if status.is_live:
-        head = f"It is {status.state}{step}, {seconds} after its start; this is what there is so far."
-    else:
-        verb = "is" if status.state in ("lost", "unknown") else "has"
-        head = f"It {verb} {status.state} after {seconds}{step}."
-    reason = f"{status.reason[:1].upper()}{status.reason[1:]}"
-    return clean_text(f"{head} {reason}{'.' if reason and not reason.endswith('.') else ''}", _LONGEST)
-
-
 def _format_step(account: RunAccount) -> str:
     """Return the step that the run has come to: `120/400`."""
     status = account.status
@@ -272,27 +245,6 @@ def _show_time(text: str) -> str:
     """Return a time of the manifest's with its zone, to the second."""
     zone = text[-6:] if text[-6:-5] in ("+", "-") else ""
     return f"{shorten_time(text)} {clean_text(zone)}".strip() if text else ""
-
-
-def _tabulate_attempts(account: RunAccount) -> _Table | None:
-    """Return the table of the starts of the job."""
-    status = account.status
-    rows = []
-    for number, attempt in enumerate(status.attempts):
-        begin, end = read_time(attempt.started), read_time(attempt.ended)
-        until = account.end if end is None else end
-        rows.append(
-            (
-                str(number),
-                _show_time(attempt.started),
-                _show_time(attempt.ended) or ("goes on" if status.is_live else "not known"),
-                "?" if begin is None else describe_time(max(0.0, until - begin)),
-                status.state if attempt.state == "running" else attempt.state,
-                clean_text(attempt.reason, _LONGEST),
-            )
-        )
-    heads = ("attempt", "started", "ended", "duration", "state", "reason")
-    return _Table("Starts of the job", heads, rows[-_MOST_ROWS:]) if rows else None
 
 
 # Warnings with their fixes
@@ -377,6 +329,9 @@ def _gather_stacks(ranks: Sequence[RankEvidence]) -> Iterator[tuple[str, str]]:
 
 _FILTERS: dict[str, Callable[..., object]] = {
     "clean": clean_text,
+    "stamp": read_time,
+    "cpulist": shorten_cpulist,
+    "differs": lambda plan, record: bool(record.problems) or any(compare_rank(plan, record)),
     "command": lambda words: join_words(mask_words(words)),
     "time": _show_time,
     "seconds": lambda seconds: describe_time(max(0.0, seconds)),
@@ -387,17 +342,6 @@ _FILTERS: dict[str, Callable[..., object]] = {
     "gather": _gather_stacks,
     "count": count_things,
 }
-
-
-def _tabulate_events(account: RunAccount) -> _Table | None:
-    """Return the events in words."""
-    told = [event for event in account.events if event.text]
-    rows = [
-        (describe_time(max(0.0, event.time - account.begin)), event.kind, clean_text(event.text, 600))
-        for event in told[:_MOST_EVENTS]
-    ]
-    left = f", the first {_MOST_EVENTS} of {len(told)}" if len(told) > _MOST_EVENTS else ""
-    return _Table(f"Events{left}", ("time since the start", "event", "what"), rows) if rows else None
 
 
 # Where the ranks ran
@@ -412,28 +356,3 @@ def _draw_machine(plans: Mapping[str, Plan]) -> Chart | None:
             about = f"{title}: NUMA nodes, caches, cores, GPUs and NICs in the colours of their ranks."
             return Chart(title, about, inline_svg(render_machine(plan, "", "svg"), "machine", about))
     return None
-
-
-def _tabulate_placement(account: RunAccount) -> _Table | None:
-    """Return a row for each rank that left a record, and whether it had what was planned for it."""
-    rows = []
-    for host in account.records.hosts:
-        planned = {rank.local_rank: rank for rank in host.planned}
-        for record in host.records:
-            plan = planned.get(record.local_rank)
-            gpu = f"{plan.gpu.index} {plan.gpu.pci}" if plan and plan.gpu and record.gpu is not None else ""
-            differs = record.problems or (plan and any(compare_rank(plan, record)))
-            cells = (
-                str(record.rank),
-                record.host,
-                gpu or "none",
-                record.cpus,
-                f"node {shorten_cpulist(record.memory.nodes)}" if record.memory.nodes else "any node",
-                "?" if record.num_workers is None else str(record.num_workers),
-                (plan.nic if plan else None) or "none",
-                "no plan" if plan is None else "no" if differs else "yes",
-            )
-            rows.append(tuple(clean_text(cell, 120) for cell in cells))
-    left = f", the first {_MOST_ROWS} of {len(rows)}" if len(rows) > _MOST_ROWS else ""
-    heads = ("rank", "host", "GPU", "CPUs", "memory on", "workers", "NIC", "as planned")
-    return _Table(f"What the ranks had{left}", heads, rows[:_MOST_ROWS]) if rows else None
