@@ -9,7 +9,10 @@ import pytest
 from rich.console import Console
 
 from launcher.plan.model import Cpu, Gpu, Limits, Machine, Memory, Nic, NumaNode, Plan, RankPlan, warn
+from launcher.plan.planner import plan
 from launcher.report.placement import print_placement
+from tests.plan.lab_machines import ask
+from tests.report import full_machines
 from tests.seam import Launch, run_inside
 
 
@@ -24,20 +27,6 @@ def make_machine(cores: int, nodes: int = 2, packages: int = 2, threads: int = 1
     every = frozenset(cpu.id for cpu in cpus)
     gpus = tuple(Gpu(at, f"GPU-{at}", f"0000:{at:02x}:00.0", 0, name="H100") for at in range(2))
     return Machine(tuple(cpus), places, gpus, every, frozenset(range(nodes)), name="box")
-
-
-def make_ranks(machine: Machine, count: int) -> tuple[RankPlan, ...]:
-    """Even shares of the cores, memory on the node of each."""
-    cores = sorted({cpu.core for cpu in machine.cpus})
-    size = len(cores) // count
-    ranks = []
-    for at in range(count):
-        own = {cpu.id for cpu in machine.cpus if cpu.core in cores[at * size : (at + 1) * size]}
-        node = next(cpu.node for cpu in machine.cpus if cpu.id in own)
-        memory = Memory("preferred", frozenset({node}))
-        mask = frozenset(own)
-        ranks.append(RankPlan(at, machine.gpus[at % 2], mask, mask, memory, 2, size, nic=f"mlx5_{at}"))
-    return tuple(ranks)
 
 
 SMALL = make_machine(16)
@@ -56,13 +45,13 @@ PLAN = Plan(SMALL, (FIRST, SECOND))
 
 
 def show(
-    plan: Plan, *, width: int = 160, encoding: str = "utf-8", explain: bool = False, full: bool = False
+    placed: Plan, *, width: int = 160, encoding: str = "utf-8", explain: bool = False, full: bool = False
 ) -> list[str]:
     """The lines that a terminal of this width and encoding shows."""
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding)
     console = Console(file=file, width=width, force_terminal=True, color_system=None)
-    print_placement(console, plan, explain=explain, full=full)
+    print_placement(console, placed, explain=explain, full=full)
     file.flush()
     lines = raw.getvalue().decode(encoding).splitlines()
     assert max(map(len, lines)) <= width
@@ -113,10 +102,10 @@ def test_the_heading_says_what_the_machine_has(more: dict[str, object], words: s
 
 @pytest.mark.parametrize("cores", [32, 112, 512])
 def test_ranks_sit_side_by_side_at_every_width(cores: int) -> None:
-    machine = make_machine(cores, nodes=4, threads=2)
+    machine = replace(make_machine(cores, nodes=4, threads=2), gpus=())
     for width, ranks in itertools.product((80, 120, 160, 200), (1, 2, 8, 16)):
-        lines = show(Plan(machine, make_ranks(machine, ranks)), width=width)
-        bars = [[at for at, mark in enumerate(line) if mark == "█"] for line in lines[1:]]
+        lines = show(plan(machine, ask(nproc_per_node=ranks)), width=width)
+        bars = [[at for at, mark in enumerate(line) if mark == "█"] for line in lines[1 : ranks + 1]]
         places = [at for bar in bars for at in bar]
         assert len(bars) == ranks and all(bars)
         assert places == sorted(set(places)), "no two ranks in one cell"
@@ -124,16 +113,15 @@ def test_ranks_sit_side_by_side_at_every_width(cores: int) -> None:
 
 
 def test_a_narrow_terminal_keeps_what_counts_most() -> None:
-    machine = make_machine(128, nodes=8, threads=2)
-    plan = Plan(machine, make_ranks(machine, 8))
-    columns = {width: show(plan, width=width)[0].split() for width in (30, 50, 80, 120, 200)}
+    placed = plan(full_machines.lab("dgx-a100"), ask(nproc_per_node=8))
+    columns = {width: show(placed, width=width)[0].split() for width in (30, 50, 80, 120, 200)}
     assert [word for word in columns[80] if word.isalpha()] == [
         *("rank", "gpu", "pci", "node", "workers", "threads", "nic")
     ]
     assert {"cpus", "memory"} <= set(columns[120]) and {"cpus", "memory"} <= set(columns[200])
     assert {"rank", "gpu", "workers"} <= set(columns[50]) and "pci" not in columns[50]
     assert "rank" in columns[30]
-    assert "memory on the rank's node" in " ".join(show(plan, width=80, full=True)[-2:])
+    assert "memory on the rank's node" in " ".join(show(placed, width=80, full=True)[-2:])
 
 
 def test_what_is_out_of_the_ordinary() -> None:
@@ -191,12 +179,22 @@ def read_rows(text: str) -> dict[str, list[list[str]]]:
     return found
 
 
-def test_what_all_ranks_have_is_one_row_and_what_differs_a_row_for_each_value(
+def test_the_plan_has_a_line_on_variables_and_explain_their_table(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What all ranks have is one row, what differs a row for each value; odd values stay on their line."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    rows = read_rows(launch(*WORDS, "explain=true", "binding.nic=true", "env.MINE=x").out)
-    assert rows["MINE"] == [["x", "all", "the configuration", ""]]
+    given = ("env.HF_TOKEN=hf-secret", "env.URL=http://me:secret@host/", "binding.nic=true")
+    odd = ("env.ODD=two\nlines\x1b[31m [bold]x[/bold]", f"env.LONG={'y' * 700}")
+    short, long = (launch(*WORDS, *given, *odd, *more).out for more in ((), ("explain=true",)))
+    assert "4 by the configuration, 1 by you (explain=true lists them)" in short
+    assert "set by" not in short and "explain=true" not in long and "secret" not in short + long
+    assert (
+        "two\\nlines\\x1b[31m [bold]x[/bold]" in long and 480 < long.count("y") < 600 and "\x1b" not in long
+    )
+    rows = read_rows(long)
+    assert rows["HF_TOKEN"] == [["***", "all", "the configuration", ""]]
+    assert rows["URL"] == [["http://***@host/", "all", "the configuration", ""]]
     assert rows["OMP_NUM_THREADS"] == [["3", "all", "you", "kept"]]
     nics = rows["NCCL_IB_HCA"]
     assert [ranks for _, ranks, *_ in nics] == [str(rank) for rank in range(8)]
@@ -204,23 +202,3 @@ def test_what_all_ranks_have_is_one_row_and_what_differs_a_row_for_each_value(
     assert {(who, why) for *_, who, why in nics} == {("the plan", "binding.nic=true")}
     shared = read_rows(launch(*WORDS, "explain=true", "binding.nic=true", "nproc_per_node=16").out)
     assert [ranks for _, ranks, *_ in shared["NCCL_IB_HCA"]] == [f"{rank},{rank + 8}" for rank in range(8)]
-
-
-def test_odd_values_stay_on_their_line_and_long_ones_end(launch: Launch) -> None:
-    odd, long = "env.ODD=two\nlines\x1b[31m [bold]x[/bold]", f"env.LONG={'y' * 700}"
-    out = launch(*WORDS, "explain=true", odd, long).out
-    assert "two\\nlines\\x1b[31m [bold]x[/bold]" in out
-    assert 480 < out.count("y") < 600 and "\x1b" not in out
-
-
-def test_the_plan_has_the_line_and_explain_the_table(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    words = ("plan", "machine=dgx_a100", "env.HF_TOKEN=hf-secret", "env.URL=http://me:secret@host/")
-    short, long = launch(*words).out, launch(*words, "explain=true").out
-    assert "by the plan, 2 by the configuration, 1 by you (explain=true lists them)" in short
-    assert "set by" not in short and "explain=true" not in long
-    rows = [line.split() for line in long.splitlines()]
-    assert ["HF_TOKEN", "***", "all", "the", "configuration"] in rows
-    assert ["URL", "http://***@host/", "all", "the", "configuration"] in rows
-    assert ["OMP_NUM_THREADS", "3", "all", "you", "kept"] in rows
-    assert "secret" not in short + long + launch(*words, "format=json").out
