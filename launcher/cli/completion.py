@@ -69,7 +69,14 @@ def complete_word(before: Sequence[str], last: str) -> list[str]:
         return [value for value in values if value.startswith(last)]
     if last.startswith("-"):
         return list_flag_names(last)
-    return [*complete_setting(before, last), *list_scripts(last)]
+    from launcher.config.compose import ask_completion
+
+    try:
+        known = parse_flags(before)
+        found = ask_completion(known.sources, "query=bash", [*known.overrides, last]).split()
+    except UsageError:
+        found = []
+    return [*found, *list_scripts(last)]
 
 
 def split_line(line: str) -> list[str]:
@@ -86,17 +93,6 @@ def split_line(line: str) -> list[str]:
 def list_flag_names(last: str) -> list[str]:
     """Return the flags that begin so."""
     return sorted(name for name in make_parser()._option_string_actions if name.startswith(last))
-
-
-def complete_setting(before: Sequence[str], last: str) -> list[str]:
-    """Return the groups, options, keys and values that a word may become, as Hydra completes them."""
-    from launcher.config.compose import ask_completion
-
-    try:
-        known = parse_flags(before)
-        return ask_completion(known.sources, "query=bash", [*known.overrides, last]).split()
-    except UsageError:
-        return []
 
 
 def list_scripts(last: str) -> Iterator[str]:

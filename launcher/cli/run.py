@@ -3,7 +3,7 @@
 import difflib
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -47,7 +47,6 @@ from launcher.text import join_words, name_some, print_text
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from launcher.fit.training import ModelDimensions
     from launcher.plan.model import Plan
     from launcher.report.viewer import OutputViewer
     from launcher.runs.run_directory import RunDir
@@ -59,18 +58,17 @@ MAX_CHANGES = 12
 def run_job(call: Call) -> int:
     """Run a program where the configuration says, and return the exit code; raises LaunchError."""
     early = call.early or EarlyStart()
-    return try_anew(lambda: _start_job(call.composition, call.program, call.argv, early))
+    return try_anew(lambda: _start_job(call, early))
 
 
-def _start_job(
-    composed: Composed, program: tuple[str, ...] | None, argv: Sequence[str], early: EarlyStart
-) -> int:
+def _start_job(call: Call, early: EarlyStart) -> int:
     """Run a program once; raises LaunchError, or RunIdTakenError before anything is started.
 
     `early` may have a process from which the ranks can be forked.
     """
-    run_path = choose_run_path(composed, program, submits=is_for_slurm(composed))
-    spec = specify_job(composed, program, run_path, os.environ)
+    composed, argv = call.composition, call.argv
+    run_path = choose_run_path(composed, call.program, submits=is_for_slurm(composed))
+    spec = specify_job(composed, call.program, run_path, os.environ)
     check_resume(spec)
     start, kind = spec.config.start, spec.cluster.kind
     if kind in ("slurm", "allocation"):
@@ -87,8 +85,14 @@ def _start_job(
 
         return run_allocation(spec, argv)
     if spec.config.dry_run:
+        from launcher.report.console import make_console
+        from launcher.report.placement import print_placement
+
         _, job = settle_fit(spec, plan_job(spec))
-        return _preview_job(job)
+        print_placement(make_console(), job.plan, explain=job.config.explain)
+        logger.info(f"{_describe_agent(job)}:")
+        print_text(join_words(render_start(job, "RUN_ID")) + "\n")
+        return 0
     program_argv = find_program(spec.program, spec.config, spec.environ)
     if early.argv != program_argv or start.read_ahead == "off":
         early.drop_reader()
@@ -158,7 +162,12 @@ def specify_job(
     if cluster.kind != "slurm":
         warn_elsewhere(config, environ)
     is_bundled = not program and config.program.get("command") == list(BUNDLED)
-    fit_model = _find_job_model(config, program, given, is_bundled=is_bundled)
+    fit_model = None  # no claim on memory is made
+    asks_model = any(key.partition(".")[0] == "model" for key in given)
+    if config.model and (config.fit.check != "off" or is_bundled) and (asks_model or not program):
+        from launcher.config.training import find_start_model
+
+        fit_model = find_start_model(config, program, given)
     if program is not None and "model" in given:
         name = composed.choices.get("model")
         use = "says what the job needs of memory, and is not passed on" if fit_model else "is not used"
@@ -183,18 +192,6 @@ def specify_job(
         fit_model=fit_model,
         is_bundled=is_bundled,
     )
-
-
-def _find_job_model(
-    config: Settings, program: tuple[str, ...] | None, given: Collection[str], *, is_bundled: bool
-) -> "ModelDimensions | None":
-    """Return the model whose memory is judged before the start; None if there is no claim."""
-    asked = any(key.partition(".")[0] == "model" for key in given)
-    if (config.fit.check == "off" and not is_bundled) or not config.model or (program and not asked):
-        return None
-    from launcher.config.training import find_start_model
-
-    return find_start_model(config, program, given)
 
 
 # A run that goes on: `run_dir=DIR`
@@ -335,17 +332,6 @@ def _predict_memory(spec: JobSpec, plan: "Plan") -> int:
         what = f"{type(error).__name__}: {error}"
         logger.warning(f"later estimates learn nothing of this run ({what}): report it")
         return 0
-
-
-def _preview_job(job: Job) -> int:
-    """Show the plan and the command, and start nothing: `dry_run=true`."""
-    from launcher.report.console import make_console
-    from launcher.report.placement import print_placement
-
-    print_placement(make_console(), job.plan, explain=job.config.explain)
-    logger.info(f"{_describe_agent(job)}:")
-    print_text(join_words(render_start(job, "RUN_ID")) + "\n")
-    return 0
 
 
 def _describe_agent(job: Job) -> str:

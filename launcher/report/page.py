@@ -206,6 +206,7 @@ def render_report(account: RunAccount, plans: Mapping[str, Plan]) -> bytes:
     folder = files("launcher.report").joinpath("html_page")
     status, manifest = account.status, account.manifest
     planned = sum(len(host.planned) for host in account.records.hosts)
+    steps = [state.step for report in account.samples for state in report.ranks]
     text = environment.from_string(folder.joinpath("page.html.jinja").read_text("utf-8")).render(
         account=account,
         status=status,
@@ -214,7 +215,7 @@ def render_report(account: RunAccount, plans: Mapping[str, Plan]) -> bytes:
         packages=take_dict(manifest, "packages"),
         last_lines=take_list(status.first_failure or {}, "last_lines")[-30:],
         ranks=max(planned, len({state.rank for one in account.reports for state in one.ranks})),
-        step=_format_step(account),
+        steps=max(steps, default=0),
         page=page,
         draws=DRAWS,
         now=datetime.now().astimezone(),
@@ -229,16 +230,6 @@ def _tame(value: object) -> object:
 
 
 # What ran
-
-
-def _format_step(account: RunAccount) -> str:
-    """Return the step that the run has come to: `120/400`."""
-    status = account.status
-    if status.step is not None:
-        return f"{status.step}/{status.total}" if status.total else str(status.step)
-    steps = [account.job.step if account.job else 0]
-    steps += [state.step for report in account.samples for state in report.ranks]
-    return str(max(steps)) if max(steps) else ""
 
 
 def _show_time(text: str) -> str:

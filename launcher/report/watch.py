@@ -240,37 +240,40 @@ def arrange(snapshot: RunSnapshot, sort: str = "", host: str | None = None) -> T
     nodes = [view for view in snapshot.nodes if host in (None, view.report.host)]
     by_node = host is None and len(nodes) > 1 and sum(len(view.report.ranks) for view in nodes) > _MOST_RANKS
 
-    def order_rank(rank: Rank) -> tuple[bool, bool, bool, float, int]:
-        own = -(_measure_own(rank) or 0.0)
-        return rank.rank not in culprits, not rank.exit_code, rank.rank not in stragglers, own, rank.rank
+    def judge(ranks: Iterable[Rank], is_silent: bool = False) -> tuple[bool, ...]:
+        """Order what is wrong: who holds the others up, who is gone, who is slow."""
+        numbers = {rank.rank for rank in ranks}
+        has_failed = any(rank.exit_code for rank in ranks)
+        return not numbers & culprits, not is_silent, not has_failed, not numbers & stragglers
 
     rows: list[Row] = []
     for view in nodes:
         ranks = view.report.ranks
         if by_node or not ranks:
-            rows.append(_make_row(view, sorted(ranks, key=order_rank), is_node=True))
+            rows.append(
+                _make_row(
+                    view,
+                    sorted(ranks, key=lambda one: (*judge([one]), -(_measure_own(one) or 0.0), one.rank)),
+                    is_node=True,
+                )
+            )
         else:
             rows += [_make_row(view, (rank,), is_node=False) for rank in ranks]
     rows.sort(key=lambda row: min((rank.rank for rank in row.ranks), default=0))
     usual = median([float(row.cells["own"].value) for row in rows if "own" in row.cells] or [0.0])
-
-    def order_slowest(row: Row) -> tuple[bool, bool, bool, bool, int]:
-        ranks = {rank.rank for rank in row.ranks}
-        own = float(row.cells["own"].value) if "own" in row.cells else 0.0
-        return (
-            not ranks & culprits,
-            not row.view.is_silent,
-            not any(rank.exit_code for rank in row.ranks),
-            not ranks & stragglers,
-            -round(own / usual * _BUCKETS) if usual else 0,
-        )
 
     if sort:
         known = [row for row in rows if sort in row.cells]
         known.sort(key=lambda row: row.cells[sort].value, reverse=sort not in _LEAST_FIRST)
         rows = known + [row for row in rows if sort not in row.cells]
     else:
-        rows.sort(key=order_slowest)
+        owns = {row.key: float(row.cells["own"].value) if "own" in row.cells else 0.0 for row in rows}
+        rows.sort(
+            key=lambda row: (
+                *judge(row.ranks, row.view.is_silent),
+                -round(owns[row.key] / usual * _BUCKETS) if usual else 0,
+            )
+        )
     several = by_node or any(row.view.report.nodes > 1 for row in rows)
     titles = [title for title in _ORDER if title == sort or any(title in row.cells for row in rows)]
     titles = [title for title in titles if title != "node" or several]

@@ -13,7 +13,7 @@ from launcher.config.settings import Settings
 from launcher.probe import limits
 from tests.seam import LAUNCH, Launch, clean_environ, run_outside
 from tests.tune.programs import ALONE, BATCHES, TRAINING
-from tests.tune.test_meter import list_living
+from tests.tune.test_measured import list_living
 
 
 @pytest.mark.slow
