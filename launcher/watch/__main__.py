@@ -250,10 +250,10 @@ class NodeWatcher:
         saving = any(rank.phase == "saving" for rank in own.ranks)
         if newest > self.newest:
             text = f"the ranks were started again, attempt {newest}"
-            self.log.add_event(MetricsEvent("restart", own.time, text))
+            self.log.add(MetricsEvent("restart", own.time, text))
         if saving and not self.saving:
             step = max((rank.step for rank in own.ranks), default=None)
-            self.log.add_event(MetricsEvent("checkpoint", own.time, step=step))
+            self.log.add(MetricsEvent("checkpoint", own.time, step=step))
         self.newest, self.saving = max(newest, self.newest), saving
 
     def _exchange(self, own: NodeReport, state: JobState | None, now: float) -> None:
@@ -367,7 +367,7 @@ class NodeWatcher:
 
     def _record(self, event: MetricsEvent, state: str) -> None:
         """Write down what happened to the job, and notify of it."""
-        self.log.add_event(replace(event, attempt=self.settings.attempt))
+        self.log.add(replace(event, attempt=self.settings.attempt))
         name = "recover" if event.event == "recovered" else event.event
         self.notifier.tell(name, event.sentence, state=state, step=event.step)
 

@@ -237,13 +237,10 @@ class MetricsLog:
             age = now - self._start
             seconds = max(min(max(_SHORTEST, age / _GROWTH), self._interval), age / _KEPT)
             self._next_time = now + seconds - 0.5  # of grace: reports come at intervals of their own
-            self._put(report)
+            self.add(report)
 
-    def add_event(self, event: MetricsEvent) -> None:
-        """Write an event."""
-        self._put(event)
-
-    def _put(self, value: object) -> None:
+    def add(self, value: NodeReport | MetricsEvent) -> None:
+        """Write a sample or an event."""
         if self._worker:
             self._worker.put(json.dumps(_compact(value), separators=(",", ":")).encode() + b"\n")
 

@@ -35,7 +35,7 @@ _LARGEST_ENTRY = 1 << 16
 _LARGEST_TREE = 256
 """Processes of a rank that are looked at, at most."""
 _MOST_THREADS = 256
-"""Threads of a process whose run delay is read, at most: a program can have thousands."""
+"""Threads of a process whose run delay and children are read, at most: a program can have thousands."""
 WAITS: Mapping[str, Mapping[str, Any]] = tomllib.loads(Path(__file__).with_name("waits.toml").read_text())
 _NAMES: Mapping[int, str] = {
     row[platform.machine()]: name for name, row in WAITS["call"].items() if platform.machine() in row
@@ -140,10 +140,10 @@ def read_process(pid: int, *, tcp: bool = False) -> Process | None:
         total = (total or 0) + sum(read_connections([pid]).values()) if tcp else total
     delays: dict[int, int] = {}
     children: list[int] = []
-    for thread in list_threads(pid):
+    for thread in list_threads(pid)[:_MOST_THREADS]:
         here = f"/proc/{pid}/task/{thread}"
         children += [int(child) for child in read_kernel_text(f"{here}/children").split()]
-        if len(delays) < _MOST_THREADS and len(delay := read_kernel_text(f"{here}/schedstat").split()) > 1:
+        if len(delay := read_kernel_text(f"{here}/schedstat").split()) > 1:
             delays[thread] = int(delay[1])
     return Process(
         pid=pid,

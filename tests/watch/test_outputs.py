@@ -357,6 +357,7 @@ def test_what_prometheus_gets_is_what_the_report_says(
     assert find(found, "launch_rank_step_seconds", **labels, quantile="0.99") == [0.5]
     assert find(found, "launch_rank_data_wait_ratio") == [0.1]
     assert find(found, "launch_rank_phase", rank="9", phase="unwatched") == [1]
+    assert find(found, "launch_rank_phase", rank="9", phase="saving") == [0]
     assert find(found, "launch_gpu_sm_clock_hertz", **labels, gpu="3") == [1.98e9]
     assert find(found, "launch_gpu_xid_errors_total", xid="79") == [2]
     assert find(found, "launch_gpu_clock_event", reason="sw_power_cap") == [1]
@@ -389,7 +390,7 @@ def test_a_metrics_file_is_compact_has_an_end_and_ends_in_whole_lines(
         log = MetricsLog(tmp_path, "n2", 30.0, pytest.fail)
         log.add_report(report)
         log.add_report(report)  # too soon
-        log.add_event(EVENT)
+        log.add(EVENT)
         log.close(10)
         if report is odd:
             path.write_bytes(path.read_bytes()[:-20])  # as one that has died leaves it
@@ -398,7 +399,7 @@ def test_a_metrics_file_is_compact_has_an_end_and_ends_in_whole_lines(
     (found,) = read_metrics(tmp_path)
     assert found.rows[0].ranks[0].cpu is None and found.rows[1:] == (REPORT,)
     assert 2 < len(found.events) < 10 and found.skipped == 1
-    MetricsLog(tmp_path / "none", "n2", 0, pytest.fail).add_event(EVENT)
+    MetricsLog(tmp_path / "none", "n2", 0, pytest.fail).add(EVENT)
     assert not (tmp_path / "none").exists()
 
 
@@ -410,7 +411,7 @@ def test_a_file_that_cannot_be_written_is_one_warning_and_a_stuck_filesystem_sto
     path.symlink_to(tmp_path / "elsewhere")  # others' files and links are not written to
     log = MetricsLog(tmp_path, "n2", 30.0, warnings.append)
     for _ in range(2):
-        log.add_event(EVENT)
+        log.add(EVENT)
     log.close(10)
     (warning,) = warnings
     assert "metrics-n2.jsonl could not be written" in warning and not read_metrics(tmp_path)
@@ -419,7 +420,7 @@ def test_a_file_that_cannot_be_written_is_one_warning_and_a_stuck_filesystem_sto
     monkeypatch.setattr("launcher.watch.metrics.open_below", lambda *at: stuck.wait(60) and open_below(*at))
     log = MetricsLog(tmp_path, "n2", 30.0, pytest.fail)
     for _ in range(256 + 9):
-        log.add_event(EVENT)
+        log.add(EVENT)
     log.close(0.01)
     monkeypatch.undo()
     stuck.set()

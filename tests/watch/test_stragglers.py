@@ -1,5 +1,6 @@
 """Which rank the others wait for, and why: in simulated programs with and without a slow rank."""
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -64,7 +65,12 @@ def test_a_straggler_is_told_once_in_an_episode_and_long_pauses_are_no_habit() -
     assert not history.slow
     told += history.add(slow[300:])
     assert [one.rank for one in told] == [1, 1]
-    assert not history.add(slow)  # known steps
+    overlapping = ExcessHistory()
+    for last in (55, 58):
+        overlapping.add(healthy[:last])
+    assert (len(overlapping.blocks), len(overlapping.waiting)) == (5, 8), "known steps are left out"
+    slow[::10, 3] = math.nan  # rank 1 is not in all steps of a block
+    assert not ExcessHistory().add(slow)
     healthy[5:100:10, 1], healthy[5:100:10, 4] = 5.0, 4.0
     assert not ExcessHistory().add(healthy[:100])
 
