@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from launcher.codec import DecodeError, convert, load, parse_json
 from launcher.doctor.model import Facts, Unchecked
@@ -65,7 +65,7 @@ def main() -> int:
 def check_node(request: PreflightRequest, environ: Mapping[str, str], out: TextIO) -> None:
     """Answer with the facts, and again with the work."""
     begin = time.monotonic()
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the child is ended, too
     facts = read_node_facts(
         paths=[*request.paths, (tempfile.gettempdir(), "temporary directory")],
         host=name_host(environ),
@@ -76,11 +76,6 @@ def check_node(request: PreflightRequest, environ: Mapping[str, str], out: TextI
     facts = add_work(facts, request, begin + request.seconds - MARGIN)
     facts = replace(facts, seconds=round(time.monotonic() - begin, 3))
     print(render_answer(facts), end="", file=out, flush=True)
-
-
-def _leave(number: int, _: object) -> NoReturn:
-    """End by a signal, so that the child is ended, too."""
-    raise SystemExit(128 + number)
 
 
 def add_work(facts: Facts, request: PreflightRequest, deadline: float) -> Facts:
@@ -112,14 +107,8 @@ def list_turns(request: PreflightRequest, host: str) -> Iterator[list[str]]:
         for place, pair in enumerate(pairs):
             if host in pair:
                 meeting = f"{pair[0]}:{port + number * PORTS + place % PORTS}"
-                yield [
-                    "--pair",
-                    meeting,
-                    "--pair-rank",
-                    str(pair.index(host)),
-                    "--pair-name",
-                    name_pair(pair),
-                ]
+                rank = str(pair.index(host))
+                yield ["--pair", meeting, "--pair-rank", rank, "--pair-name", name_pair(pair)]
 
 
 @dataclass(slots=True)

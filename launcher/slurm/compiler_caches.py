@@ -23,10 +23,22 @@ node's own."""
 def open_caches(environ: Mapping[str, str]) -> Iterator[str]:
     """Give a new folder on this node, for its owner alone, that is removed in the end.
 
-    Empty if the user has said where the caches are, or if no disk will do: the compilers' own places
-    are better than no job. What a task that was killed has left is removed by the next one.
+    It is of mode 0700, and libraries can be loaded from it. Empty if the user has said where the caches are,
+    or if no disk will do: the compilers' own places are better than no job. What a task that was killed has
+    left is removed by the next one.
     """
-    folder, lock = ("", None) if all(environ.get(name) for name in CACHES) else make_cache_folder(environ)
+    folder, lock = "", None
+    prefix = f".{PREFIX}{environ.get('SLURM_JOB_ID', 'job')}-"
+    for disk in () if all(environ.get(name) for name in CACHES) else list_disks(environ):
+        with contextlib.suppress(OSError, ValueError):
+            if not os.statvfs(disk).f_flag & os.ST_NOEXEC:
+                remove_leftovers(disk)
+                made = tempfile.mkdtemp(prefix=prefix, dir=disk)
+                lock = lock_folder(made)
+                named = os.path.join(disk, os.path.basename(made)[1:])  # noqa: PTH118, PTH119 - texts
+                os.rename(made, named)  # noqa: PTH104 - by this name it is locked
+                folder = named
+                break
     try:
         yield folder
     finally:
@@ -34,24 +46,6 @@ def open_caches(environ: Mapping[str, str]) -> Iterator[str]:
             shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
-
-
-def make_cache_folder(environ: Mapping[str, str]) -> tuple[str, int | None]:
-    """Make a folder of mode 0700 that libraries can be loaded from, and return the lock on it too.
-
-    The folder is empty if there is no place for it, the lock None if the disk knows none.
-    """
-    prefix = f".{PREFIX}{environ.get('SLURM_JOB_ID', 'job')}-"
-    for disk in list_disks(environ):
-        with contextlib.suppress(OSError, ValueError):
-            if not os.statvfs(disk).f_flag & os.ST_NOEXEC:
-                remove_leftovers(disk)
-                made = tempfile.mkdtemp(prefix=prefix, dir=disk)
-                lock = lock_folder(made)
-                folder = os.path.join(disk, os.path.basename(made)[1:])  # noqa: PTH118, PTH119 - texts
-                os.rename(made, folder)  # noqa: PTH104 - by this name it is locked
-                return folder, lock
-    return "", None
 
 
 def list_disks(environ: Mapping[str, str]) -> list[str]:

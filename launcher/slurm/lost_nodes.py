@@ -172,18 +172,16 @@ class Liveness:
         self.now = now
 
     def list_suspects(self) -> list[str]:
-        """Return the nodes that have been silent for too long, and whose answer is to be tried."""
-        return [
-            host for host, signs in self.signs.items() if host not in self.lost and self.is_suspect(signs)
-        ]
-
-    def is_suspect(self, signs: NodeSigns) -> bool:
-        """Tell whether a node has been silent for longer than a sound one is."""
-        silence = self.now - signs.heard
-        if not signs.has_spoken:
-            return silence > BEGINNING
-        is_doubted = self.doubted is not None and signs.heard < self.doubted < self.now - DOUBT
-        return is_doubted or silence > SILENCE
+        """Return the nodes that have been silent for longer than a sound one is, and are to be tried."""
+        suspects = []
+        for host, signs in self.signs.items():
+            silence = self.now - signs.heard
+            is_late = silence > (SILENCE if signs.has_spoken else BEGINNING)
+            if signs.has_spoken and self.doubted is not None:
+                is_late = is_late or signs.heard < self.doubted < self.now - DOUBT
+            if is_late and host not in self.lost:
+                suspects.append(host)
+        return suspects
 
     def is_silent(self, host: str) -> bool:
         """Tell whether a suspect has been silent for long without a failure's doubt, too."""
@@ -199,21 +197,16 @@ class Liveness:
         self.signs[host].is_frozen = not has_run and self.is_silent(host)
 
     def take_losses(self) -> list[Loss]:
-        """Return the suspects that are lost by now, each of them once."""
-        found = [self.judge(host) for host in self.list_suspects()]
-        losses = [loss for loss in found if loss]
+        """Return the suspects that are lost by now, as there is enough evidence for it, each of them once."""
+        losses = []
+        for host in self.list_suspects():
+            signs, silence = self.signs[host], self.now - self.signs[host].heard
+            if signs.unreachable >= MAX_UNREACHABLE:
+                losses.append(Loss(host, UNREACHABLE, silence))
+            elif signs.is_frozen and silence > SILENCE:
+                losses.append(Loss(host, FROZEN, silence))
         self.lost |= {loss.host for loss in losses}
         return losses
-
-    def judge(self, host: str) -> Loss | None:
-        """Return a suspect's loss; None if there is not enough evidence for it."""
-        signs = self.signs[host]
-        silence = self.now - signs.heard
-        if signs.unreachable >= MAX_UNREACHABLE:
-            return Loss(host, UNREACHABLE, silence)
-        if signs.is_frozen and silence > SILENCE:
-            return Loss(host, FROZEN, silence)
-        return None
 
     def has_heard_all(self, hosts: Iterable[str], since: float) -> bool:
         """Tell whether each of these nodes was heard of after a time, or is lost."""

@@ -57,6 +57,10 @@ def play(text: str) -> tuple[Liveness, list[tuple[float, str]]]:
         ("7 heard a c, 9 open b, 17 runs b, 18 look", []),
         ("7 heard a c, 9 open b, 17 stuck b", [(17, "b")]),
         ("7 heard a c, 9 open b, 10 heard b, 17 look", []),
+        (
+            "7 heard a c, 9 open b, 16 heard a b c, 17 stuck b, 25 heard a c, 26 look",
+            [],
+        ),  # it has spoken since
         # After a failure two seconds without an answer are enough to look.
         ("2 failed, 2 heard a c, 3 refused b, 4 refused b", [(4, "b")]),
         ("2 failed, 2.1 heard a b c, 3 refused b, 4 refused b, 5 refused b", []),
