@@ -32,8 +32,10 @@ what was written."""
 FRESH = 2.0
 """Seconds for which a size that a network filesystem tells is believed."""
 OWN_PREFIX = b"launch: "
-"""How the lines of the batch script's process begin; the last line of a job is one."""
+"""How the lines of the batch script's process begin."""
 OWN_LINES = re.compile(rb"((?:^launch: .*\n)+)", re.MULTILINE)
+LAST_LINE = re.compile(rb"^launch: run directory .*\n\Z", re.MULTILINE)
+"""The last line of a job; its manifest may be closed while its ranks still end."""
 OTHER_RANKS = re.compile(rb"^\[[^][\s]+:(?!0\] )\d+\] .*\n", re.MULTILINE)
 """Lines of other ranks than rank 0."""
 RANKS = Source(0, "out", b"")
@@ -57,8 +59,8 @@ class JobLog:
     """The beginning of a line that is launch's, or may be."""
     begins: bool = True
     """The next byte begins a line."""
-    ends_with_own: bool = False
-    """The last line is launch's, and whole."""
+    is_whole: bool = False
+    """The last line is that of a job's end."""
     opened: float = 0.0
     """When the file was last opened for its size."""
 
@@ -90,7 +92,8 @@ class JobLog:
                     self.console.write_output(RANKS, others)
                 if own:
                     self.console.write_own_lines(own)
-            self.begins, self.ends_with_own = data.endswith(b"\n"), not pieces[-1] and bool(pieces[-2])
+            self.begins = data.endswith(b"\n")
+            self.is_whole = not pieces[-1] and LAST_LINE.search(pieces[-2]) is not None
         return bool(new)
 
 
@@ -143,7 +146,7 @@ class Following:
                 changed = time.monotonic()
             elif not any(run.is_live for run in runs):
                 is_told = all(run.state in CLOSED and not run.slurm_state for run in runs)
-                is_complete = is_told and (not self.log or (self.log.ends_with_own and not self.log.kept))
+                is_complete = is_told and (not self.log or (self.log.is_whole and not self.log.kept))
                 if is_complete or time.monotonic() - changed > PATIENCE:
                     break
             self.show_wait(runs)

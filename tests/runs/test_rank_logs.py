@@ -102,6 +102,10 @@ def test_lines_come_once_and_whole(run: RunDir, lines: LineFollower) -> None:
         add(run, data)
         assert read(lines) == found
     assert read(lines, final=True) == ["rest"] and read(lines, final=True) == []
+    add(run, b"cut")
+    assert read(lines) == []
+    run.rank_log(0, 0, "out").write_bytes(b"new\n")  # it has become shorter, and is read from its start
+    assert read(lines) == ["new"]
 
 
 def test_large_files_long_lines_and_bars_without_end(
@@ -232,7 +236,7 @@ def test_the_last_loss_is_that_of_the_newest_attempt_that_has_one(tmp_path: Path
         assert read_objective(tmp_path, "loss") == loss
     write_log(tmp_path, 10, "step 3 loss 3\n", "err")
     write_log(tmp_path, 10, "nothing\n")
-    write_log(tmp_path, 11, "killed\n")
+    write_log(tmp_path, 11, "killed\nstep 9 lr 2\n")
     assert read_objective(tmp_path, "loss") == 3
 
 

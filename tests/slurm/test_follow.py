@@ -82,12 +82,14 @@ def test_what_has_no_end_is_shown_at_once_and_all_bytes_as_they_are(
     with log.path.open("ab") as file:
         file.write(b"\nlaunch: no end")
     log.show_new()
-    assert not log.ends_with_own
+    assert not log.is_whole
     log.show_new(final=True)
     assert capfdbinary.readouterr() == (b"\nlaunch: no end", b"")
 
 
-PIECES = st.sampled_from([b"launch: a\n", b"launch", b": ", b"x", b"\n", b"launch: ", b"\xff\r"])
+PIECES = st.sampled_from(
+    [b"launch: a\n", b"launch: run directory /r\n", b"launch", b": ", b"x", b"\n", b"launch: ", b"\xff\r"]
+)
 
 
 @given(pieces=st.lists(PIECES, max_size=12))
@@ -107,4 +109,4 @@ def test_lines_of_ours_are_told_apart_wherever_the_log_is_cut(
     others = re.sub(rb"(?m)^launch: [^\n]*\n", b"", whole)
     assert capfdbinary.readouterr() == (others, b"".join(own))
     last = whole[whole.rfind(b"\n", 0, -1) + 1 :]
-    assert log.ends_with_own == (last.startswith(b"launch: ") and last.endswith(b"\n"))
+    assert log.is_whole == (last.startswith(b"launch: run directory ") and last.endswith(b"\n"))
