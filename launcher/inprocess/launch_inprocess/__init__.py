@@ -9,9 +9,17 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping
+    from collections.abc import MutableMapping
 
-    Starter = Callable[[MutableMapping[str, str]], None]
+STARTERS = (
+    ("", "garbage_collection", "start_collector"),
+    ("", "loaders", "start_loader_policies"),
+    ("LAUNCH_METER", "measurements", "start_meter"),
+    ("LAUNCH_WATCH", "heartbeat", "start_heartbeat"),
+    ("LAUNCH_MEMORY", "measurements", "start_memory_record"),
+    ("LAUNCH_FIT", "fake_step", "start_fit"),
+)
+"""What starts what: the variable that asks for it, if one does, the module, and its function."""
 
 
 def start(environ: MutableMapping[str, str]) -> None:
@@ -19,28 +27,13 @@ def start(environ: MutableMapping[str, str]) -> None:
 
     What fails leaves the rest as it is. A module that nothing asks for is not loaded.
     """
-    from . import garbage_collection, loaders, process_groups
+    from . import process_groups
     from .import_hook import call_safely
     from .step_counter import COUNTER
 
     os.register_at_fork(after_in_child=COUNTER.stop)
-    starters: list[Starter] = [garbage_collection.start_collector, loaders.start_loader_policies]
-    if environ.get("LAUNCH_METER"):
-        from .measurements import start_meter
-
-        starters.append(start_meter)
-    if environ.get("LAUNCH_WATCH"):
-        from .heartbeat import start_heartbeat
-
-        starters.append(start_heartbeat)
-    if environ.get("LAUNCH_MEMORY"):
-        from .measurements import start_memory_record
-
-        starters.append(start_memory_record)
-    if environ.get("LAUNCH_FIT"):
-        from .fake_step import start_fit
-
-        starters.append(start_fit)
-    for starter in starters:
-        call_safely(starter, environ)
+    for variable, name, starter in STARTERS:
+        if not variable or environ.get(variable):
+            module = __import__(name, globals(), fromlist=[starter], level=1)
+            call_safely(getattr(module, starter), environ)
     process_groups.start_settling()

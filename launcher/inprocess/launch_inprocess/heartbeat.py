@@ -11,6 +11,7 @@ place before any program has a copy of the original. One that the program replac
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from _thread import get_ident
@@ -122,8 +123,6 @@ class Heartbeat:
         except Exception as error:
             self.add_note(f"no stacks by a signal: {type(error).__name__}: {error}"[:200])
         call_safely(note_phases, self)
-        import atexit
-
         atexit.register(self.set_base, ENDED)
 
     def end_step(self, step: int) -> None:

@@ -10,6 +10,7 @@ program has not used is not touched.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import sys
@@ -42,41 +43,32 @@ PATIENCE = 60.0
 
 
 def start_memory_record(environ: MutableMapping[str, str]) -> None:
-    """Have the peak written at this process's end if it imports torch; what it starts is not the rank."""
+    """Have the peak written at this process's end if it imports torch; what it starts is not the rank.
+
+    It is that of resident memory, and of the GPUs on which torch has allocated something.
+    """
     folder, rank, process = environ.pop("LAUNCH_MEMORY", ""), environ.get("RANK", ""), os.getpid()
 
-    def register(_module: ModuleType) -> None:
-        import atexit
-
-        atexit.register(call_safely, _write_memory, (folder, int(rank), process))
+    def write(_module: ModuleType) -> None:
+        if os.getpid() != process:
+            return
+        cuda = find_cuda()
+        devices: list[dict[str, object]] = []
+        for index in range(cuda.device_count()) if cuda else ():
+            reserved, allocated = cuda.max_memory_reserved(index), cuda.max_memory_allocated(index)
+            if reserved:
+                name = cuda.get_device_name(index)
+                devices.append({"index": index, "name": name, "reserved": reserved, "allocated": allocated})
+        resident = 1024 * _read_kib("/proc/self/status", "VmHWM:")
+        record = {"schema": 1, "rank": int(rank), "steps": COUNTER.step, "resident": resident}
+        _write_json(os.path.join(folder, f"rank-{int(rank)}.memory.json"), {**record, "devices": devices})
 
     if rank.isdigit():
-        when_framework_is_used(register)
-
-
-def _write_memory(place: tuple[str, int, int]) -> None:
-    """Write the record: the peak of resident memory, and of the GPUs on which torch has allocated something.
-
-    `place` is the folder, the rank and its process.
-    """
-    folder, rank, process = place
-    if os.getpid() != process:
-        return
-    cuda = find_cuda()
-    devices: list[dict[str, object]] = []
-    for index in range(cuda.device_count()) if cuda else ():
-        reserved, allocated = cuda.max_memory_reserved(index), cuda.max_memory_allocated(index)
-        if reserved:
-            name = cuda.get_device_name(index)
-            devices.append({"index": index, "name": name, "reserved": reserved, "allocated": allocated})
-    resident = 1024 * _read_kib("/proc/self/status", "VmHWM:")
-    record = {"schema": 1, "rank": rank, "steps": COUNTER.step, "resident": resident, "devices": devices}
-    _write_json(os.path.join(folder, f"rank-{rank}.memory.json"), record)
+        when_framework_is_used(lambda module: atexit.register(call_safely, write, module))
 
 
 def start_meter(environ: Mapping[str, str]) -> None:
     """Measure the training of this process, a rank."""
-    import atexit
     import json
 
     order = json.loads(environ["LAUNCH_METER"])
