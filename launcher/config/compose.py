@@ -36,16 +36,16 @@ from launcher.config.words import (
     PRIMARY,
     Flags,
     Sources,
-    check_removal,
-    check_shape,
+    check_word,
     explain_foreign,
     find_shipped,
     make_parser,
     mentions_hydra,
+    read_defaults,
     read_key,
     read_text,
     read_yaml,
-    rewrite_overrides,
+    rewrite_override,
     shorten_message,
     suggest,
     suggest_dotted_key,
@@ -362,12 +362,12 @@ def find_folder(entry: str) -> Path | None:
 
 def normalize_overrides(sources: Sources, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
     """Return the overrides in Hydra's terms; raises UsageError for a word that Hydra cannot read."""
+    defaults, words = read_defaults(sources, sources.primary), []
     for given in overrides:
-        check_shape(given)
-        check_removal(given)
+        check_word(given)
     refuse_words(overrides)
-    words = rewrite_overrides(sources, overrides, sweep=sweep)
-    for word, given in zip(words, overrides, strict=True):
+    for given in overrides:
+        word = rewrite_override(sources, defaults, given, sweep=sweep)
         try:
             OverridesParser.create().parse_override(word)
         except FAILURES as error:
@@ -375,6 +375,7 @@ def normalize_overrides(sources: Sources, overrides: Sequence[str], *, sweep: bo
             why = re.sub(r"\w+Exception\((.*)\)", r"Hydra stops at \1", shorten_message(error))
             why = why.replace("None", "") or "Hydra gives it another meaning"
             raise UsageError(f"cannot read {given!r} ({why}): quote the value, as in '{key}=\"…\"'") from None
+        words.append(word)
     return words
 
 

@@ -295,18 +295,13 @@ NON_ASCII = re.compile(r"=(?=[^'\"\[\](){},]*[^\x00-\x7f])[^'\"\[\](){},]*", re.
 """A plain value with a letter that Hydra's grammar does not know: `=é`, `=/home/ü/data`."""
 
 
-def rewrite_overrides(sources: Sources, overrides: Sequence[str], *, sweep: bool) -> list[str]:
+def rewrite_override(sources: Sources, defaults: set[str], word: str, *, sweep: bool) -> str:
     """Let `model=x` and `+model=x` both choose from a group, and `env.X=…` set a variable byte for byte.
 
-    Hydra refuses the first for a group without a default, and the second for one with a default. Values
-    may have letters that are not ASCII. With `sweep`, commas in a variable's value separate the jobs' values.
+    Hydra refuses the first for a group without a default, and the second for one with a default (`defaults`).
+    Values may have letters that are not ASCII. With `sweep`, commas in a variable's value separate the jobs'
+    values.
     """
-    defaults = read_defaults(sources, sources.primary)
-    return [rewrite_override(sources, defaults, word, sweep=sweep) for word in overrides]
-
-
-def rewrite_override(sources: Sources, defaults: set[str], word: str, *, sweep: bool) -> str:
-    """Rewrite one override; see rewrite_overrides."""
     match = OVERRIDE.fullmatch(word)
     if not match:
         return word
@@ -330,18 +325,14 @@ def rewrite_override(sources: Sources, defaults: set[str], word: str, *, sweep: 
     return f"{match[1]}{key}{rest}"
 
 
-def check_shape(word: str) -> None:
-    """Raise UsageError for a word that is no override at all."""
+def check_word(word: str) -> None:
+    """Raise UsageError for a word that is no override, or `~KEY` if the key always has a value."""
     if not word:
         raise UsageError("'' is not KEY=VALUE: an empty word, perhaps of an unset shell variable in quotes")
     if word.startswith(("=", "@")):
         raise UsageError(f"{word!r} is not KEY=VALUE: the key is missing")
     if "=" not in word and not word.startswith("~"):
         raise UsageError(f"{word!r} is not KEY=VALUE")
-
-
-def check_removal(word: str) -> None:
-    """Raise UsageError for `~KEY` if the key always has a value: it would get its default."""
     if not word.startswith("~"):
         return
     *above, name = read_key(word).split(".")

@@ -33,7 +33,6 @@ from launcher.doctor.model import (
 from launcher.doctor.node import WRITTEN
 from launcher.errors import MachineError
 from launcher.plan.model import Machine
-from launcher.probe.cpus import CPU, read_cpu_sets
 from launcher.probe.devices import GPUS, list_cards, read_nic_ports
 from launcher.probe.limits import (
     FILES,
@@ -45,6 +44,7 @@ from launcher.probe.limits import (
     read_limits,
     read_pids_max,
 )
+from launcher.probe.machine import CPU, read_cpu_sets
 from launcher.probe.nvml import Wanted, import_nvml, read_gpu_facts
 from launcher.probe.sysfs import PCI, Tree, normalise_pci, parse_number
 

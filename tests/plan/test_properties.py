@@ -22,7 +22,7 @@ from launcher.plan.model import (
     Request,
 )
 from launcher.plan.planner import plan
-from launcher.plan.topology import find_usable
+from launcher.plan.topology import cut_evenly, find_usable
 from launcher.plan.variables import COUNTS
 
 from .lab_machines import ask
@@ -204,6 +204,18 @@ def test_the_order_of_the_lists_does_not_count(machine: Machine, request: Reques
         machine, cpus=shuffle(machine.cpus), nodes=shuffle(machine.nodes), gpus=shuffle(machine.gpus)
     )
     assert plan(mixed, request).ranks == plan(machine, request).ranks
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 30))
+def test_those_with_least_get_the_odd_items(totals: list[int], items: int) -> None:
+    cuts = cut_evenly([0] * items, totals)
+    sizes = [cut.stop - cut.start for cut in cuts]
+    assert sum(sizes) == items
+    assert max(sizes) - min(sizes) <= 1
+    if len(set(totals)) > 1:
+        more = [total for total, size in zip(totals, sizes, strict=True) if size > min(sizes)]
+        less = [total for total, size in zip(totals, sizes, strict=True) if size == min(sizes)]
+        assert not more or max(more) <= min(less)
 
 
 AMOUNTS = st.sampled_from([0.0, 0.1, 3.0, 1e9])
