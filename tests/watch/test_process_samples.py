@@ -105,8 +105,9 @@ def test_first_samples_know_memory_alone_and_those_of_nobody_are_empty() -> None
 
 
 def test_what_moves_bytes_does_not_rest_nor_what_was_not_seen_whole() -> None:
+    reads = "while True: file.read(1 << 16); time.sleep(0.02)"
     ready = "import time; file = open('/dev/zero', 'rb'); print('ready', flush=True)"
-    with running(f"{ready}; time.sleep(99)") as idle, running(f"{ready}\nwhile True: file.read(1)") as busy:
+    with running(f"{ready}; time.sleep(99)") as idle, running(f"{ready}\n{reads}") as busy:
         for rank in (idle, busy):
             assert rank.stdout and rank.stdout.readline() == "ready\n"
         sampler, pids = Sampler(), [idle.pid, busy.pid]
