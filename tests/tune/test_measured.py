@@ -23,8 +23,8 @@ from launcher.tune.trials import (
     read_records,
 )
 from launcher.tune.workers import WorkersSearch
+from tests.inprocess.hooked import WITHOUT_COMPILER
 from tests.seam import clean_environ
-from tests.tune.programs import ALONE
 
 
 def measure_workers(records: list[Record], workers: int, ranks: int) -> Trial:
@@ -33,6 +33,14 @@ def measure_workers(records: list[Record], workers: int, ranks: int) -> Trial:
 
 def measure_batch(records: list[Record], batch: int, ranks: int) -> Trial:
     return BatchSearch("--b", 8, 4096, 0, 60, 900).measure(records, batch, ranks)
+
+
+_TEXTS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
+LOADING, _TRAINING, _ALONE, BATCHES = (
+    _TEXTS[name].replace("WITHOUT_COMPILER", WITHOUT_COMPILER)
+    for name in ("loading", "training", "alone", "batches")
+)
+TRAINING, ALONE = LOADING + _TRAINING, LOADING + _ALONE
 
 
 def make_record(**more: Any) -> Record:
@@ -55,6 +63,8 @@ def test_a_trial_is_as_slow_as_its_slowest_rank_and_waits_for_each() -> None:
     records = [make_record(rank=rank, waits=each) for rank, each in enumerate(waits)]
     trial = measure_workers(records, 2, 2)
     assert (trial.rate, trial.wait, trial.memory_kib, trial.steps) == (1.0, 0.4, 14, 10)
+    own = make_record(loaders=(Loader(2, True, 9),))  # an IterableDataset that takes the number
+    assert measure_workers([own], 2, 1).rate == 1.0
     apart = [records[0], make_record(rank=1, first=100, waits=(0.2,) * 5)]
     assert measure_workers(apart, 2, 2).wait == pytest.approx(0.2)
 

@@ -12,8 +12,7 @@ from launcher.cli.tune import check_choice_file, describe_use, write_choice
 from launcher.config.settings import Settings
 from launcher.probe import limits
 from tests.seam import LAUNCH, Launch, clean_environ, run_outside
-from tests.tune.programs import ALONE, BATCHES, TRAINING
-from tests.tune.test_measured import list_living
+from tests.tune.test_measured import ALONE, BATCHES, TRAINING, list_living
 
 
 @pytest.mark.slow
