@@ -95,10 +95,11 @@ def test_the_first_stage_holds_the_activations_of_pp_micro_batches() -> None:
     assert count_in_flight(few, 0) == 2
 
 
-@pytest.mark.parametrize(("framework", "precision", "optimizer", "published"), TABLES["state_bytes"])
-def test_bytes_a_parameter(framework: str, precision: str, optimizer: str, published: float) -> None:
+@pytest.mark.parametrize("row", TABLES["state_bytes"], ids=str)
+def test_bytes_a_parameter(row: tuple[str, str, str, str, float]) -> None:
     """ZeRO (arXiv:1910.02054, section 3.1): 16; Megatron-LM's distributed optimizer: 6 + 12 / dp."""
-    training = TrainingSettings(framework, precision, optimizer)
+    framework, precision, optimizer, gradients, published = row
+    training = TrainingSettings(framework, precision, optimizer, gradients=gradients)
     assert sum(count_state_bytes(training, 4096)[:3]) == pytest.approx(published, rel=0.005)
 
 
@@ -123,16 +124,6 @@ def test_measured_copies_of_the_stream_are_in_the_range(shape: Any, qk_norm: boo
     low, expected, high = (value / model.hidden_size for value in (kept.low, kept.expected, kept.high))
     assert low <= published <= 1.1 * high
     assert expected == pytest.approx(published, rel=0.15)
-
-
-def test_offloaded_states_are_not_on_the_gpu() -> None:
-    layout = ParallelLayout(dp=8, zero=3)
-    here, optimizer, parameters = (
-        estimate_memory(ask(layout=layout, training=TrainingSettings("zero", offload=offload)))
-        for offload in ("none", "optimizer", "parameters")
-    )
-    assert part(here, "optimizer") and not part(optimizer, "optimizer") and not part(parameters, "optimizer")
-    assert part(optimizer, "weights") and not part(parameters, "weights")
 
 
 @pytest.mark.parametrize(
@@ -181,17 +172,6 @@ def test_a_matrix_without_an_adapter_does_not_keep_its_input() -> None:
         whole - 2 * 4096 - 8 * 4096 + rank,
         whole - 4 * 4096 + rank,
     ]
-
-
-def test_what_is_freed_in_the_backward_pass_is_not_at_its_end() -> None:
-    training = TrainingSettings("fsdp", "bf16", checkpointing="full", micro_batch=1, seq_len=1024)
-    layout = ParallelLayout(dp=8, zero=3)
-    plain, freed = (
-        estimate_memory(ask(layout=layout, training=replace(training, optimizer_in_backward=kind)))
-        for kind in (False, True)
-    )
-    assert plain.allocated.expected - freed.allocated.expected > 2 * 6.7e9 / 8 / 2
-    assert part(freed, "optimizer") == part(plain, "optimizer")
 
 
 def test_offloaded_activations_are_in_the_nodes_memory() -> None:

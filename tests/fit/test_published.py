@@ -9,7 +9,7 @@ measured; LoRA's, and torchtune's table of what saves memory; and llm-foundry's 
 import csv
 import json
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from launcher.config.training import find_fit_device, make_request_on, read_dime
 from launcher.fit.choice import FitReport, assess
 from launcher.fit.counts import count_model_parameters
 from launcher.fit.gpus import find_gpu
+from launcher.fit.memory import estimate_memory
 from launcher.fit.training import (
     Device,
     ModelDimensions,
@@ -33,6 +34,7 @@ from tests.fit.made_requests import DATA, MODELS, SETTINGS, TABLES
 
 GIB = 1 << 30
 TRAININGS, ADAPTERS = "published_trainings.json", "published_adapters.json"
+ESTIMATES = DATA / "estimates.json"
 DOUBTFUL = {"Llama 2 13B", "Llama 2 70B", "Llama 3.1 405B", "DeepSeek-V3"}
 """Run beside an estimate above the capacity, and so are `tight`: Llama 2 13B and 70B with fused norms and
 steps, the others with programs that give tensors back before their backward pass."""
@@ -100,6 +102,25 @@ class Published:
         return each / speed.step_seconds[1], each / speed.step_seconds[0]
 
 
+def read_request(model: ModelDimensions, words: dict[str, Any]) -> Training:
+    """What keys of the command line ask; with keys of `program`, of the bundled one."""
+    sections: dict[str, dict[str, Any]] = {"fit": {}, "parallel": {}, "program": {}, "": {}}
+    for key, value in words.items():
+        section, _, setting = key.rpartition(".")
+        sections[section][setting] = LoraConfig(**value) if key == "fit.lora" else value
+    fit, parallel = FitConfig(**sections["fit"]), ParallelConfig(**sections["parallel"])
+    top, program = sections[""], sections["program"]
+    return make_request_on(
+        replace(Settings(), fit=fit, parallel=parallel, program=program),
+        model,
+        find_fit_device(fit, [], 0),
+        NodeResources(),
+        shape=(top["nproc_per_node"], top["nodes"]),
+        is_bundled=bool(program),
+        expandable=top.get("expandable_segments", True),
+    )
+
+
 def read_published(folder: Path, name: str) -> list[Published]:
     every = {each: json.loads((DATA / each).read_text()) for each in (TRAININGS, ADAPTERS)}
     models = every[TRAININGS]["models"] | every[ADAPTERS]["models"]
@@ -109,25 +130,23 @@ def read_published(folder: Path, name: str) -> list[Published]:
         path.write_text(json.dumps(models[row["model"]]))
         model = read_dimensions({"config": str(path)})
         assert model is not None
-        sections: dict[str, dict[str, Any]] = {"fit": {}, "parallel": {}, "": {}}
-        for key, value in row["settings"].items():
-            section, _, setting = key.rpartition(".")
-            sections[section][setting] = LoraConfig(**value) if key == "fit.lora" else value
-        fit, top = FitConfig(**sections["fit"]), sections[""]
-        request = make_request_on(
-            replace(Settings(), fit=fit, parallel=ParallelConfig(**sections["parallel"])),
-            model,
-            find_fit_device(fit, [], 0),
-            NodeResources(),
-            shape=(top["nproc_per_node"], top["nodes"]),
-            is_bundled=False,
-            expandable=top.get("expandable_segments", True),
-        )
-        weak = row.get("weak", False)
+        request, weak = read_request(model, row["settings"]), row.get("weak", False)
         is_judged = row.get("memory_scored", True) and not weak
-        is_selective = fit.checkpointing == "selective"
+        is_selective = request.settings.checkpointing == "selective"
         found.append(Published(row["id"], row["truth"], is_judged, weak, is_selective, assess(request)))
     return found
+
+
+def estimate_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Fill a row of estimates.json: MiB of each part."""
+    parts = estimate_memory(read_request(MODELS[row["model"]], row["words"])).parts
+    return {**row, "mib": {part.name: [size >> 20 for size in astuple(part.bytes)] for part in parts}}
+
+
+def test_estimates_of_all_inputs_are_as_they_were() -> None:
+    """Random trainings; `python -m tests.fit.test_published` writes the file again, and the diff is read."""
+    for row in json.loads(ESTIMATES.read_text()):
+        assert estimate_row(row) == row
 
 
 @pytest.mark.parametrize(("name", "count", "wrong_speeds"), [(TRAININGS, 51, 0.1), (ADAPTERS, 83, 0)])
@@ -196,6 +215,8 @@ def test_trainings_of_llm_foundry_fit_at_their_speeds() -> None:
 if __name__ == "__main__":
     import tempfile
 
+    rows = [estimate_row(row) for row in json.loads(ESTIMATES.read_text())]
+    ESTIMATES.write_text("[" + ",\n".join(map(json.dumps, rows)) + "]\n")
     with tempfile.TemporaryDirectory() as folder:
         for one in (one for name in (TRAININGS, ADAPTERS) for one in read_published(Path(folder), name)):
             peak = " ".join(
