@@ -201,7 +201,6 @@ class Supervisor:
         if self.control and self.stop is None and fresh and self.has_agent_heard():
             self.handle_slurm_signal(signal.SIGTERM)  # the agent alone got it, and has ended a rank
         self.handle_signals(inbox)
-        self.handle_commands()
         self.restart_without_lost_node()
         if time.monotonic() > self.deadline >= 0:
             self.deadline = -1.0
@@ -274,7 +273,10 @@ class Supervisor:
             self.advance_stop(self.stop)
 
     def handle_signals(self, inbox: SignalQueue) -> None:
-        """Pass on what has arrived; each stopping signal goes a stage on, and so does the time."""
+        """Pass on what has arrived; each stopping signal goes a stage on, and so does the time.
+
+        The first node asks for a stop by signals too; others are for the ranks that catch them.
+        """
         for number in inbox.take():
             if number in FORWARDED:
                 # By `scancel --signal=USR2 JOB` or the like: SLURM sends it to a step's tasks alone.
@@ -285,6 +287,12 @@ class Supervisor:
                 self.handle_stop_signal(number, self.grace)
         if self.stop and time.monotonic() >= self.stop.deadline:
             self.advance_stop(self.stop)
+        for number in self.control.read_signals() if self.control else ():
+            if number in (*STOPPING, *HARD):
+                self.commanded = True
+                self.handle_stop_signal(number, self.grace)
+            else:
+                self.pass_on(number, catchers=True)
 
     def pass_on(self, number: int, *, catchers: bool) -> None:
         """Pass a signal on to the ranks, or to those that have a handler for it."""
@@ -332,15 +340,6 @@ class Supervisor:
     def has_agent_heard(self) -> bool:
         """Tell whether a stopping signal has reached torchrun, a process of its own, past this one."""
         return isinstance(self.agent, TorchrunAgent) and self.agent.was_signalled()
-
-    def handle_commands(self) -> None:
-        """Do what the first node asks: stop by its signals, pass others on to the ranks that catch them."""
-        for number in self.control.read_signals() if self.control else ():
-            if number in (*STOPPING, *HARD):
-                self.commanded = True
-                self.handle_stop_signal(number, self.grace)
-            else:
-                self.pass_on(number, catchers=True)
 
     def restart_without_lost_node(self) -> None:
         """End ranks that go on as if a lost node were there, so that the agent starts them anew without it.

@@ -7,8 +7,7 @@ import os
 
 from launcher.cpulist import format_cpulist
 from launcher.files import read_stat
-from launcher.rank.entry import PlanEntry
-from launcher.rank.identity import Identity
+from launcher.rank.entry import Identity, PlanEntry
 
 SYSCALLS = {
     "x86_64": (238, 239),

@@ -1,21 +1,164 @@
-"""A rank's entry of the plan: from the file in LAUNCH_PLAN, or planned here and now; and the JSON for it.
+"""Which rank this process is, by the variables of its launcher, and its entry of the plan.
+
+The plan is the file in LAUNCH_PLAN, or is made here and now.
 
 JSON is read by the interpreter's own C scanner: the `json` package costs 14 ms of every rank's start.
 """
 
 import sys
+from _collections_abc import Mapping  # `collections.abc` costs a millisecond
 from _json import encode_basestring_ascii as quote
 from _json import make_scanner
 from types import ModuleType
 
 from launcher.cpulist import parse_cpulist
 from launcher.files import LARGEST, read_file
-from launcher.protocol import LAUNCH_PLAN
-from launcher.rank.identity import Identity
+from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_PLAN
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
+
+
+SRUN_LOCAL_RANK = "SLURM_LOCALID"
+"""srun's variable for a task's number on the node."""
+FAMILIES = (
+    ("LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE"),
+    ("LOCAL_RANK", "RANK", "LOCAL_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "PMI_RANK", "MPI_LOCALNRANKS"),
+    ("PALS_LOCAL_RANKID", "PALS_RANKID", "PALS_LOCAL_SIZE"),
+    (SRUN_LOCAL_RANK, "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+"""Variables of local rank, rank and ranks of the node: torchrun's and accelerate's, DeepSpeed's, Open MPI's,
+Intel MPI's or MPICH's, HPE PALS's, srun's.
+
+Local rank and rank come from one family. SLURM is last, since what runs inside its jobs inherits its
+variables.
+"""
+MIN_PORT, MAX_PORT = 10240, 32767
+"""Ports above those of system services, and below those that the kernel gives to clients (ip(7))."""
+HIDDEN_GPUS = (
+    "RANK and the like are not set: this task sees fewer GPUs than the node has tasks, so that there may be "
+    "no cuda:LOCAL_RANK: use srun --gpus-per-node, not --gpus-per-task"
+)
+
+
+class Identity:
+    """A rank's numbers."""
+
+    __slots__ = ("attempt", "family", "has_terminal", "local_rank", "local_world_size", "rank")
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        """Read them; a single process with no such variables is rank 0 of 1."""
+        self.attempt = read_number(environ, LAUNCH_ATTEMPT) + read_number(
+            environ, "TORCHELASTIC_RESTART_COUNT"
+        )
+        """Restarts of the worker group so far, over all starts into the same run directory."""
+        self.has_terminal = False
+        """Its output goes to a pseudo-terminal of the launcher's rather than to its log."""
+        self.family = ""
+        """The variable that the local rank comes from; empty if there is none."""
+        self.rank, self.local_rank = 0, 0
+        self.local_world_size: int | None = 1
+        """Ranks on this node; None if no launcher tells."""
+        for local_rank, rank, size in FAMILIES:
+            if is_number(environ.get(local_rank, "")) and not _is_batch_shell(environ, local_rank):
+                self.family = local_rank
+                self.local_rank = int(environ[local_rank])
+                self.rank = read_number(environ, rank, self.local_rank)
+                self.local_world_size = _read_size(environ, size) or _find_other_size(
+                    environ, self.local_rank
+                )
+                return
+
+
+def is_number(text: str) -> bool:
+    """Tell whether a variable holds a plain number, of no more digits than a count of ranks has."""
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
+def read_number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
+    """Return the number in a variable."""
+    text = environ.get(name, "")
+    return int(text) if is_number(text) else default
+
+
+def _is_batch_shell(environ: dict[str, str], name: str) -> bool:
+    """Tell whether SLURM's variable is the batch script's own 0, which is no rank of a step."""
+    return name == SRUN_LOCAL_RANK and "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
+
+
+def _find_other_size(environ: dict[str, str], local_rank: int) -> int | None:
+    """Return the ranks of this node from another launcher's variables that count this rank the same.
+
+    Job scripts set `LOCAL_RANK=$SLURM_LOCALID` for the program and leave LOCAL_WORLD_SIZE out. A size of 1
+    tells nothing: a launcher that is started once a node, and tells its ranks no size, inherits that.
+    """
+    for name, _, size in FAMILIES:
+        if environ.get(name) == str(local_rank) and not _is_batch_shell(environ, name):
+            found = _read_size(environ, size)
+            if found is not None and found > 1:
+                return found
+    return None
+
+
+def _read_size(environ: dict[str, str], name: str) -> int | None:
+    """Return the ranks of this node; SLURM's list, `2(x3),1`, has an entry for each node of the step."""
+    sizes: list[int] = []
+    for part in environ.get(name, "").split(","):
+        size, _, times = part.partition("(x")
+        count = times.removesuffix(")") if times else "1"
+        if not is_number(size) or not is_number(count) or int(count) > 1 << 17:
+            return None
+        sizes += [int(size)] * int(count)
+    node = read_number(environ, "SLURM_NODEID") if len(sizes) > 1 else 0
+    return sizes[node] if node < len(sizes) else None
+
+
+def make_rank_variables(identity: Identity, environ: dict[str, str]) -> tuple[dict[str, str], str]:
+    """Return torchrun's variables for a task of srun's that nothing has made a rank, and a notice if it gets
+    none.
+
+    They are those that torch.distributed reads: by TORCHELASTIC_RUN_ID, frameworks would take another way
+    than under srun. MASTER_ADDR is the step's first node, which has rank 0. MASTER_PORT differs between jobs
+    and steps that may share a node, as long as there are ports.
+    """
+    ranks, nodes = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_STEP_NUM_NODES", "")
+    size = identity.local_world_size
+    if "RANK" in environ or identity.family != SRUN_LOCAL_RANK:
+        return {}, ""
+    if not is_number(ranks) or not is_number(nodes) or not size:
+        return {}, ""
+    visible = [entry for entry in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
+    if 0 < len(visible) < size:
+        return {}, HIDDEN_GPUS if identity.local_rank == 0 else ""
+    rank = str(identity.rank)
+    host = find_first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+    salt = read_number(environ, "SLURM_JOB_ID") * 7919 + read_number(environ, "SLURM_STEP_ID") * 101
+    master = {"MASTER_ADDR": host, "MASTER_PORT": str(MIN_PORT + salt % (MAX_PORT - MIN_PORT + 1))}
+    variables = {
+        **{"RANK": rank, "LOCAL_RANK": str(identity.local_rank), "LOCAL_WORLD_SIZE": str(size)},
+        **{"WORLD_SIZE": ranks, "GROUP_RANK": environ.get("SLURM_NODEID", "0"), "GROUP_WORLD_SIZE": nodes},
+        **{"ROLE_RANK": rank, "ROLE_WORLD_SIZE": ranks, "ROLE_NAME": "default"},
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        **{name: value for name, value in master.items() if value and not environ.get(name)},
+    }
+    return variables, ""
+
+
+def find_first_host(text: str) -> str:
+    """Return the first node of SLURM's list of them: `rack1n08` of `rack[1-2]n[08-10],login`."""
+    host, rest = "", text
+    while rest:
+        before, bracket, rest = rest.partition("[")
+        if not bracket or "," in before:
+            return host + before.partition(",")[0]
+        numbers, _, rest = rest.partition("]")
+        host += before + numbers.partition(",")[0].partition("-")[0]
+        if rest.startswith(","):
+            break
+    return host
 
 
 class PlacementError(Exception):

@@ -9,8 +9,16 @@ from launcher.cpulist import format_cpulist
 from launcher.files import Descriptor, open_append, open_below, open_own, write_whole
 from launcher.rank import hook
 from launcher.rank.affinity import Applied
-from launcher.rank.entry import PlacementError, PlanEntry, dump_json, find_entry
-from launcher.rank.identity import Identity, is_number, make_rank_variables, read_number
+from launcher.rank.entry import (
+    Identity,
+    PlacementError,
+    PlanEntry,
+    dump_json,
+    find_entry,
+    is_number,
+    make_rank_variables,
+    read_number,
+)
 
 _signal = __import__("_signal")  # `signal` costs 4 ms
 REMOVED = (

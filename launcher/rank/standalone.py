@@ -34,8 +34,7 @@ from launcher.plan.variables import (
 from launcher.probe.machine import locate_malloc, probe
 from launcher.protocol import LAUNCH_BINDING, find_user_set
 from launcher.rank.affinity import find_node_cpus
-from launcher.rank.entry import PlacementError, PlanEntry, select_entry
-from launcher.rank.identity import Identity, read_number
+from launcher.rank.entry import Identity, PlacementError, PlanEntry, read_number, select_entry
 
 ALLOCATOR = read_settings(Request().allocator)
 """The allocator's settings if nobody has said which."""

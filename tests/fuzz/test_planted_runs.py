@@ -19,8 +19,7 @@ from launcher.config.settings import Settings
 from launcher.errors import LaunchError
 from launcher.files import open_append, open_below
 from launcher.rank.affinity import Applied
-from launcher.rank.entry import PlanEntry
-from launcher.rank.identity import Identity
+from launcher.rank.entry import Identity, PlanEntry
 from launcher.rank.shim import write_record
 from launcher.runs.manifest import identify_process
 from launcher.runs.records import refuse_node, write_node

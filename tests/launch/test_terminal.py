@@ -1,6 +1,5 @@
 """One rank on a terminal behaves as under plain `python`: prompts, editors, bars, keys, settings after it."""
 
-import json
 import os
 import re
 import signal
@@ -18,12 +17,6 @@ ONE = "nproc_per_node=1"
 
 def read_log(terminal: Terminal, ending: str = "out", attempt: int = 0) -> str:
     return (terminal.started().run_dir() / f"logs/{attempt}/rank-0.{ending}").read_bytes().decode()
-
-
-def read_outcome(terminal: Terminal) -> dict[str, object]:
-    outcome = json.loads((terminal.started().run_dir() / "manifest.json").read_text())["outcome"]
-    assert isinstance(outcome, dict)
-    return outcome
 
 
 ASKING = """
@@ -129,7 +122,7 @@ def test_ctrl_c_is_the_programs_and_its_death_by_it_is_the_users_stop(tmp_path: 
         assert terminal.is_restored()
         shown = terminal.text()
         assert "launch: stopped after" in shown and "failed" not in shown and "SIGINT to" not in shown
-        outcome = read_outcome(terminal)
+        outcome = terminal.started().manifest()["outcome"]
         assert (outcome["state"], outcome["signal"], outcome["exit_code"]) == ("stopped", "SIGINT", 130)
         assert outcome["attempts"] == 1 and not (terminal.started().run_dir() / "logs/1").exists()
 
@@ -275,7 +268,7 @@ def test_a_terminal_that_is_closed_ends_the_program(tmp_path: Path) -> None:
         os.close(terminal.slave)
         assert terminal.process.wait(40) == 129
         assert terminal.started().survivors() == []
-        assert read_outcome(terminal)["signal"] == "SIGHUP"
+        assert terminal.started().manifest()["outcome"]["signal"] == "SIGHUP"
 
 
 def test_stderr_in_a_file_goes_there_and_the_rest_to_the_terminal(tmp_path: Path) -> None:

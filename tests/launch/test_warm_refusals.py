@@ -1,39 +1,33 @@
-"""Where a forked rank would not be as one by itself: the reason is told, and nothing is left behind."""
+"""Where a forked rank would not be as one by itself, as a program's text or the warm process tells."""
 
 import os
 import select
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launcher.launch.warm import process as warm_process
 from launcher.launch.warm.process import WarmProcess
-from launcher.launch.warm.program import ExecNeededError, find_python_program, split_command
+from launcher.launch.warm.program import (
+    MOST_BYTES,
+    MOST_FILES,
+    ExecNeededError,
+    ProgramText,
+    find_python_program,
+    read_program,
+    split_command,
+)
+from tests.data_files import read_data
 from tests.launch.warm_ranks import Ranks, find_refusal, open_ranks
 from tests.seam import clean_environ
 
-REFUSED_IMPORTS = {
-    "missing": ("", "`import faulty` fails: ModuleNotFoundError: No module named 'faulty'"),
-    "raises": ("raise OSError('no\\nlicense')", "`import faulty` fails: OSError: no license"),
-    "exits": ("raise SystemExit(3)", "`import faulty` fails: SystemExit: 3"),
-    "ends": (
-        "import os\nprint('bye', flush=True)\nos.write(2, b'out of memory\\n')\nos._exit(4)",
-        "(code 4): out of memory",
-    ),
-    "starts a thread": (
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
-        "the imports have started 1 more thread",
-    ),
-    "starts a process": (
-        "import subprocess\nsubprocess.Popen(['sleep', '3'])",
-        "the imports have started a process",
-    ),
-    "prints": ("print('hello')", "the imports have printed something"),
-}
+CASES = read_data("program_texts")
 
 
 def open_with(folder: Path, code: str, **variables: str) -> AbstractContextManager[Ranks]:
@@ -44,11 +38,10 @@ def open_with(folder: Path, code: str, **variables: str) -> AbstractContextManag
     return open_ranks(folder, modules=["faulty"], PYTHONPATH=str(folder / "modules"), **variables)
 
 
-@pytest.mark.parametrize(("code", "reason"), REFUSED_IMPORTS.values(), ids=REFUSED_IMPORTS)
-def test_an_import_that_does_not_go_over_a_fork(tmp_path: Path, code: str, reason: str) -> None:
-    with open_with(tmp_path, code) as ranks:
-        assert reason in find_refusal(ranks)
-        assert reason in find_refusal(ranks)
+@pytest.mark.parametrize("case", CASES["import"], ids=lambda case: str(case["name"]))
+def test_an_import_that_does_not_go_over_a_fork(case: dict[str, str], tmp_path: Path) -> None:
+    with open_with(tmp_path, case["code"]) as ranks:
+        assert case["reason"] in find_refusal(ranks) and case["reason"] in find_refusal(ranks)
 
 
 def test_an_import_that_has_started_a_gpus_runtime(tmp_path: Path) -> None:
@@ -162,3 +155,80 @@ def test_another_environment_with_the_same_interpreter(tmp_path: Path) -> None:
     other.symlink_to(sys.executable)
     with pytest.raises(ExecNeededError, match="another interpreter"):
         find_python_program([str(other), "x.py"], clean_environ())
+
+
+MANY = {"x.py": "import m0\n"} | {f"m{n}.py": f"import m{n + 1}\n" for n in range(MOST_FILES + 5)}
+PROGRAMS = [*CASES["program"], {"name": "many files", "torch": True, "files": MANY}]
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def read(*words: str, to_the_end: bool = False, **environ: str) -> ProgramText:
+    found = read_program([sys.executable, *words], {**os.environ, **environ}, to_the_end=to_the_end)
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("case", PROGRAMS, ids=lambda case: str(case["name"]))
+def test_a_script_that_uses_torch(
+    case: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = case["torch"]
+    write_files(tmp_path / "src", case["files"])
+    monkeypatch.chdir(tmp_path)
+    assert read("src/x.py", "--lr", "1").uses_torch is expected
+    monkeypatch.chdir(tmp_path / "src")
+    assert read("-m", "x").uses_torch is expected
+    assert not {"src", "x", "m0"} & sys.modules.keys()
+
+
+@pytest.mark.parametrize(("text", "reason"), CASES["before"].items())
+def test_what_comes_before_torch(text: str, reason: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "x.py")
+    for lines, is_before in ((f"{text}\nimport torch\n", True), (f"import torch\n{text}\n", False)):
+        write_files(tmp_path, {"x.py": lines})
+        found = read(path).obstacle
+        assert reason in found if is_before and reason else not found
+        assert bool(read(path, to_the_end=True).obstacle) is bool(reason)
+    write_files(tmp_path, {"x.py": "import own\nimport torch\n", "own.py": f"{text}\n"})
+    assert reason.replace("x.py", "own.py") in read(path).obstacle
+    write_files(tmp_path, {"own.py": f"import torch\n{text}\n"})
+    assert not read(path).obstacle
+
+
+def test_folders_modules_and_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files(
+        tmp_path, {"app/__main__.py": "import z\n", "app/__init__.py": "", "lib/z.py": "import torch\n"}
+    )
+    path = f"{tmp_path / 'lib'}{os.pathsep}"
+    assert read("app", PYTHONPATH=path).uses_torch and read("-m", "app", PYTHONPATH=path).uses_torch
+    (tmp_path / "lib/z.py").write_text("import os\n")
+    assert not read("app", PYTHONPATH=path).uses_torch and not read("-m", "app", PYTHONPATH=path).uses_torch
+    assert read("-m", "installed_elsewhere").uses_torch and read("missing.py").uses_torch
+    assert read("-c", "import torch").uses_torch and not read("-c", "import os").uses_torch
+    assert read("-c", "exec('x')").obstacle == "-c:1 runs other code"
+
+
+def test_what_is_no_python_program_or_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text("#!/bin/sh\npython train.py\n")
+    assert read_program(["sh", str(tmp_path / "train.sh")], dict(os.environ)) is None
+    os.mkfifo(tmp_path / "x.py")
+    assert read(str(tmp_path / "x.py")).uses_torch
+
+
+def test_what_is_too_large_to_look_through_is_not_taken_for_harmless(tmp_path: Path) -> None:
+    """Neither does the start wait for it."""
+    line = "x = 1\n"
+    large = line * (MOST_BYTES // len(line))
+    for size in (len(large) // 2, len(large)):
+        own = {"x.py": "import own, two\nimport torch\n", "own.py": large[:size], "two.py": large[:size]}
+        write_files(tmp_path, own)
+        found = read(str(tmp_path / "x.py"))
+        assert found.uses_torch and found.obstacle == "its files are too many, or too large, to look through"
+    write_files(tmp_path, {"own.py": "import torch\n" + line * 9, "two.py": ""})
+    assert read(str(tmp_path / "x.py")).obstacle == ""

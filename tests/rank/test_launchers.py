@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launcher.rank.affinity import MAX_CPUS, join_srun_bindings, try_affinity
-from launcher.rank.identity import Identity, find_first_host, make_rank_variables
+from launcher.rank.entry import Identity, find_first_host, make_rank_variables
 from launcher.slurm.commands import expand_hosts
 from tests.data_files import read_cases
 from tests.rank.start_shim import (
