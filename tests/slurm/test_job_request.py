@@ -94,7 +94,9 @@ def test_a_manifest_that_the_job_has_written_meanwhile_stays(
     order = keep_order(("n0", "n1"), "")
     start_attempt(request, run, {"PATH": "/nonexistent", "SLURM_JOB_ID": "7"}, order, requeues=True)
     writer.join()
-    assert read_manifest(run.path)["outcome"] == {"state": "running"}
+    submission.write_job_id(run.path, "8")
+    found = read_manifest(run.path)
+    assert found["outcome"] == {"state": "running"} and found["slurm"]["job_id"] == "7"
 
 
 SET = ("program.batch_size=8", "program.activation_checkpointing=none")
@@ -126,7 +128,7 @@ def test_a_job_that_cannot_fit_is_refused_if_the_nodes_gpus_are_known() -> None:
     two = specify_job("program.batch_size=2")
     assert judge_submission(two, choose(("v100", 8), ("b200", 8))).fit_model is None
     assert judge_submission(specify_job(program=("true",)), choose(small)).fit_model is None
-    for unknown in (choose((None, 8)), choose(("new9000", 8)), JobOptions((), (), (), ())):
+    for unknown in (choose((None, 8)), choose(small, ("new9000", 8)), JobOptions()):
         assert judge_submission(spec, unknown) == spec and spec.fit_model is not None
     # Of several GPUs of a name the largest counts, and ranks have the GPUs that are asked for.
     for name, told in {"a100": "80.0", "v100": "32.0", "h100": "93.6", "a100_80gb_pcie": "80.0"}.items():
