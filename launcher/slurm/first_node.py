@@ -38,16 +38,9 @@ from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER, LAUNCH_RENDEZVO
 from launcher.runs.provenance import describe_sources
 from launcher.runs.records import node_path, read_nodes, refuse_node
 from launcher.runs.run_directory import RunDir, explain_write_error, open_run_dir
+from launcher.slurm import commands
 from launcher.slurm.attempt import Attempt, end_attempt, is_taken_over, prepare_for_kill, start_attempt
 from launcher.slurm.attempt_end import StepReport, choose_stop_time
-from launcher.slurm.commands import (
-    SHORT_TIMEOUT,
-    MissingCommandError,
-    ask_config,
-    ask_job,
-    fold_in_order,
-    parse_signal,
-)
 from launcher.slurm.job_request import JobRequest, read_job_request
 from launcher.slurm.node_channel import CLOSE_TIMEOUT, OWN_GAP, NodeReport, StepGroup, TaskWriter
 from launcher.slurm.node_order import NodeOrder, find_node_order
@@ -112,14 +105,14 @@ def report_node_order(order: NodeOrder) -> None:
     for warning in order.warnings:
         logger.warning(f"node order: {warning}")
     if order.source != "slurm":
-        logger.info(f"ranks are in the order of {order.why}: {fold_in_order(order.hosts)}")
+        logger.info(f"ranks are in the order of {order.why}: {commands.fold_in_order(order.hosts)}")
 
 
 def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *, requeues: bool) -> int:
     """Run one attempt to its end and return the exit code; raises LaunchError before it starts."""
     order = order_job_nodes(environ, request)
     adopt_orphans()
-    checkpoint, _ = parse_signal(request.config.cluster.signal)
+    checkpoint, _ = commands.parse_signal(request.config.cluster.signal)
     with catch_signals((checkpoint,)) as inbox, contextlib.ExitStack() as stack:
         attempt = start_attempt(request, run, environ, order, requeues=requeues)
         report_node_order(order)
@@ -351,9 +344,9 @@ class FirstNode:
     def pass_on(self, number: int, step: NodeStep) -> None:
         """Send the ranks a signal that does not stop them; theirs may be the time limit's."""
         step.send(number)
-        checkpoint, seconds = parse_signal(self.attempt.request.config.cluster.signal)
+        checkpoint, seconds = commands.parse_signal(self.attempt.request.config.cluster.signal)
         if number == checkpoint:
-            now, status = time.time(), self.attempt.ask_status(SHORT_TIMEOUT)
+            now, status = time.time(), self.attempt.ask_status(commands.SHORT_TIMEOUT)
             self.stop_at = choose_stop_time(now, status.end_time if status else None, seconds, self.grace)
 
     def check_deadlines(self, step: NodeStep) -> None:
@@ -402,9 +395,9 @@ class FirstNode:
 def is_controller_away(attempt: Attempt) -> bool:
     """Tell whether slurmctld answers nobody: what srun says then can have any words."""
     try:
-        ask_job(attempt.job_id, attempt.environ)
+        commands.ask_job(attempt.job_id, attempt.environ)
     except SchedulerError as error:
-        return not isinstance(error, MissingCommandError)
+        return not isinstance(error, commands.MissingCommandError)
     return False
 
 
@@ -429,7 +422,7 @@ def describe_node_step(attempt: Attempt) -> Step:
 def start_nodes(attempt: Attempt, endpoint: str, coordinator: Coordinator | None = None) -> NodeStep:
     """Start a task on each node, which are to meet at `endpoint`; raises OSError if there is no srun."""
     variables = {LAUNCH_ATTEMPT: str(attempt.run.first_attempt), LAUNCH_RENDEZVOUS: endpoint}
-    order = fold_in_order(attempt.step_hosts)
+    order = commands.fold_in_order(attempt.step_hosts)
     if len(order) <= LONGEST_ORDER:
         variables[LAUNCH_NODE_ORDER] = order
     step, parent = describe_node_step(attempt), os.getpid()
@@ -451,7 +444,7 @@ def start_nodes(attempt: Attempt, endpoint: str, coordinator: Coordinator | None
     def send_kill_wait() -> None:
         """Tell the tasks how long SLURM will wait for them (`30 sec`), once the step is on its way."""
         with contextlib.suppress(SchedulerError):
-            if found := re.match(r"\d+", ask_config(attempt.environ).get("KillWait", "")):
+            if found := re.match(r"\d+", commands.ask_config(attempt.environ).get("KillWait", "")):
                 writer.send(f"{KILL_WAIT} {found[0]}")
 
     threading.Thread(target=send_kill_wait, daemon=True).start()
