@@ -24,6 +24,7 @@ from tests.cli.make_runs import (
     GPU,
     HANGING,
     JOB,
+    PARTS,
     RANK,
     SENTENCE,
     make_rank,
@@ -418,6 +419,17 @@ def read_table(launch: Launch) -> tuple[list[str], list[list[str]]]:
 def test_the_order_of_rows(launch: Launch, here: Path, ranks: list[dict[str, Any]], order: list[int]) -> None:
     make_job(here, *ranks)
     assert [int(row[0]) for row in read_table(launch)[1]] == order
+
+
+def test_who_holds_the_others_up_comes_first_and_then_stragglers(launch: Launch, here: Path) -> None:
+    make_job(here, {}, {"p50": 0.9}, {}, {})
+    (path,) = here.glob("runs/*/*")
+    (hang,) = HANGING["hangs"]
+    hang = {**hang, "verdict": {**hang["verdict"], "ranks": [3]}}
+    write_watch(
+        path, {**HANGING, "hangs": [hang], "stragglers": [{**PARTS["straggler"], "rank": 2}]}, "job.json"
+    )
+    assert [int(row[0]) for row in read_table(launch)[1]] == [3, 2, 1, 0]
 
 
 def test_one_rank_without_a_gpu_has_no_columns_of_gpus_nodes_and_nics(launch: Launch, here: Path) -> None:
