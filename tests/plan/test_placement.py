@@ -190,6 +190,8 @@ def test_who_leaves_home() -> None:
     topology, gpus = make_topology([1, 8], [[0], [0], [0]])
     assert assign_ranks(topology, gpus, each=0).nodes == (0, 0, 0), "ranks share cores"
     assert assign_ranks(topology, gpus, each=4).nodes == (0, 1, 1)
+    topology, gpus = make_topology([1, 2, 8], [[0], [0]])
+    assert assign_ranks(topology, gpus, each=4).nodes == (0, 2), "cores enough count before the order"
     # Ranks near nodes 0 and 1 fill node 0 first, and ranks near 1 and 2 node 1: one moves on to make room.
     topology, gpus = make_topology([1, 1, 2], [[0, 1], [1, 2], [1, 2], [0, 1]])
     nodes = assign_ranks(topology, gpus, each=1).nodes
