@@ -1,13 +1,18 @@
-"""What a program prints arrives as it is, in files and pipes: every byte, at once, and prefixes alone."""
+"""What a program prints arrives as it is: every byte, at once; and what it finds of its placement."""
 
+import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launcher.cpulist import parse_cpulist
 from launcher.launch.job import STARTING
-from tests.seam import LAUNCH, run_to_end, start, wait_for, write_program
+from launcher.probe.machine import SONAMES, locate_malloc
+from tests.seam import LAUNCH, Result, run_outside, run_to_end, start, wait_for, write_program
 
 LONG = 8 << 20
 ANYTHING = f"""
@@ -82,3 +87,87 @@ def test_stdout_that_is_closed_is_not_taken_for_another_file(tmp_path: Path) -> 
     assert done.returncode == 0
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "program.py"]
     assert [path.name for path in files if b"hello" in path.read_bytes()] == ["rank-0.out"]
+
+
+SHOW = """
+import json, os
+from launcher.rank.affinity import get_mempolicy
+policy, nodes = get_mempolicy()
+found = {"cpus": sorted(os.sched_getaffinity(0)), "policy": policy, "nodes": sorted(nodes)}
+names = [n for n in os.environ if n.startswith("LAUNCH_") and "TEST" not in n or "SHUTDOWN" in n]
+found["names"] = sorted(names)
+print(json.dumps({**found, "threads": os.environ["OMP_NUM_THREADS"], "rank": os.environ["RANK"]}))
+"""
+NAMES = ["LAUNCH_GC", "LAUNCH_NUM_WORKERS", "LAUNCH_RANK_PLAN", "LAUNCH_RUN_DIR", "LAUNCH_RUN_ID"]
+
+
+def run_placed(folder: Path, ranks: int, **variables: str) -> tuple[list[Any], list[Any], str]:
+    """What the ranks of SHOW found, what was planned, and what `launch` said."""
+    words = (f"nproc_per_node={ranks}", "--", write_program(folder, SHOW))
+    with start(folder, *words, **variables) as started:
+        assert started.wait(120) == 0, started.read()
+        run = started.run_dir()
+    found = [json.loads((run / "logs" / "0" / f"rank-{n}.out").read_text()) for n in range(ranks)]
+    (plan,) = run.glob("plan-*.json")
+    return found, json.loads(plan.read_text())["ranks"], started.read()
+
+
+def test_ranks_find_the_cpus_and_memory_of_their_plan(tmp_path: Path) -> None:
+    """Two ranks at most, and two variables of torchrun's that would start another program."""
+    ranks = min(2, len(os.sched_getaffinity(0)))
+    found, planned, _ = run_placed(tmp_path, ranks, PET_MODULE="1", PET_RUN_PATH="1")
+    for told, plan in zip(found, planned, strict=True):
+        assert told["cpus"] == sorted(parse_cpulist(plan["cpus"]))
+        assert told["policy"] == plan["memory"]["policy"]
+        assert told["nodes"] == sorted(parse_cpulist(plan["memory"]["nodes"]))
+        assert told["threads"] == str(plan["omp_num_threads"])
+        assert told["names"] == NAMES, "the program is told no more of the launcher"
+    cpus = [cpu for told in found for cpu in told["cpus"]]
+    assert len(cpus) == len(set(cpus))
+
+
+@pytest.mark.usefixtures("quick_agent")
+@pytest.mark.slow
+def test_more_ranks_than_cores_are_told_and_run(tmp_path: Path) -> None:
+    allowed = os.sched_getaffinity(0)
+    found, _, said = run_placed(tmp_path, len(allowed) + 1)
+    assert {cpu for told in found for cpu in told["cpus"]} <= allowed
+    assert "warning: " in said and "share" in said
+
+
+TELL = """
+import json, os
+def read_libraries(pid):
+    with open(f"/proc/{pid}/maps") as file:
+        return sorted({line.split()[-1] for line in file if "malloc" in line})
+print(json.dumps([read_libraries("self"), read_libraries(os.getppid()), os.environ.get("LD_PRELOAD")]))
+"""
+
+
+@pytest.mark.parametrize("word", SONAMES)
+def test_a_malloc_library_serves_the_ranks_and_not_their_agent(here: Path, word: str) -> None:
+    path = locate_malloc(word, os.environ, "/") or ""
+    if not path:
+        pytest.skip(f"needs {word}: apt-get install libtcmalloc-minimal4 libjemalloc2")
+    (here / "tell.py").write_text(TELL)
+    words = ["nproc_per_node=2", f"allocator.host={word}", "new_run_dir=run", "--", "tell.py"]
+    done = run_outside(words, here, {"CUDA_VISIBLE_DEVICES": ""}, timeout=120)
+    assert done.code == 0, done.err
+    for rank in (0, 1):
+        lines = (here / f"run/logs/0/rank-{rank}.out").read_text().splitlines()
+        ((own, agents, preload),) = [json.loads(line) for line in lines if line.startswith("[[")]
+        assert [os.path.realpath(path)] == [os.path.realpath(library) for library in own]
+        assert not agents and preload == path
+    (plan,) = (here / "run").glob("plan-*.json")
+    assert [rank["env"]["LD_PRELOAD"] for rank in json.loads(plan.read_text())["ranks"]] == [path] * 2
+
+
+def test_where_there_is_no_such_library_the_job_runs_with_a_warning(
+    launch: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.probe.machine.SONAMES", {})
+    result = launch("plan", "format=json", "allocator.host=jemalloc")
+    assert result.code == 0
+    data = json.loads(result.out)
+    assert [text for text in data["warnings"] if "allocator.host=jemalloc" in text and "libjemalloc2" in text]
+    assert not [rank for rank in data["ranks"] if "LD_PRELOAD" in rank["env"]]

@@ -188,6 +188,15 @@ def test_anothers_log_is_not_written_to(tmp_path: Path) -> None:
         pass
 
 
+def test_a_pipe_that_somebody_reads_is_no_log(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    os.mkfifo(tmp_path / "logs/agent-box.log")
+    reader = os.open(tmp_path / "logs/agent-box.log", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(OSError, match="no regular file"):
+        open_log(tmp_path / "logs/agent-box.log")
+    os.close(reader)
+
+
 def make_runs(folder: Path, uid: int) -> list[str]:
     run = create_run_dir(folder / f"of-{uid}" / ID)
     write_json(run.manifest_path, {})
