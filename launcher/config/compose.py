@@ -191,7 +191,7 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> Settings:
     """
     chosen = str(run_dir) if run_dir else composed.given_run_dir
     try:
-        composed.set_run_dir(chosen or RUN_DIR)
+        composed.set_run_dir(RUN_DIR if chosen is None else chosen)
         config = cast(Settings, OmegaConf.to_object(composed.tree))
     except MISTAKES as error:
         raise UsageError(shorten_message(error)) from None
