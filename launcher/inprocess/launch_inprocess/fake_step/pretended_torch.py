@@ -21,6 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device
 
 from ..import_hook import when_imported
+from .autocast import replace_autocast
 from .fake_tensors import CPU, GPU, find_kind, find_value, get_device, local, show_devices
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ def replace_kernels() -> None:
 
     functions: Any = F
     functions.scaled_dot_product_attention, functions.dropout = attend_or_not, dropout
-    kernels.append(library.Library("aten", "IMPL", "CUDA"))
+    kernels.extend((library.Library("aten", "IMPL", "CUDA"), replace_autocast()))
     for name in ("silu_backward", "_fused_rms_norm"):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             kernels[0].impl(name, lambda *_: None)
