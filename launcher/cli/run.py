@@ -58,7 +58,7 @@ MAX_CHANGES = 12
 def run_job(call: Call) -> int:
     """Run a program where the configuration says, and return the exit code; raises LaunchError."""
     early = call.early or EarlyStart()
-    return try_anew(lambda: _start_job(call, early))
+    return try_again(lambda: _start_job(call, early))
 
 
 def _start_job(call: Call, early: EarlyStart) -> int:
@@ -101,7 +101,7 @@ def _start_job(call: Call, early: EarlyStart) -> int:
         return _execute_here(spec, job, argv, helpers, early)
 
 
-def try_anew(start: Callable[[], int]) -> int:
+def try_again(start: Callable[[], int]) -> int:
     """Start a run, again as long as another of its name has begun in the same second and has its ID."""
     while True:
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from launcher.cli.job_warnings import name_files
 from launcher.cli.main import add_pet, call_composed
-from launcher.cli.run import check_resume, is_for_slurm, specify_job, try_anew
+from launcher.cli.run import check_resume, is_for_slurm, specify_job, try_again
 from launcher.cli.verbs import Command
 from launcher.config.compose import Composed, compose
 from launcher.config.run_path import choose_run_path, use_sweep_folder
@@ -34,7 +34,7 @@ def run_sweep(flags: Flags, command: Command, argv: Sequence[str]) -> int:
     for number, each in enumerate(composed if folder and command.verb == "run" else ()):
         use_sweep_folder(each.tree, f"{folder}/{number}")
     if command.verb == "run" and all(map(is_for_slurm, composed)):
-        return try_anew(lambda: submit_all(specify_all(composed, command), composed, argv))
+        return try_again(lambda: submit_all(specify_all(composed, command), composed, argv))
     first = 0
     for number, (each, overrides) in enumerate(zip(composed, jobs, strict=True), 1):
         logger.info(f"job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launcher.cli.job_warnings import name_files, unset_settings
 from launcher.cli.plan import check_target, explain, write_file
-from launcher.cli.run import plan_job, settle_fit, specify_job, try_anew
+from launcher.cli.run import plan_job, settle_fit, specify_job, try_again
 from launcher.cli.verbs import Call, print_json
 from launcher.config.compose import Composed, read_values, resolve
 from launcher.config.program import fill_env
@@ -150,7 +150,7 @@ def tune_program(call: Call) -> int:
         tuning = Tuning(search, composed, spec, call.argv, target)
         return tuning.preview() if spec.config.dry_run else tuning.run(job)
 
-    return try_anew(tune)
+    return try_again(tune)
 
 
 def _measure_here(composed: Composed) -> None:

@@ -138,7 +138,7 @@ def _find_job_faults(context: Context) -> Iterator[str]:
     zero = next((key for key, number in limits.items() if number == 0), "")
     if config.watch.enabled and config.watch.on_hang == "restart" and zero:
         yield (
-            f"watch.on_hang=restart with {zero}=0: nothing is started anew, give a number of at least 1, or"
+            f"watch.on_hang=restart with {zero}=0: nothing is started again, give a number of at least 1, or"
             " leave it out for 3"
         )
     if config.machine.snapshot and not config.dry_run:

@@ -351,7 +351,7 @@ class NotifyConfig:
     """Whom a job tells how it goes. A message that cannot be sent is a warning."""
 
     url: str | None = None
-    """Gets a POST with JSON when the job starts, hangs, recovers, fails or ends."""
+    """Gets a POST with JSON when the job starts, hangs, recovers, has a straggler, fails or ends."""
     format: str = one_of("auto", "json", "slack")
     """`json`, `slack`, or `auto`: Slack's form for hooks.slack.com."""
     events: list[str] = setting(list(EVENTS), choices=EVENTS)

@@ -110,7 +110,7 @@ class NodeEnd:
 def select_last_start(deaths: Sequence[Death]) -> list[Death]:
     """Return the ends of the last start's ranks, in their order.
 
-    When nodes join or leave, torchrun starts the ranks anew within an attempt: only the newest count.
+    When nodes join or leave, torchrun starts the ranks again within an attempt: only the newest count.
     """
     last = max((death.process.attempt for death in deaths), default=0)
     newest = {death.process.local_rank: death.process.pid for death in deaths}
@@ -130,7 +130,7 @@ def judge_end(end: NodeEnd, log: Sequence[str], ranks: int = 0) -> NodeEnd:
     if code == 0 or (ranks and len(end.clean) == ranks):
         return end
     # What comes after a signal to `launch`, or by SIGTERM after the agent was killed, is no failure.
-    # Nor is what the ranks were started anew for.
+    # Nor is what the ranks were started again for.
     last = max((death.process.attempt for death in end.deaths), default=0)
     counted = [d for d in end.deaths if d.time < end.signal_time and d.process.attempt == last]
     counted = [d for d in counted if code > 0 or d.exitcode != -signal.SIGTERM]

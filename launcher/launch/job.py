@@ -179,13 +179,13 @@ def render_start(job: Job, run_id: str) -> tuple[str, ...]:
 
 
 def may_restart(config: Settings, cluster: "Cluster", environ: Mapping[str, str]) -> bool:
-    """Tell whether torchrun may start the ranks anew, after a failure or with other nodes."""
+    """Tell whether the ranks may be started again, after a failure or with other nodes."""
     restarts = choose_restarts(config, environ) or environ.get("PET_MAX_RESTARTS", "0")
     return str(restarts) != "0" or cluster.min_nodes < cluster.max_nodes
 
 
 def choose_restarts(config: Settings, environ: Mapping[str, str]) -> int | None:
-    """Return how often the ranks may be started anew; None for torchrun's default, or PET_MAX_RESTARTS."""
+    """Return how often the ranks may be started again; None for torchrun's default, or PET_MAX_RESTARTS."""
     chosen = config.torchrun.max_restarts if config.restarts is None else config.restarts
     restarts_hangs = config.watch.enabled and config.watch.on_hang == "restart"
     if chosen is None and restarts_hangs and "PET_MAX_RESTARTS" not in environ:

@@ -246,7 +246,7 @@ class Supervisor:
         self.rank_seen_at = time.monotonic()
         newest = max(process.attempt for process in fresh)
         if self.newest is not None and newest > self.newest:
-            logger.info(f"the ranks were started anew: attempt {newest}")
+            logger.info(f"the ranks were started again: attempt {newest}")
             self.hang = ""
         self.newest = max(newest, self.newest or 0)
         for process in fresh:
@@ -264,7 +264,7 @@ class Supervisor:
                 # Killed ranks are started again with their group: all if the named ones have ended.
                 number = signal.SIGKILL
                 if self.ranks.signal_groups(number, order.ranks) or self.ranks.signal_groups(number):
-                    logger.info("SIGKILL to ranks that hang, so that all start anew")
+                    logger.info("SIGKILL to ranks that hang, so that all start again")
                     self.hang = order.sentence
                 continue
             self.hang, self.first_signal, self.signal_time = order.sentence, signal.SIGTERM, self.killed_at
@@ -342,7 +342,7 @@ class Supervisor:
         return isinstance(self.agent, TorchrunAgent) and self.agent.was_signalled()
 
     def restart_without_lost_node(self) -> None:
-        """End ranks that go on as if a lost node were there, so that the agent starts them anew without it.
+        """End ranks that go on as if a lost node were there, so that the agent starts them again without it.
 
         Those that notice fail by themselves. Others wait in a collective, or for the lost ranks to connect,
         until that times out: torchrun's agents restart for nodes that come, not for those that go.
@@ -352,7 +352,7 @@ class Supervisor:
             return
         if time.monotonic() > lost_at + LOST_GRACE:
             self.control.lost_at, self.killed_at = None, time.time()
-            logger.info("a node was lost: SIGKILL to the ranks, which start anew without it")
+            logger.info("a node was lost: SIGKILL to the ranks, which start again without it")
             self.ranks.signal_groups(signal.SIGKILL)
 
     def advance_stop(self, stop: StopStages) -> None:

@@ -143,7 +143,7 @@ class AttemptProgress:
 
 
 def measure_attempt(run: RunDir, patterns: Sequence[str] = ()) -> AttemptProgress:
-    """Read what the attempt has left, torchrun's restarts included; nothing raises.
+    """Read what the attempt has left, restarts included; nothing raises.
 
     Absolute `patterns`, as glob has them, find checkpoints that are not in the run directory: those that are
     not newer than the run's configuration are an earlier run's.

@@ -262,6 +262,6 @@ def read_rank(log: Path) -> int | None:
 
 
 def find_logs(path: Path, prefix: str) -> list[Path]:
-    """Return the logs of a run's jobs (`slurm-`), or of torchrun's agents (`agent-`)."""
+    """Return the logs of a run's jobs (`slurm-`), or of its nodes' agents (`agent-`)."""
     names = [name for name in sorted(list_logs(path)) if name.startswith(prefix)]
     return [path / "logs" / name for name in names if name.endswith((".out", ".log"))]

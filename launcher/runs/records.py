@@ -71,10 +71,10 @@ class NodeRecord:
     signal: str | None
     """The first stopping signal."""
     agent_said: str
-    """The last line of torchrun's agent, if it failed and no rank did."""
+    """The last line of the agent, if it failed and no rank did."""
     failure: RankFailure | None
     restarts: int
-    """Of torchrun's worker group, within the attempt."""
+    """Starts of the ranks after the first, within the attempt."""
     started: float
     ended: float
     """Seconds since the epoch."""
@@ -303,7 +303,7 @@ def read_run(path: Path) -> RunRecords:
     names = sorted((planned | {record.host for record in records}) - damaged_hosts)
     hosts = []
     for name in names:
-        # Attempts are counted on each host, anew if nodes are started by hand, and ranks may get other
+        # Attempts are counted on each host, again if nodes are started by hand, and ranks may get other
         # numbers without a new attempt: the newest record says which attempt is the last, and of several
         # records of one local rank, the newest counts.
         own = sorted((one for one in records if one.host == name), key=lambda one: (one.time, one.attempt))

@@ -50,7 +50,7 @@ class RunDir:
         return self.path / name_plan_file(host)
 
     def agent_log(self, host: str) -> Path:
-        """What torchrun's agent on one node printed."""
+        """What the agent on one node printed; without torchrun, what ranks printed before they had logs."""
         return self.path / LOGS / f"agent-{host}.log"
 
     def rank_log(self, rank: int, attempt: int, ending: str) -> Path:

@@ -47,7 +47,7 @@ class JobRequest:
     is_bundled: bool = False
     """The program is the bundled one."""
     agent: str = "torchrun"
-    """What starts the ranks: `direct`, `torchrun` or `srun`."""
+    """What starts the ranks: `direct` or `torchrun`."""
 
     @property
     def progress_patterns(self) -> tuple[str, ...]:

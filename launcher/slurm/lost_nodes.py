@@ -163,7 +163,7 @@ class Liveness:
         self.doubted = now
 
     def note_look(self, now: float) -> None:
-        """Take that the caller looks again; if it has slept, as its machine may have, all begins anew."""
+        """Take that the caller looks again; if it has slept, as its machine may have, all begins again."""
         if now - self.now > OWN_GAP:
             for signs in self.signs.values():
                 signs.heard = max(signs.heard, now - ALIVE_PERIOD)

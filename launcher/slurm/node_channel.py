@@ -82,7 +82,7 @@ def parse_group_order(line: str) -> Order | None:
 
 @dataclass(slots=True)
 class NodeControl:
-    """A task's end: decides nothing itself, but the end of a job in which nothing is started anew."""
+    """A task's end: decides nothing itself, but the end of a job in which nothing is started again."""
 
     host: str
     channel: SignalChannel
@@ -262,6 +262,6 @@ class StepGroup:
         done = coordinator.restarts
         if reason and isinstance(order, GroupStart) and before is not None:
             count = f" (restart {done} of {coordinator.max_restarts})" if done else ""
-            logger.info(f"{reason}: all ranks start anew{count}")
+            logger.info(f"{reason}: all ranks start again{count}")
         elif reason and done and order == JobEnd(failed=True):
             logger.info(f"{reason}, after {done} restarts: the job ends")

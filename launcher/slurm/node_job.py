@@ -1,6 +1,6 @@
 """A node's part of a SLURM job: it is planned, its ranks are started and watched to their end, and recorded.
 
-What starts the ranks, torchrun or this process, begins to import torch before the node is planned.
+With agent=direct, the warm process begins to import torch before the node is planned.
 """
 
 import contextlib

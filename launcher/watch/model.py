@@ -378,7 +378,7 @@ class Hang:
     recovered: float | None = None
     """When steps went on."""
     pids: tuple[tuple[int, int], ...] = ()
-    """Rank and PID of those that hold the others up: the number of torchrun's start may differ by node, and
+    """Rank and PID of those that hold the others up: the number of a start may differ by node, and
     stay the same in a new one."""
 
 

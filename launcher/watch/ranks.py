@@ -121,7 +121,7 @@ class RankBook:
     """Of their heartbeats."""
     read: Callable[[Path], Heartbeat | None] = read_heartbeat
     ranks: dict[int, WatchedRank] = field(default_factory=dict)
-    """By rank, of torchrun's last start; never changed in place, since other threads go through it."""
+    """By rank, of the last start; never changed in place, since other threads go through it."""
     counts_from: float = 0.0
     """Before this monotonic time nobody could make progress: this process, too, was stopped."""
     now: float = 0.0

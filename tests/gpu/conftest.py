@@ -1,4 +1,4 @@
-"""Options of `tests/gpu/prove`, what its tests are given, and the summary, written anew after each test."""
+"""Options of `tests/gpu/prove`, what its tests are given, and the summary, written again after each test."""
 
 import uuid
 from collections.abc import Callable, Iterator

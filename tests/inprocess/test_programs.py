@@ -145,7 +145,7 @@ def test_children_are_as_without_us(tmp_path: Path) -> None:
     assert children == dict.fromkeys(
         ["fork", "forked", "loader fork", "loader spawn", "spawn", "python"], without
     )
-    assert not child_hooked, "nothing of ours is loaded in what is started anew"
+    assert not child_hooked, "nothing of ours is loaded in what is started again"
     assert own[2] > 1000 and own_hooked, "the rank itself has the policy"
 
 

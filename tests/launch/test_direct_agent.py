@@ -19,7 +19,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 def test_all_ranks_start_anew_after_a_failure_and_meet_elsewhere(tmp_path: Path) -> None:
     job = run_to_end(tmp_path, FLAKY, *WORDS, "restarts=1")
     assert "rank 1 failed (code 3); the other ranks are ended" in job.read()
-    assert "the ranks were started anew: attempt 1" in job.read()
+    assert "the ranks were started again: attempt 1" in job.read()
     assert job.log(attempt=0) != job.log(attempt=1)
     assert job.manifest()["outcome"]["attempts"] == 2
 

@@ -114,7 +114,7 @@ def test_restarts_by_torchrun_have_logs_of_their_own(tmp_path: Path) -> None:
     assert job.log(1).startswith("attempt 0 3\n")
     assert job.log(1, attempt=2).startswith("attempt 2 3\nerror file /")
     assert "rank 1 failed (code 5); the other ranks are ended" in job.read()
-    assert "the ranks were started anew: attempt 1" in job.read()
+    assert "the ranks were started again: attempt 1" in job.read()
     assert job.manifest()["outcome"]["attempts"] == 3
 
 

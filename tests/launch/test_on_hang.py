@@ -28,8 +28,8 @@ def test_restart_starts_the_ranks_anew(agent: str, tmp_path: Path) -> None:
     words = (*WORDS, f"agent={agent}", "watch.on_hang=restart")
     job = run_to_end(tmp_path, PROGRAM, *words, PYTHONPATH=AGENT)
     assert "launch: hang 1 after step 5, " in job.read()
-    assert "so that all start anew" in job.read()
-    assert "the ranks were started anew: attempt 1" in job.read()
+    assert "so that all start again" in job.read()
+    assert "the ranks were started again: attempt 1" in job.read()
     (hang,) = job.manifest()["hangs"]
     assert hang["action"] == "restart" and hang["step"] == 5
     assert (job.run_dir() / "hang-1/verdict.json").exists()
@@ -51,7 +51,7 @@ if attempt == "0":
 @pytest.mark.slow
 def test_restart_when_the_others_have_left(tmp_path: Path) -> None:
     job = run_to_end(tmp_path, LEFT, *WORDS, "watch.on_hang=restart", PYTHONPATH=AGENT)
-    assert "the ranks were started anew: attempt 1" in job.read()
+    assert "the ranks were started again: attempt 1" in job.read()
 
 
 @pytest.mark.slow

@@ -256,7 +256,7 @@ def test_a_terminal_that_is_not_read_holds_up_nothing_and_shows_all_of_it_later(
         assert attempts[0].endswith(lines + "once more\n") and attempts[1].endswith(lines)
         shown = re.sub(r"\r+\n", "\n", terminal.text()).splitlines(keepends=True)
         ours = [line for line in shown if line.startswith("launch: ")]
-        assert "launch: the ranks were started anew: attempt 1\n" in ours
+        assert "launch: the ranks were started again: attempt 1\n" in ours
         program = "".join(line for line in shown if not line.startswith("launch: "))
         assert attempts[0] + attempts[1] in program
 

@@ -1,4 +1,4 @@
-"""`python -m tests.machines` makes conf/machine/ anew from the descriptions."""
+"""`python -m tests.machines` makes conf/machine/ again from the descriptions."""
 
 from .build import NAMES, SHIPPED, build_files
 

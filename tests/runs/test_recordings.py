@@ -141,6 +141,11 @@ DOCS = (REPOSITORY / "docs/run-directory.md").read_text()
 OTHERS = {
     "job.json": "of submitted jobs",
     "logs/N/ended-by-N": "a link",
+    "logs/N/rank-N.error.json": "of programs that have it written",
+    "manifest-N.json": "of nodes that are started by hand",
+    "tuning.json": "by `launch tune`",
+    "watch/stack-HOST.json": "by `launch watch`",
+    "watch/stack-request.json": "by `launch watch`",
     "objective.txt": "the program's own",
     "rank-N.memory.json": "of programs that load torch",
     "report.html": "by `launch report`",
@@ -148,6 +153,7 @@ OTHERS = {
     "checkpoints/": "the program's own",
 }
 """Documented names that the recorded runs do not have."""
+OTHER_KEYS = {"manifest.json": {"sick_spares", "stragglers", "training"}}
 
 
 @pytest.fixture(scope="module")
@@ -220,4 +226,4 @@ def test_every_name_stands_in_the_documentation() -> None:
 def test_every_key_stands_in_the_documentation() -> None:
     documented = {re.sub(r"ATTEMPT|\d+", "N", file): set(keys) for file, keys in _read_table("Keys").items()}
     written = {file: {key for key in keys if not re.search(r"[.\[]", key)} for file, keys in KEYS.items()}
-    assert documented == written
+    assert {file: keys - OTHER_KEYS.get(file, set()) for file, keys in documented.items()} == written

@@ -88,7 +88,7 @@ def test_a_rank_that_dies_is_replaced_with_its_peers(sandbox: Sandbox, tmp_path:
     assert list(steps) == list(range(1, 61))
     assert min(read_losses(read_new(run, 1))) in (11, 21), "it goes on after a checkpoint"
     said = run.read_console()
-    assert f"rank {victim} on n{victim} has ended: all ranks start anew (restart 1 of 2)" in said
+    assert f"rank {victim} on n{victim} has ended: all ranks start again (restart 1 of 2)" in said
     assert "Traceback" not in said and run.outcome["attempts"] == 2 and run.manifest["earlier"] == []
     assert [(r.state, r.restarts) for r in read_nodes(run.path, 0)] == [("succeeded", 1)] * 2
 
@@ -105,7 +105,7 @@ def test_scancel_leaves_nothing(sandbox: Sandbox, tmp_path: Path, phase: str) ->
         run.wait_for(lambda: all("UP 0" in read_new(run, 0, rank) for rank in range(4)), "the ranks")
     if phase == "restart":
         find_rank(run, 3).send_signal(signal.SIGKILL)
-        run.wait_for(lambda: "all ranks start anew" in run.read_console(), "word of the restart")
+        run.wait_for(lambda: "all ranks start again" in run.read_console(), "word of the restart")
     sandbox.run("scancel", run.job_id)
     assert run.await_end() == "stopped"
     assert run.outcome["cause"] == "cancelled" and "Traceback" not in run.read_console()

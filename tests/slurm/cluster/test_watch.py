@@ -119,4 +119,4 @@ def test_a_node_whose_only_rank_has_ended_before_its_peers_have_joined(
     assert sentence in run.read_console()
     assert run.causes == (["hang"] if action == "stop" else [None])
     assert run.outcome["exit_code"] == (124 if action == "stop" else 0)
-    assert ("all ranks start anew (restart 1 of 3)" in run.read_console()) == (action == "restart")
+    assert ("all ranks start again (restart 1 of 3)" in run.read_console()) == (action == "restart")
