@@ -166,6 +166,10 @@ def read_bounded(descriptor: int, most: int, name: str, *, patience: float | Non
     `patience` are the seconds to wait for each part; None is for files, which are there.
     """
     data, waiting = bytearray(), None
+    size = f"{most >> 20} MiB" if most >> 20 else f"{most >> 10} KiB"
+    too_large = OSError(EFBIG, f"more than {size}", name)
+    if os.fstat(descriptor).st_size > most:  # nothing of it is read
+        raise too_large
     if patience is not None:
         from select import POLLIN, poll
 
@@ -177,8 +181,7 @@ def read_bounded(descriptor: int, most: int, name: str, *, patience: float | Non
         part = os.read(descriptor, min(CHUNK, most + 1 - len(data)))
         data += part
         if len(data) > most:
-            size = f"{most >> 20} MiB" if most >> 20 else f"{most >> 10} KiB"
-            raise OSError(EFBIG, f"more than {size}", name)
+            raise too_large
         if not part:
             return bytes(data)
 

@@ -247,7 +247,7 @@ def cancel_runs(call: Call) -> int:
     if error:
         raise error
     with contextlib.ExitStack() as opened:
-        processes = {run.run: _open_launch(run, opened) for run in standing}
+        processes = {run.path: _open_launch(run, opened) for run in standing}
         for run in standing:
             if not run.is_live:
                 reason = f" ({run.reason})" if run.reason else ""
@@ -260,7 +260,7 @@ def cancel_runs(call: Call) -> int:
         left = _cancel_jobs(jobs) if jobs else 0
         for run in live:
             if run.process:
-                left += _stop_process(run, processes[run.run], config.torchrun.shutdown_timeout)
+                left += _stop_process(run, processes[run.path], config.torchrun.shutdown_timeout)
     return EXIT_MACHINE if left else 0
 
 

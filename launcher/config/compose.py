@@ -529,4 +529,6 @@ def ask_completion(sources: Sources, request: str, words: Sequence[str] = ()) ->
             hydra.shell_completion(sources.primary, [request])
     except FAILURES as error:
         raise UsageError(f"{request}: {shorten_message(error)}") from None
+    finally:
+        del os.environ["COMP_LINE"]
     return output.getvalue()

@@ -161,7 +161,7 @@ def compare_nics(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
                     yield found("nics.missing", "error", node.host, port=name, nodes=len(ports))
         rates = [nic.rate_gbps for _node, nic in ports if nic.state == "ACTIVE"]
         rate, count = Counter(rates).most_common(1)[0] if rates else (0.0, 0)
-        has_majority = 2 * count > len(rates)
+        has_majority = rate > 0 and 2 * count > len(rates)
         usual = rate if has_majority else max(rates, default=0.0)
         level = "error" if 2 * len(rates) > len(ports) else "warning"
         for node, nic in ports:

@@ -151,7 +151,8 @@ def measure_attempt(run: RunDir, patterns: Sequence[str] = ()) -> AttemptProgres
     numbers = sorted(number for number in list_attempts(run.path) if number >= run.first_attempt)
     logs = [path for number in numbers for path in list_own_logs(run, number)]
     begins = (raw for path in logs for raw in read_from(path, 0)[0].split(b"\n"))
-    last = find_last_step(run, numbers)
+    # What stderr tells may be of an evaluation.
+    last = find_last_step(run, numbers, endings=("out",)) or find_last_step(run, numbers)
     first = next((step for raw in begins if (step := parse_progress(decode_line(raw)))), last)
     begun = read_mtime(run.path / "config.yaml") or 0.0
     found = (Path(name) for each in patterns for name in islice(iglob(each, recursive=True), MOST_ENTRIES))  # noqa: PTH207 - it is absolute
@@ -161,13 +162,20 @@ def measure_attempt(run: RunDir, patterns: Sequence[str] = ()) -> AttemptProgres
     return AttemptProgress((first, last) if first and last else (), max(times, default=None))
 
 
-def list_own_logs(run: RunDir, attempt: int, rank: int = 0) -> list[Path]:
+def list_own_logs(
+    run: RunDir, attempt: int, rank: int = 0, endings: Sequence[str] = ("err", "out")
+) -> list[Path]:
     """Return a rank's logs; some programs report on stderr."""
-    return [run.rank_log(rank, attempt, ending) for ending in ("err", "out")]
+    return [run.rank_log(rank, attempt, ending) for ending in endings]
 
 
 def find_last_step(
-    run: RunDir, attempts: Iterable[int], rank: int = 0, count: int = LINES, metric: str = ""
+    run: RunDir,
+    attempts: Iterable[int],
+    rank: int = 0,
+    count: int = LINES,
+    metric: str = "",
+    endings: Sequence[str] = ("err", "out"),
 ) -> Progress | None:
     """Return the newest step that a rank printed in the newest attempt that has one, by its last lines.
 
@@ -175,11 +183,13 @@ def find_last_step(
     """
     for attempt in sorted(attempts, reverse=True):
         found = []
-        for path in list_own_logs(run, attempt, rank):
-            steps = [*filter(None, map(parse_progress, read_tail(path, count)))]
-            found += [reduce(merge_steps, steps)] if steps else []
-        if known := [step for step in found if not metric or metric in dict(step.metrics)]:
-            return max(known, key=lambda step: step.step)
+        for path in list_own_logs(run, attempt, rank, endings):
+            steps = filter(None, map(parse_progress, reversed(read_tail(path, count))))
+            known = (step for step in steps if not metric or metric in dict(step.metrics))
+            newest = [*islice(known, MOST_STEPS)]
+            found += [reduce(merge_steps, reversed(newest))] if newest else []
+        if found:
+            return max(found, key=lambda step: step.step)
     return None
 
 

@@ -201,7 +201,7 @@ class RunStatus:
     attempts: tuple[AttemptStatus, ...] = ()
     """Oldest first."""
     process: Mapping[str, object] = field(default_factory=dict)
-    """What the run hangs on if it is no SLURM job: see `run_process.py`."""
+    """What the run hangs on if it is no SLURM job: see `manifest.py`."""
     preflight: Mapping[str, object] | None = None
     """What the checks before its start found: `kind`, `seconds`, `sick`, `findings` and more."""
     watch: Mapping[str, object] | None = None

@@ -34,7 +34,10 @@ FRESH = 2.0
 OWN_PREFIX = b"launch: "
 """How the lines of the batch script's process begin."""
 OWN_LINES = re.compile(rb"((?:^launch: .*\n)+)", re.MULTILINE)
-LAST_LINE = re.compile(rb"^launch: run directory .*\n\Z", re.MULTILINE)
+LAST_LINE = re.compile(
+    rb"^launch: (run directory |(error: )?attempt \d+ does not begin|.*was not told of the end).*\n\Z",
+    re.MULTILINE,
+)
 """The last line of a job; its manifest may be closed while its ranks still end."""
 OTHER_RANKS = re.compile(rb"^\[[^][\s]+:(?!0\] )\d+\] .*\n", re.MULTILINE)
 """Lines of other ranks than rank 0."""

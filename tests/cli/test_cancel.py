@@ -1,8 +1,10 @@
 """`launch cancel` of runs on this machine, and of what others have planted; SLURM's are in tests/slurm."""
 
+import contextlib
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +56,30 @@ def test_several_runs_are_asked_about_once(here: Path) -> None:
     code, shown = answer(here, "\n", NUMBER, "20260801-120001")
     assert code == 1
     assert f"  tiny/{NUMBER}, process" in shown and "cancel these 2 runs? [y/N]" in shown
+
+
+HOLD = """
+import pathlib, sys, time
+from launcher.runs.manifest import hold_directory
+hold_directory(pathlib.Path(sys.argv[1]))
+print(flush=True)
+time.sleep(1000)
+"""
+
+
+def test_runs_of_one_name_in_two_places_both_end(here: Path, launch: Launch) -> None:
+    with contextlib.ExitStack() as stack:
+        paths, processes = [], []
+        for place in ("a", "b"):
+            path = here / place / "runs" / "tiny" / NUMBER
+            path.mkdir(parents=True)
+            command = [sys.executable, "-c", HOLD, str(path)]
+            processes.append(stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE)))
+            stack.callback(processes[-1].kill)
+            assert processes[-1].stdout and processes[-1].stdout.readline()
+            paths.append(make_mine(here / place, pid=processes[-1].pid))
+        launch("cancel", *map(str, paths), "yes=true", "torchrun.shutdown_timeout=1")
+        assert [process.wait(PATIENCE) for process in processes] == [-15, -15]
 
 
 def make_mine(here: Path, name: str = "tiny", pid: int = 0, **more: str) -> Path:

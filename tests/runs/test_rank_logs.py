@@ -19,6 +19,7 @@ from launcher.runs.progress import (
     ProgressReader,
     describe_progress,
     explain_early_exits,
+    measure_attempt,
     parse_progress,
     read_objective,
 )
@@ -234,6 +235,12 @@ def test_the_last_loss_is_that_of_the_newest_attempt_that_has_one(tmp_path: Path
     }.items():
         write_log(tmp_path, 9, text)
         assert read_objective(tmp_path, "loss") == loss
+    write_log(tmp_path, 9, "step 9 loss 1\nstep 100 lr 1\n")
+    write_log(tmp_path, 9, "eval step 50 loss 7\n", "err")
+    assert read_objective(tmp_path, "loss") == 7
+    write_log(tmp_path, 9, "step 100/100 lr 1\n")
+    write_log(tmp_path, 9, "eval step 250 loss 7\n", "err")
+    assert measure_attempt(RunDir(tmp_path, 9)).finished is True, "stdout tells how far the program is"
     write_log(tmp_path, 10, "step 3 loss 3\n", "err")
     write_log(tmp_path, 10, "nothing\n")
     write_log(tmp_path, 11, "killed\nstep 9 lr 2\n")

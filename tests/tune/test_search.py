@@ -13,7 +13,7 @@ from launcher.inprocess.launch_inprocess.measurements import WARMUP, choose_bloc
 from launcher.plan.model import DataloaderConfig, Limits, Plan, Request
 from launcher.plan.planner import plan
 from launcher.tune.trials import Trial
-from launcher.tune.workers import WorkersSearch, find_max_workers, price_all
+from launcher.tune.workers import WorkersSearch, bound_rate, find_max_workers, price_all
 from tests.plan.lab_machines import convert, load
 
 STEPS = 48
@@ -95,6 +95,13 @@ def test_the_choice_is_near_the_best_for_half_the_steps(most: int, noise: float)
     assert len(dear) <= (0 if noise <= 0.05 else 0.15) * PROGRAMS, dear
     assert statistics.median(search.cost for search in done) <= 0.3
     assert all(len(set(search.tried)) == len(search.tried) for search in done)
+
+
+def test_bounds_are_those_of_a_concave_throughput() -> None:
+    trials = [Trial(0, 1, 0.5), Trial(2, 3, 0.5)]
+    assert bound_rate(trials[:1], 4) == 2  # nothing to wait for
+    assert bound_rate([Trial(0, 1, 0.9)], 1) == pytest.approx(1.15 / 0.9)  # a worker loads as fast
+    assert bound_rate(trials[1:], 3) == pytest.approx(3 * 1.02 * 3 / 2)  # each worker as much again
 
 
 BOOK = Trial(0, 1 / 0.7, 0.5 / 0.7, 15)

@@ -86,6 +86,18 @@ NOBODYS = [
 ]
 
 
+def test_a_step_that_ends_an_evaluation_has_no_known_begin(beat: heartbeat.Heartbeat, path: Path) -> None:
+    beat.end_step(1)
+    beat.note_mode(is_training=False)
+    assert beat.begin_loading()
+    beat.end_loading(object())
+    beat.end_step(2)
+    beat.end_step(3)
+    found = read_heartbeat(path)
+    assert found is not None
+    assert (found.phase, found.step, len(found.durations)) == ("training", 3, 1)
+
+
 def test_what_no_live_rank_writes_is_none(beat: heartbeat.Heartbeat, path: Path, tmp_path: Path) -> None:
     whole = bytes(beat.file)
     for name, value in NOBODYS:

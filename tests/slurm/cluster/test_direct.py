@@ -74,8 +74,9 @@ def read_new(run: Run, attempt: int, rank: int = 0) -> str:
 TWO = (*SHRUNK, "nodes=2", "nproc_per_node=1", "agent=direct", "restarts=2")
 
 
-def test_a_rank_that_dies_is_replaced_with_its_peers(sandbox: Sandbox, tmp_path: Path) -> None:
-    victim, run = 1, submit(sandbox, tmp_path, *TWO, "program.steps=60")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_is_replaced_with_its_peers(sandbox: Sandbox, tmp_path: Path, victim: int) -> None:
+    run = submit(sandbox, tmp_path, *TWO, "program.steps=60")
     run.await_step(15)
     process = find_rank(run, victim)
     died = time.time()
