@@ -170,7 +170,8 @@ class Composed:
         """Let `${run_dir}` and `${hydra:runtime.output_dir}` refer to a run directory."""
         self.tree.run_dir = run_dir
         if self.interpolated is not None:
-            self.interpolated.hydra.runtime.output_dir = run_dir or RUN_DIR
+            is_known = run_dir is not None and "${" not in run_dir  # else it may refer to itself
+            self.interpolated.hydra.runtime.output_dir = run_dir if is_known else RUN_DIR
             HydraConfig.instance().cfg = cast(Any, self.interpolated)
 
 
@@ -189,8 +190,9 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> Settings:
     A verb that starts nothing has no run directory: `RUN_DIR` stands for it. A machine's snapshot becomes a
     path.
     """
-    chosen = str(run_dir) if run_dir else composed.given_run_dir
     try:
+        composed.set_run_dir(composed.given_run_dir)
+        chosen = str(run_dir) if run_dir else composed.tree.run_dir  # an interpolation may give null
         composed.set_run_dir(RUN_DIR if chosen is None else chosen)
         config = cast(Settings, OmegaConf.to_object(composed.tree))
     except MISTAKES as error:

@@ -5,19 +5,20 @@ tell is None. SM activity comes from its GPM counters, from Hopper on; on older 
 exporter's DCGM_FI_PROF_SM_ACTIVE).
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from launcher.doctor.model import GpuFacts, GpuProcess, Unchecked
-from launcher.plan.devices import resolve_visible
 from launcher.plan.model import Gpu
 from launcher.probe.devices import is_open, list_cards, read_amd, read_driver, sort_gpus
 from launcher.probe.sysfs import Tree, normalise_pci
 
 if TYPE_CHECKING:
+    from launcher.doctor.model import GpuFacts, GpuProcess, Unchecked
     from launcher.watch.model import GpuSample
 
 REASONS = {
@@ -212,12 +213,12 @@ class GpuSampler:
             if (gpu.tell("nvmlDeviceGetSupportedEventTypes") or 0) & XID:
                 gpu.tell("nvmlDeviceRegisterEvents", XID, self.events)
 
-    def sample(self) -> "dict[int, GpuSample]":
+    def sample(self) -> dict[int, GpuSample]:
         """Sample all GPUs, by local rank; those that NVML does not know are left out."""
         self._take_events()
         return {local_rank: self._sample_gpu(local_rank, gpu) for local_rank, gpu in self.gpus.items()}
 
-    def _sample_gpu(self, local_rank: int, gpu: Nvml) -> "GpuSample":
+    def _sample_gpu(self, local_rank: int, gpu: Nvml) -> GpuSample:
         from launcher.watch.model import GpuSample  # the probe does without the watcher
 
         rates, memory = gpu.tell("nvmlDeviceGetUtilizationRates"), gpu.tell("nvmlDeviceGetMemoryInfo")
@@ -294,6 +295,8 @@ def read_gpu_facts(tree: Tree, nvml: Any, wanted: Wanted = None) -> dict[str, An
 
     Without NVML (`nvml` is None, it fails, or the tree is another machine's) their names and places alone.
     """
+    from launcher.doctor.model import GpuFacts, Unchecked  # as below, not where GPUs alone are listed
+
     reason, code = "NVML is not there" if tree.is_real else "not in these files", None
     if nvml is not None and tree.is_real:
         try:
@@ -313,6 +316,8 @@ def read_gpu_facts(tree: Tree, nvml: Any, wanted: Wanted = None) -> dict[str, An
 
 def _ask_nvml(tree: Tree, nvml: Nvml, wanted: Wanted) -> dict[str, Any]:
     """Read what NVML says; raises NVMLError if it does not even count the GPUs."""
+    from launcher.doctor.model import GpuFacts, Unchecked
+
     module = nvml.module
     opened: dict[int, Nvml] = {}
     gpus: list[GpuFacts] = []
@@ -344,6 +349,8 @@ def _ask_nvml(tree: Tree, nvml: Nvml, wanted: Wanted) -> dict[str, Any]:
 
 def _read_state(gpu: Nvml, index: int) -> GpuFacts:
     """Read one GPU but for its peers."""
+    from launcher.doctor.model import GpuFacts
+
     # Version 2 does not count the driver's own part as used.
     version = getattr(gpu.module, "nvmlMemory_v2", None)
     memory = gpu.tell("nvmlDeviceGetMemoryInfo", version=version) if version else None
@@ -379,6 +386,8 @@ def _read_processes(gpu: Nvml) -> tuple[GpuProcess, ...] | None:
 
     Their names are without path and arguments, which can hold secrets.
     """
+    from launcher.doctor.model import GpuProcess
+
     compute = gpu.tell("nvmlDeviceGetComputeRunningProcesses")
     if compute is None:
         return None
@@ -422,6 +431,8 @@ def _choose_visible(gpus: Sequence[GpuFacts], wanted: Wanted) -> tuple[GpuFacts,
 
     All if CUDA_VISIBLE_DEVICES names MIG instances.
     """
+    from launcher.plan.devices import resolve_visible
+
     if isinstance(wanted, str):
         known = tuple(Gpu(gpu.index, gpu.uuid, gpu.pci) for gpu in gpus)
         shown = resolve_visible(known, {"CUDA_VISIBLE_DEVICES": wanted})

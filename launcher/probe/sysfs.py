@@ -19,7 +19,13 @@ NUMBER_LIMIT = 1 << 16
 """No kernel has CPU or node numbers from here on: such a list is garbage."""
 NAME_LIMIT = (1 << 22) + 1
 """No directory has names with numbers from here on: the highest PID (PID_MAX_LIMIT)."""
+MASK = re.compile(r"[0-9a-fA-F]{1,8}(?:,[0-9a-fA-F]{1,8})*")
 MEMINFO = re.compile(r"(\w+):\s*(\d{1,19})\b", re.ASCII)
+MASKS = {
+    "cpulist": "cpumap", "thread_siblings_list": "thread_siblings", "core_cpus_list": "core_cpus",
+    "shared_cpu_list": "shared_cpu_map", "local_cpulist": "local_cpus",
+}  # fmt: skip
+"""Files with the same CPUs in hexadecimal: captures by hwloc-gather-topology have these alone."""
 PCI = "sys/bus/pci/devices/"
 ADDRESS = re.compile(
     r"([0-9a-f]{1,8}):([0-9a-f]{1,2}):([01]?[0-9a-f])(?:\.([0-7]))?", re.ASCII | re.IGNORECASE
@@ -61,16 +67,20 @@ class Tree:
             return None
         finally:
             os.close(handle)
-        return data.decode("utf-8", "replace").strip()
+        # Many captures by hwloc-gather-topology have a NUL after each file's text.
+        return data.removesuffix(b"\n\0").decode("utf-8", "replace").strip()
 
     def read_number(self, path: str) -> int | None:
         """A file's whole number, as `parse_number` has it."""
         return parse_number(self.read(path))
 
     def read_list(self, path: str) -> frozenset[int] | None:
-        """A file's cpulist; None if it cannot be read or is none."""
+        """A file's cpulist, without one the mask beside it; None if it cannot be read or is none."""
         text = self.read(path)
-        return None if text is None else parse_list(text)
+        if text is not None:
+            return parse_list(text)
+        folder, slash, name = path.rpartition("/")
+        return parse_mask(self.read(f"{folder}{slash}{MASKS[name]}") or "") if name in MASKS else None
 
     def read_fields(self, path: str) -> dict[str, str]:
         """A file's `name: value` lines; none if it cannot be read."""
@@ -131,6 +141,15 @@ def parse_list(text: str) -> frozenset[int] | None:
         numbers = parse_cpulist(text)
     except ValueError:
         return None
+    return numbers if max(numbers, default=0) < NUMBER_LIMIT else None
+
+
+def parse_mask(text: str) -> frozenset[int] | None:
+    """The numbers of a mask, words of 32 bits from the highest (`1,0000000f`); None for any other text."""
+    if not MASK.fullmatch(text):
+        return None
+    bits = bin(int("".join(word.zfill(8) for word in text.split(",")), 16))[:1:-1]
+    numbers = frozenset(number for number, bit in enumerate(bits) if bit == "1")
     return numbers if max(numbers, default=0) < NUMBER_LIMIT else None
 
 

@@ -350,7 +350,7 @@ class Trainer:
 
         Raises OptionError on all ranks.
         """
-        if self.train_config.checkpoint_dir is None:
+        if not self.train_config.checkpoint_dir:
             return None
         found: list[Path | OptionError | None] = [None]
         if self.ranks.rank == 0:
@@ -385,7 +385,7 @@ class Trainer:
         A kill meanwhile leaves the last one as it was. The oldest is removed.
         """
         cause = {NOTHING: "", CHECKPOINT: " on SIGUSR2", STOP: " on SIGTERM"}[agreed]
-        if self.train_config.checkpoint_dir is None:
+        if not self.train_config.checkpoint_dir:
             self._print(f"no checkpoint{cause}: there is no --checkpoint-dir")
             return
         from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415 - slow import
@@ -450,7 +450,8 @@ class Trainer:
 
 def list_complete(directory: Path) -> list[Path]:
     """List the complete checkpoints, oldest first."""
-    return sorted(path for path in directory.glob("step-*") if COMPLETE.fullmatch(path.name))
+    # Not by glob(), which takes a directory that cannot be read for an empty one.
+    return sorted(path for path in directory.iterdir() if COMPLETE.fullmatch(path.name))
 
 
 def prepare_directory(directory: Path, model: ModelConfig) -> Path | None:

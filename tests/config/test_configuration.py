@@ -19,9 +19,10 @@ from submitit.slurm.slurm import SlurmExecutor
 from launcher.config.compose import compose, resolve
 from launcher.config.program import resolve_program
 from launcher.config.settings import Settings, list_settings, settle_words
-from launcher.config.start import choose_cluster
+from launcher.config.start import choose_cluster, plan_node
 from launcher.config.words import find_sources, read_tables
 from launcher.errors import UsageError
+from launcher.plan.model import Request
 from tests.seam import Launch, drop_powers, run_outside
 
 STARTED = "would start a job"
@@ -178,6 +179,25 @@ def test_spare_nodes_of_an_allocation(here: Path) -> None:
     environ = {**JOB, "PATH": "slurm"}
     assert choose_cluster("auto", "auto", None, None, environ, spares=1).max_nodes == 2
     assert choose_cluster("auto", 1, None, None, environ, spares=2).max_nodes == 1
+
+
+def test_each_setting_reaches_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Settings(nproc_per_node=3, devices="own", env={"OMP_NUM_THREADS": "5", "API_TOKEN": "sesame"})
+    config.allocator = {"max_split_size_mb": 64, "host": "jemalloc"}
+    config.machine.snapshot = str(Path(__file__).parents[2] / "conf/machine/dgx_h100.json")
+    environ = {**config.env, "NCCL_DEBUG": "INFO", "NCCL_SECRET_KEY": "open", "CUDA_HOME": "/cuda"}
+    environ |= {"CUDA_VISIBLE_DEVICES": "1", "HOME": "/home/me"}
+    asked: list[Request] = []
+    monkeypatch.setattr("launcher.plan.planner.plan", lambda _, request: asked.append(request))
+    plan_node(config, environ, "/tmp/caches")
+    (found,) = asked
+    assert (found.nproc_per_node, found.devices, found.caches) == (3, "own", "/tmp/caches")
+    for section in ("binding", "dataloader", "gc", "allocator"):
+        assert getattr(found, section) is getattr(config, section)
+    assert found.environ.items() >= {"OMP_NUM_THREADS": "5", "NCCL_DEBUG": "INFO"}.items()
+    assert not found.environ.keys() & {"CUDA_HOME", "HOME", "CUDA_VISIBLE_DEVICES"}
+    assert found.configured["OMP_NUM_THREADS"] == "5" and "sesame" not in found.configured["API_TOKEN"]
+    assert found.environ["NCCL_SECRET_KEY"] != "open"
 
 
 # From the words of the user to what a rank execs

@@ -1,7 +1,8 @@
 """Properties of every plan, on random machines and requests that need not be sane."""
 
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -20,12 +21,14 @@ from launcher.plan.model import (
     Nic,
     NumaNode,
     Request,
+    machine_to_json,
+    parse_machine,
 )
 from launcher.plan.planner import plan
-from launcher.plan.topology import cut_evenly, find_usable
+from launcher.plan.topology import build_topology, cut_evenly, find_usable
 from launcher.plan.variables import COUNTS
 
-from .lab_machines import ask
+from .lab_machines import ask, convert, describe_machine, describe_overlap
 
 
 def make_machine(seed: int) -> Machine:
@@ -216,6 +219,64 @@ def test_those_with_least_get_the_odd_items(totals: list[int], items: int) -> No
         more = [total for total, size in zip(totals, sizes, strict=True) if size > min(sizes)]
         less = [total for total, size in zip(totals, sizes, strict=True) if size == min(sizes)]
         assert not more or max(more) <= min(less)
+
+
+@given(st.integers(0, 2**32), REQUESTS)
+def test_a_snapshot_is_planned_as_the_machine_itself_is(seed: int, request: Request) -> None:
+    machine = convert(describe_machine(Random(seed)))
+    request = forgive(request)
+    snapshot = parse_machine(json.dumps(machine_to_json(machine)))
+    assert plan(snapshot, request) == plan(machine, request)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 24), st.sampled_from([describe_machine, describe_overlap]))
+def test_ranks_share_no_core_where_cores_suffice_and_leave_home_only_where_they_must(
+    seed: int, ranks: int, describe: Callable[[Random], dict[str, Any]]
+) -> None:
+    machine = convert(describe(Random(seed)))
+    made = plan(machine, ask(ranks))
+    topology = build_topology(machine)
+    homes = [
+        {core.id for node in topology.find_local_nodes(rank.gpu) for core in topology.cores[node]}
+        for rank in made.ranks
+    ]
+    used = [{topology.core_of[cpu].id for cpu in rank.cpus} for rank in made.ranks]
+    owners = Counter(core for cores in used for core in cores)
+    enough = sum(map(len, topology.cores.values())) >= ranks
+    assert (max(owners.values()) > 1) == (not enough)
+    at_home = sum(cores <= home for cores, home in zip(used, homes, strict=True))
+    assert at_home == (match_cores([sorted(home) for home in homes]) if enough else ranks)
+    assert all(cores <= home or not cores & home for cores, home in zip(used, homes, strict=True))
+
+
+@given(st.integers(0, 2**32), st.sampled_from([describe_machine, describe_overlap]), st.integers(0, 9))
+def test_no_rank_has_less_with_its_workers_than_all_could_have(
+    seed: int, describe: Callable[[Random], dict[str, Any]], workers: int
+) -> None:
+    random = Random(seed)
+    machine = convert(describe(random))
+    ranks = random.randint(1, 20)
+    made = plan(machine, ask(ranks, num_workers=workers))
+    topology = build_topology(machine)
+    total = sum(map(len, topology.cores.values()))
+    least = min(len({topology.core_of[cpu].id for cpu in rank.worker_cpus}) for rank in made.ranks)
+    assert least >= min(max(4, workers + 2), total // ranks)
+
+
+def match_cores(homes: Sequence[Sequence[int]]) -> int:
+    """How many ranks can have a core of their home for themselves: a maximum matching."""
+    owner: dict[int, int] = {}
+
+    def give(rank: int, seen: set[int]) -> bool:
+        for core in homes[rank]:
+            if core not in seen:
+                seen.add(core)
+                if core not in owner or give(owner[core], seen):
+                    owner[core] = rank
+                    return True
+        return False
+
+    return sum(give(rank, set()) for rank in range(len(homes)))
 
 
 AMOUNTS = st.sampled_from([0.0, 0.1, 3.0, 1e9])

@@ -14,7 +14,7 @@ from launcher.probe.limits import count_oom_kills
 from launcher.probe.machine import probe
 from launcher.probe.sysfs import PAGE, SIZE_LIMIT, Tree, normalise_pci, parse_number, split_path
 
-from .machine_trees import CPU, NODE, put, short_lived, write_small
+from .machine_trees import CPU, NODE, PCI, put, short_lived, write_small
 from .odd_machines import judge, read_cases, write_bases
 
 CASES = read_cases()["cases"]
@@ -44,6 +44,21 @@ def test_root_that_is_no_directory_is_a_usage_error(
     put(tmp_path, "file", "")
     with pytest.raises(UsageError, match=r"machine\.root=.* is not a directory: name one that"):
         probe(root)
+
+
+def test_captured_machines_have_masks_for_lists_and_a_nul_after_each_text(tmp_path: Path) -> None:
+    """As hwloc-gather-topology writes them."""
+    sound = probe(write_small(tmp_path))
+    for stem in ("thread_siblings_list", "core_cpus_list", "shared_cpu_list", "cpulist"):
+        for path in tmp_path.rglob(stem):
+            path.unlink()
+    for pci, mask in (("0000:07:00.0", "0c0c"), ("0000:47:00.0", "0000,0000c0c0")):
+        (tmp_path / PCI / pci / "local_cpulist").unlink()
+        put(tmp_path, f"{PCI}/{pci}/local_cpus", mask)
+    for path in (tmp_path / "sys").rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.write_bytes(path.read_bytes() + b"\0")
+    assert probe(tmp_path) == sound
 
 
 @pytest.mark.parametrize("stale", [False, True])

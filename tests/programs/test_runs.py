@@ -99,6 +99,11 @@ def test_one_process_goes_on_from_two(start: Start, ddp: tuple[str, Path], tmp_p
     expect_near(read_losses(ddp[0]), read_losses(alone), near=0.0003)
 
 
+def test_an_empty_checkpoint_dir_is_none(start: Start) -> None:
+    start.run(0, steps="2", checkpoint_every="1", checkpoint_dir="")
+    assert not list(Path.cwd().glob("step-*"))
+
+
 def read_until(process: subprocess.Popen[str], text: str) -> str:
     """Read lines of output up to one that has the text."""
     assert process.stdout is not None

@@ -94,8 +94,8 @@ class Heartbeat:
         """The mapped structure; in a forked child, one that nobody sees."""
         self.has_begun = self.has_joined = False
         self.notes: list[str] = []
-        self.thread = get_ident()
-        """The one that trains: what others do is no phase of the rank."""
+        self.thread, self.loader = get_ident(), 0
+        """The one that trains: what others do is no phase of the rank; the one whose wait is the phase."""
         self.phase = self.base = STARTING
         """The phase now, and the one that it goes back to after a wait."""
         self.phase_since = self.last_end = self.data_wait = self.excluded = 0.0
@@ -186,6 +186,7 @@ class Heartbeat:
         if self.phase == LOADING:
             return False
         if get_ident() == self.thread:
+            self.loader = self.thread
             if self.base in (SAVING, STARTING):
                 self.base = self._choose_base()
             self.set_phase(LOADING)
@@ -193,7 +194,8 @@ class Heartbeat:
 
     def end_loading(self, batch: object) -> None:
         """End a wait for data, and count the batch if one came; in other threads that alone."""
-        if get_ident() == self.thread:
+        if get_ident() == self.loader:
+            self.loader = 0
             since = self.phase_since
             self.set_phase(self.base)
             self.data_wait += self.phase_since - since
@@ -279,7 +281,8 @@ def _is_taken(path: str) -> bool:
     """Tell whether another process of this rank, as of a shell script, steps and has its heartbeat here."""
     try:
         with open(path, "rb") as file:
-            found = load_structure().from_buffer_copy(file.read())
+            layout = load_structure()
+            found = layout.from_buffer_copy(file.read(memoryview(layout()).nbytes))
         if found.magic != MAGIC or found.layout != LAYOUT or not found.step:
             return False
         if found.pid == os.getpid():
