@@ -36,9 +36,12 @@ START_MARGIN = 20.0
 END_GRACE = 2.0
 """Seconds that the program has to end by itself once all answers are there, and again after SIGTERM."""
 ANSWER = "launch-preflight: "
-"""How an answer's line begins; other lines are somebody else's."""
+"""How a line of an answer begins: then come the host, the line's number and how many there are, and JSON."""
+ANSWER_WIDTH = 1000
+"""Bytes of such a line: srun cuts longer ones than 1,024 bytes (MAX_MSG_LEN of SLURM's io_hdr.h) to pieces,
+between which those of other nodes come."""
 LONGEST_LINE = 1 << 20
-"""Bytes of a line: the answer of a node of 16 GPUs with 16 XIDs each has less than 64 KiB."""
+"""Bytes of a line of any program, and of an answer: that of 16 GPUs with 16 XIDs each has 64 KiB at most."""
 KEPT_LINES = 40
 """Lines of stderr that are kept."""
 CHUNK = 1 << 16
@@ -85,17 +88,35 @@ class PreflightRequest:
 
 
 def render_answer(facts: Facts) -> str:
-    """Return the line of a node's answer, with its end; without `seconds`, more facts are to follow."""
-    return f"{ANSWER}{dump(facts)}\n"
+    """Return the lines of a node's answer, with their ends; without `seconds`, more facts are to follow."""
+    text, head = dump(facts), f"{ANSWER}{facts.host} "
+    size = ANSWER_WIDTH - len(head) - len("999/999 ")
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    return "".join(f"{head}{number}/{len(parts)} {part}\n" for number, part in enumerate(parts, 1))
 
 
-def parse_answer(line: str) -> Facts | None:
-    """Read a line; None if it is no answer."""
-    if not line.startswith(ANSWER) or len(line) > LONGEST_LINE:
-        return None
-    try:
-        return load(Facts, line.removeprefix(ANSWER))
-    except DecodeError:
+class AnswerReader:
+    """Puts the answers of nodes together: their lines mix, but a node's own are in order."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[str]] = {}
+
+    def take(self, line: str) -> Facts | None:
+        """Take a line; return the answer that it is the last one of."""
+        if not line.startswith(ANSWER):
+            return None
+        host, _, rest = line.removeprefix(ANSWER).partition(" ")
+        place, _, part = rest.partition(" ")
+        number, _, count = place.partition("/")
+        parts = self._parts.pop(host, []) if number != "1" else []
+        if number != str(len(parts) + 1) or sum(map(len, parts)) > LONGEST_LINE:
+            return None
+        parts.append(part)
+        if number != count:
+            self._parts[host] = parts
+            return None
+        with contextlib.suppress(DecodeError):
+            return load(Facts, "".join(parts))
         return None
 
 
@@ -201,6 +222,7 @@ class Answers:
     """By host, the newest answer."""
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     """Last lines on stderr."""
+    reader: AnswerReader = field(default_factory=AnswerReader)
     ended: bool = False
     """The program that carries them has ended by itself."""
     exit_code: int | None = None
@@ -216,7 +238,7 @@ class Answers:
         """Take a line; true if all nodes have answered."""
         if name == "err" and line.strip():
             self.errors.append(line.strip())
-        found = parse_answer(line) if name == "out" else None
+        found = self.reader.take(line) if name == "out" else None
         if found and found.host in self.request.hosts:
             before = self.facts.get(found.host)  # a node's first answer says when its facts were here
             answered = before.answered if before else time.time()

@@ -21,7 +21,7 @@ import torch
 from launcher.doctor.model import Facts
 from launcher.plan.devices import resolve_visible
 from launcher.plan.model import Gpu
-from launcher.preflight import SECONDS, PreflightRequest, parse_answer
+from launcher.preflight import SECONDS, AnswerReader, PreflightRequest
 from launcher.probe.machine import probe
 from tests.gpu.programs import describe_device
 from tests.gpu.proof import PROGRAMS, Proof, together
@@ -227,8 +227,7 @@ def check_node(proof: Proof, kind: str) -> Facts:
     request = PreflightRequest(kind, (HOST,), SECONDS[kind], time.time())
     command = [*request.command]
     ended = proof.run(kind, command, 0, SECONDS[kind] + 20, {"SLURMD_NODENAME": HOST})
-    answers = [facts for line in ended.out.splitlines() if (facts := parse_answer(line))]
-    facts = answers[-1]
+    facts = [*filter(None, map(AnswerReader().take, ended.out.splitlines()))][-1]
     proof.keep(f"preflight-{kind}.json", json.dumps([str(one) for one in facts.work], indent=1))
     for one in facts.work:
         row = {"kind": kind, "measure": one.measure, "where": one.where, "value": one.value, "unit": one.unit}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,12 +16,12 @@ import pytest
 
 from launcher import preflight
 from launcher.codec import dump
-from launcher.doctor.model import Facts, GpuFacts
+from launcher.doctor.model import Facts, GpuFacts, PathFacts
 from launcher.preflight import (
+    AnswerReader,
     Answers,
     PreflightRequest,
     find_rank_python,
-    parse_answer,
     render_answer,
     run_checks,
 )
@@ -53,19 +54,37 @@ def test_the_newest_answer_of_each_node_counts_and_the_first_says_when_it_came()
 
 
 def test_what_is_no_answer_or_of_no_node_of_the_job_is_passed_over() -> None:
-    whole = answer("n0")
+    whole = answer("n0").splitlines(keepends=True)
+    begins = "launch-preflight: "
     lines = [
         answer("n7"),
-        "launch-preflight: {}\n",
-        "launch-preflight: [1\n",
-        f"{whole[:50]}\n",
-        whole.strip(),
+        *(f"{begins}{text}\n" for text in ("", "{}", "[1", "n0", "n0 1/1 {}", "n0 2/2 {}", "n0 1/2 [")),
+        f"{whole[0][:50]}\n",
+        "".join(whole).strip(),
     ]
     flood = "sys.stdout.write('x' * (3 << 20) + chr(10)); "
     answers = check(f"{flood}sys.stdout.write({''.join(lines)!r}); sys.stderr.write('a\\n\\nb')")
     assert answers.ended and {*answers.facts} == {"n0"} and answers.missing == ("n1",)
     assert [*answers.errors] == ["a", "b"] and answers.exit_code == 0
-    assert all(parse_answer(whole[:cut]) is None for cut in range(0, len(whole) - 2, 7))
+    *first, last = whole
+    for cut in range(0, len(last) - 2, 7):
+        reader = AnswerReader()
+        assert not any(map(reader.take, [*first, last[:cut]]))
+
+
+def test_lines_of_answers_are_so_short_that_srun_leaves_them_whole_and_come_in_any_order() -> None:
+    hosts, paths = ("n0", "n1"), (PathFacts("/p" * 1000, "data", "ok", 0.0),)
+    facts = [Facts(host, 9, 1001.0, cpus=7, paths=paths, seconds=1.0) for host in hosts]
+    texts = [render_answer(one).splitlines() for one in facts]
+    assert all(len(lines) == 3 and max(map(len, lines)) <= 1000 for lines in texts)
+    reader, rng = AnswerReader(), random.Random(3)
+    for _ in range(20):
+        left: list[list[str]] = [list(lines) for lines in texts]
+        found: list[Facts] = []
+        while any(left):
+            found += filter(None, [reader.take(rng.choice([lines for lines in left if lines]).pop(0))])
+        assert sorted(found, key=lambda one: one.host) == facts
+    assert not any(map(reader.take, [texts[0][0], texts[0][2], texts[0][1]])), "one is missing"
 
 
 def test_a_program_that_hangs_is_left_at_the_deadline_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +140,7 @@ def test_a_node_answers_with_facts_and_again_with_work(tmp_path: Path) -> None:
     process = start(request)
     out, err = process.communicate(timeout=90)
     assert (process.returncode, err) == (0, "")
-    first, last = (parse_answer(line) for line in out.splitlines())
+    first, last = filter(None, map(AnswerReader().take, out.splitlines()))
     assert first and last and first.host == last.host == "n1" and first.seconds == 0
     assert first.paths[0].path == str(tmp_path) and first.work == ()
     assert {"matmul", "memory"} == {one.measure for one in last.work}
@@ -134,7 +153,7 @@ def test_a_node_answers_with_facts_and_again_with_work(tmp_path: Path) -> None:
 def test_a_node_that_is_ended_takes_its_child_along(tmp_path: Path, number: int, script: str) -> None:
     python = make_interpreter(tmp_path, f"{ON_WORK} {script}")
     process = start(replace(REQUEST, seconds=60.0, python=python))
-    assert process.stdout and parse_answer(process.stdout.readline())
+    assert process.stdout and process.stdout.readline().startswith("launch-preflight: n1 1/")
     me, end = psutil.Process(process.pid), time.monotonic() + 30
     count = 2 if number == signal.SIGTERM else 1
     while len(children := me.children(recursive=True)) < count and time.monotonic() < end:
