@@ -10,7 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.library import Library
+from torch import library
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ REFUSED = "binary_cross_entropy"
 KEY = torch._C.DispatchKey.AutocastCUDA
 
 
-def replace_autocast() -> Library:
+def replace_autocast() -> library.Library:
     """Put these casts in the place of torch's, as long as the returned value lives."""
-    library = Library("aten", "IMPL", KEY.name)
+    kernels = library.Library("aten", "IMPL", KEY.name)
     casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     torch_: Any = torch
     clear = torch.clear_autocast_cache
@@ -48,8 +48,8 @@ def replace_autocast() -> Library:
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(KEY.name):
             short = name.removeprefix("aten::")
             if short != REFUSED:
-                library.impl(short, _make_kernel(short, casts))
-    return library
+                kernels.impl(short, _make_kernel(short, casts))
+    return kernels
 
 
 def _make_kernel(name: str, casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
