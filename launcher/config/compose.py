@@ -179,7 +179,7 @@ def read_values(composed: Composed, keys: Sequence[str]) -> dict[str, object]:
     """Return single values that are needed before the run directory is known; raises UsageError."""
     try:
         composed.set_run_dir(composed.given_run_dir)  # another run may have taken the one that was chosen
-        return {key: OmegaConf.select(composed.tree, key) for key in keys}
+        return {key: OmegaConf.select(composed.tree, key, throw_on_missing=True) for key in keys}
     except MISTAKES as error:
         raise UsageError(shorten_message(error)) from None
 

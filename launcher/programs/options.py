@@ -63,7 +63,7 @@ class DataConfig:
 
     path: str | None = option(None, "file or directory to train on, as bytes; Python's library if none")
     val_fraction: float = option(
-        0.01, "share of sequences held out for validation; 0: none", least=0, most=0.5
+        0.01, "share of the sequences that is held out for validation; 0 for none", least=0, most=0.5
     )
 
 
@@ -72,10 +72,16 @@ class TrainConfig:
     """How to train."""
 
     steps: int = option(150, "optimizer steps in all", least=1)
-    seq_len: int | None = option(None, f"tokens; model.max_seq_len, at most {MAX_DEFAULT_SEQ_LEN}", least=1)
+    seq_len: int | None = option(
+        None, f"tokens of a sequence; model.max_seq_len, at most {MAX_DEFAULT_SEQ_LEN}", least=1
+    )
     batch_size: int = option(8, "sequences for each rank and micro-step", least=1)
     grad_accumulation: int = option(1, "micro-steps for each optimizer step", least=1)
-    global_batch: int | None = option(None, "sequences of a step; grad_accumulation comes near it", least=1)
+    global_batch: int | None = option(
+        None,
+        "sequences of an optimizer step: then grad_accumulation is what comes nearest on all ranks",
+        least=1,
+    )
     lr: float | None = option(None, "peak learning rate; 3e-4 * sqrt(4096 / hidden_size) if none", above=0)
     min_lr_ratio: float = option(0.1, "share of the learning rate that the cosine ends on", least=0, most=1)
     warmup_steps: int = option(20, "steps of linear warm-up", least=0)
@@ -86,11 +92,13 @@ class TrainConfig:
     dtype: str = option("auto", "of the computation; weights stay fp32", "auto", "bf16", "fp32")
     parallel: str = option("ddp", "how the ranks work together: fsdp shards what ddp copies", "ddp", "fsdp")
     activation_checkpointing: str = option(
-        "none", "computed again (selective: cheap parts alone)", *RECOMPUTED
+        "none",
+        "what backward computes again: full is all of a block, selective all but products and attention",
+        *RECOMPUTED,
     )
     compile: bool = option(False, "torch.compile each block")
     num_workers: int | None = option(
-        None, "DataLoader workers of a rank; at most 2 of the CPUs if none", least=0
+        None, "DataLoader workers for each rank; at most 2 of the CPUs if none", least=0
     )
     log_every: int = option(10, "steps between log lines", least=1)
     eval_batches: int = option(8, "batches of each rank in the validation at the end; 0 for none", least=0)
