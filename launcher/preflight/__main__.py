@@ -20,6 +20,7 @@ from typing import TextIO
 from launcher.codec import DecodeError, convert, load, parse_json
 from launcher.doctor.model import Facts, Unchecked
 from launcher.doctor.work import name_pair, plan_pairs
+from launcher.launch.signals import catch_signals
 from launcher.preflight import PreflightRequest, read_lines, render_answer, start_child
 from launcher.probe.node import read_node_facts
 from launcher.programs.measurement import GpuIdentity, Measurement
@@ -65,7 +66,7 @@ def main() -> int:
 def check_node(request: PreflightRequest, environ: Mapping[str, str], out: TextIO) -> None:
     """Answer with the facts, and again with the work."""
     begin = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the child is ended, too
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     facts = read_node_facts(
         paths=[*request.paths, (tempfile.gettempdir(), "temporary directory")],
         host=name_host(environ),
@@ -125,7 +126,9 @@ class ChildWork:
     """Last line on its stderr."""
 
     def take(self, name: str, line: str) -> bool:
-        """Take a line of the child; what is none of its is left out."""
+        """Take a line of the child; what is none of its is left out. True for a signal, which ends the work."""
+        if name == "wakeup":
+            return True
         if name == "err" and line.strip():
             self.last_error = line.strip()
         with contextlib.suppress(DecodeError):
@@ -153,16 +156,18 @@ def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()
     words = ("--kind", kind, "--seconds", f"{seconds:.2f}", "--begin", repr(begin), *options)
     command = (python, "-P", "-c", BOOT, str(PACKAGES), *words)
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    has_ended = False
     try:
-        with start_child(command, environ, (), signal.SIGKILL) as child:
+        # No signal may end this process between the child's start and the block that ends the child.
+        with catch_signals() as inbox, start_child(command, environ, (), signal.SIGKILL) as child:
             try:
-                has_ended = read_lines(child, begin + seconds, work.take)
+                has_ended = read_lines(child, begin + seconds, work.take, inbox.wakeup)
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(1.0)
+            for number in inbox.take():
+                sys.exit(128 + number)
     except OSError as error:
         return ChildWork(problem=f"{python} cannot be run ({error.strerror})")
     code, last = child.returncode, f": {escape_text(work.last_error, 300)}" if work.last_error else ""

@@ -164,6 +164,30 @@ def test_a_node_that_is_ended_takes_its_child_along(tmp_path: Path, number: int,
     assert len(children) >= count and psutil.wait_procs(children, 10)[1] == []
 
 
+STOPPED = """
+import os, signal, subprocess, sys
+class Popen(subprocess.Popen):
+    def __init__(self, argv, **options):
+        super().__init__(argv, **options)
+        if "--kind" in argv:
+            os.kill(os.getpid(), signal.SIGTERM)
+subprocess.Popen = Popen
+from launcher.preflight.__main__ import main
+sys.exit(main())
+"""
+"""A node's program that gets SIGTERM when it has started the work, and does not have it yet."""
+
+
+def test_a_node_that_is_ended_while_it_starts_its_child_takes_it_along(tmp_path: Path) -> None:
+    python = make_interpreter(tmp_path, f"{ON_WORK} sleep 60 & echo $! >{tmp_path}/pid; wait")
+    request = dump(replace(REQUEST, seconds=60.0, python=python))
+    words = [sys.executable, "-c", STOPPED, request]
+    done = subprocess.run(words, env=clean_environ(), stdout=subprocess.DEVNULL, check=False)
+    assert done.returncode == 128 + signal.SIGTERM
+    if (tmp_path / "pid").exists():  # the work may have been ended before
+        assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
 @pytest.mark.parametrize("argument", ["", "{", "{}", '{"kind": 1}'])
 def test_a_request_that_is_none(argument: str) -> None:
     command = [*REQUEST.command[:-1], argument]
