@@ -126,7 +126,7 @@ class ChildWork:
     """Last line on its stderr."""
 
     def take(self, name: str, line: str) -> bool:
-        """Take a line of the child; what is none of its is left out. True for a signal, which ends the work."""
+        """Take a line of the child; what is none of its is left out. A signal ends the work: true."""
         if name == "wakeup":
             return True
         if name == "err" and line.strip():
