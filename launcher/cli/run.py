@@ -291,10 +291,8 @@ def _execute_here(
     `helpers` are PIDs of processes of ours.
     """
     from launcher.launch import local_run
-    from launcher.launch.agents import check_open_files
     from launcher.probe.limits import count_oom_kills
 
-    check_open_files()
     run, manifest = local_run.prepare_run(spec, argv, [job.host])
     local_run.write_plan(spec, run, job.host, plan_to_json(job.plan))
     # What the job is expected to take, for later estimates to learn from.

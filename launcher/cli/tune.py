@@ -25,7 +25,7 @@ from launcher.config.run_path import choose_run_path, render_config
 from launcher.config.settings import Settings
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_file
-from launcher.launch.agents import check_open_files, make_agent
+from launcher.launch.agents import make_agent
 from launcher.launch.ending import complete_manifest, explain_failure
 from launcher.launch.job import Job, JobSpec, build_agent_environ, render_start
 from launcher.launch.local_run import prepare_run, write_plan
@@ -355,7 +355,6 @@ class Tuning:
         A program that catches the error of an allocation, and goes on or ends in peace, does not fit either.
         """
         trial, job = _plan_trial(trial)
-        check_open_files()
         run, manifest = prepare_run(trial, self.argv, [job.host])
         write_plan(trial, run, job.host, plan_to_json(job.plan))
         (run.path / RECORDS).mkdir(mode=0o700)

@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import ClassVar, Protocol
 
-from launcher.errors import MachineError
 from launcher.files import Descriptor, open_append, open_below
 from launcher.launch.coordinator import Coordinator, GroupStart, JobEnd, Order
 from launcher.launch.job import (
@@ -41,9 +39,6 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 """torchrun's default of `--signals-to-handle`, which it leaves in its ranks' environment."""
 HEARD = b"death signal"
 """What torchelastic's agent says of a signal that it got (torch/distributed/elastic/agent/server/api.py)."""
-MIN_FILES, DEFAULT_FILES = 32, 1024
-"""Open files without which torchrun's agent hangs or fails (with 12 it waits for ever; 26 are enough for two
-ranks of torch 2.13), and the limit that most shells have."""
 TakeWarm = Callable[[Sequence[str], Mapping[str, str]], WarmProcess | None]
 """Gives the warm process that was started before for a program's argv and environment."""
 
@@ -117,14 +112,14 @@ class DirectAgent:
     """A signal has ended the ranks, and nothing starts any more."""
 
     @property
-    def children(self) -> Collection[int]:
-        """PIDs of the ranks, and of the warm process: nobody else may reap them."""
-        return {*(rank.pid for rank in self.group), *self.pids}
+    def helpers(self) -> Collection[int]:
+        """PID of the warm process, which is ended here and is no leftover."""
+        return (self.warm.process.pid,) if self.warm and self.warm.process.poll() is None else ()
 
     @property
-    def pids(self) -> Collection[int]:
-        """PIDs of processes of its own, which it ends itself and which are no leftovers."""
-        return (self.warm.process.pid,) if self.warm and self.warm.process.poll() is None else ()
+    def children(self) -> Collection[int]:
+        """PIDs of the ranks, and of the warm process: nobody else may reap them."""
+        return {*(rank.pid for rank in self.group), *self.helpers}
 
     @property
     def is_ready(self) -> bool:
@@ -134,12 +129,17 @@ class DirectAgent:
     @property
     def descriptors(self) -> Collection[int]:
         """The warm process's channel, if ranks wait for its imports."""
-        is_waiting = isinstance(self.order, GroupStart) and not self.is_ready
-        return (self.warm.channel.fileno(),) if is_waiting and self.warm else ()
+        return (self.warm.channel.fileno(),) if self.warm and not self.warm.is_ready else ()
 
     def begin(self) -> None:
         """Start the ranks, if the node's part is to begin at once; raises OSError."""
         close_on_exec()
+        self.environ = {
+            **self.environ,
+            "TORCHELASTIC_MAX_RESTARTS": str(choose_restarts(self.job.config, self.job.environ) or 0),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            LAUNCH_PARENT: str(os.getpid()),
+        }
         self.control.report("ready", number=len(self.job.plan.ranks))
         for order in self.control.take_orders():
             self.order = order
@@ -226,17 +226,12 @@ class DirectAgent:
         if group_rank is None:
             return
         attempt = run.first_attempt + start.restart
-        more = {
-            "TORCHELASTIC_MAX_RESTARTS": str(choose_restarts(job.config, job.environ) or 0),
-            "TORCHELASTIC_RUN_ID": self.run_id,
-            LAUNCH_PARENT: str(os.getpid()),
-        }
         try:
             for local_rank in range(start.nodes[group_rank].local_size):
                 rank = start.count_ranks_before(group_rank) + local_rank
                 own = make_rank_variables(start, group_rank, local_rank, self.environ)
                 own["TORCHELASTIC_ERROR_FILE"] = str(name_error_file(run, rank, attempt))
-                pid = self.start_rank({**self.environ, **own, **more})
+                pid = self.start_rank({**self.environ, **own})
                 self.group.append(RankProcess(rank, local_rank, attempt, pid, self.has_terminal))
                 self.ranks.add(self.group[-1:])
         except OSError:
@@ -304,7 +299,7 @@ class TorchrunAgent:
     stdin: int | None = None
 
     label: ClassVar[str] = "torchrun"
-    pids: ClassVar[Collection[int]] = ()
+    helpers: ClassVar[Collection[int]] = ()
     descriptors: ClassVar[Collection[int]] = ()
     ranks: RankSet = field(default_factory=RankSet)
     """All ranks that were found."""
@@ -475,20 +470,3 @@ def open_log(log: Path) -> Descriptor:
     """Open an agent's log in a run directory, to append to it; raises OSError."""
     with open_below(log.parents[1], log.parent.name) as logs:
         return open_append(logs, log.name)
-
-
-def check_open_files() -> None:
-    """Let this process, and so the agent, open as many files as is usual.
-
-    Raises MachineError if the hard limit is too low for any agent.
-    """
-    soft, hard = getrlimit(RLIMIT_NOFILE)
-    wanted = DEFAULT_FILES if hard == RLIM_INFINITY else min(hard, DEFAULT_FILES)
-    if wanted < MIN_FILES:
-        raise MachineError(
-            f"this process may open {hard} files, and a job needs {MIN_FILES}: raise the hard"
-            " limit (`ulimit -Hn`, limits.conf, docker --ulimit nofile=1048576, LimitNOFILE of slurmd)"
-        )
-    if soft != RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            setrlimit(RLIMIT_NOFILE, (wanted, hard))

@@ -91,8 +91,8 @@ class Coordinator:
     @property
     def spares(self) -> tuple[str, ...]:
         """Nodes that are ready and take no part in the newest start."""
-        start = self.start
-        return tuple(host for host in self.find_ready() if start and start.find_group_rank(host) is None)
+        places = {node.host for node in self.start.nodes} if self.start else {*self.hosts}
+        return tuple(host for host in self.find_ready() if host not in places)
 
     def note(self, kind: str, host: str, restart: int = 0, local_size: int = 0) -> Order | None:
         """Take a node's report, and return the order that follows from it.
@@ -111,8 +111,7 @@ class Coordinator:
             return None
         if kind == "ended":
             self.ended.add(host)
-            taking_part = {node.host for node in self.start.nodes} if self.start else set()
-            return self.finish(failed=False) if self.ended == taking_part else None
+            return self.finish(failed=False) if len(self.ended) == self.nodes else None
         if kind == "taken":
             self.taken += 1
             goes_on = self.taken <= PORT_TRIALS
@@ -167,10 +166,12 @@ class Coordinator:
         A node that takes part keeps its place, and a spare one takes the place of the one that was lost: so
         most ranks stay on their nodes.
         """
+        if len(self.sizes) < self.nodes:  # else the reports of n nodes would be looked through n times
+            return None
         places = [node.host for node in self.start.nodes] if self.start else list(self.hosts[: self.nodes])
-        ready = self.find_ready()
-        spares = [host for host in ready if host not in places]
-        hosts = [spares.pop(0) if host in self.lost and spares else host for host in places]
+        ready, taken = self.find_ready(), {*places}
+        spares = iter([host for host in ready if host not in taken])
+        hosts = [next(spares, host) if host in self.lost else host for host in places]
         if not {*hosts} <= {*ready}:
             return None
         number = self.start.restart + 1 if self.start else 0

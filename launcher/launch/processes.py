@@ -8,12 +8,9 @@ import signal
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from launcher.files import read_stat
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -61,11 +58,10 @@ def read_exit(pid: int) -> int | None:
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             _, fields = read_stat(pid)
             return os.waitstatus_to_exitcode(int(fields[EXIT_CODE_FIELD - 3])) if fields[0] in "ZX" else None
-        except (OSError, ValueError):
-            return None
+        return None
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
@@ -91,11 +87,11 @@ class RankSet:
     def add(self, processes: Iterable[RankProcess]) -> None:
         """Start to watch those that are new; a process that is gone already is a death."""
         for process in processes:
-            key = -process.pid
             if self.known.get(process.pid) == process:
                 continue
             self.known[process.pid] = process
             self.fresh.append(process)
+            key = -process.pid
             try:
                 key = os.pidfd_open(process.pid)
                 self.epoll.register(key, select.EPOLLIN)
@@ -113,7 +109,7 @@ class RankSet:
             poller.register(descriptor, select.POLLIN)
         poller.poll(timeout * 1000)
         unseen = [key for key in self.alive if key < 0]
-        gone = [key for key in unseen if read_exit(-key) is not None or not os.path.exists(f"/proc/{-key}")]  # noqa: PTH110
+        gone = [key for key in unseen if read_exit(-key) is not None or not Path(f"/proc/{-key}").exists()]
         for key in (*(descriptor for descriptor, _ in self.epoll.poll(0)), *gone):
             process = self.alive.pop(key)
             if key > 0:
@@ -136,14 +132,15 @@ class RankSet:
 
         Returns how many ranks were left out.
         """
-        spared = 0
-        for key, process in self.alive.items():
-            if catchers and number not in read_signals(process.pid, "SigCgt"):
-                spared += 1
-                continue
+        chosen = [
+            process.pid
+            for process in self.alive.values()
+            if not catchers or number in read_signals(process.pid, "SigCgt")
+        ]
+        for pid in chosen:
             with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(key, number) if key > 0 else os.kill(process.pid, number)
-        return spared
+                os.kill(pid, number)
+        return len(self.alive) - len(chosen)
 
     def close(self) -> None:
         """Close the pidfds."""
@@ -156,11 +153,11 @@ class RankSet:
 def read_signals(pid: int, name: str) -> set[int]:
     """Return the signals of one of the masks in /proc/PID/status (proc(5)); none if it cannot be read."""
     try:
-        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-            masks = [int(line.split()[1], 16) for line in file if line.startswith(f"{name}:")]
-    except (OSError, ValueError, IndexError):
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+        mask = next(int(line.split()[1], 16) for line in lines if line.startswith(f"{name}:"))
+    except (OSError, ValueError, IndexError, StopIteration):
         return set()
-    return {bit + 1 for mask in masks for bit in range(mask.bit_length()) if mask >> bit & 1}
+    return {bit + 1 for bit in range(mask.bit_length()) if mask >> bit & 1}
 
 
 def list_ranks(agent: int, first_attempt: int) -> list[RankProcess]:
@@ -169,29 +166,17 @@ def list_ranks(agent: int, first_attempt: int) -> list[RankProcess]:
     It asks this node's kernel alone: with records on a shared filesystem, all ranks would look for them.
     """
     found = []
-    for pid in list_children(agent):
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
-                pairs = dict(item.partition(b"=")[::2] for item in file.read().split(b"\0"))
-            numbers = [int(pairs[name]) for name in (b"RANK", b"LOCAL_RANK", b"TORCHELASTIC_RESTART_COUNT")]
-        except (OSError, KeyError, ValueError):  # it has ended, or is none
-            continue
-        found.append(RankProcess(numbers[0], numbers[1], first_attempt + numbers[2], pid))
-    return found
-
-
-def list_children(parent: int) -> list[int]:
-    """Return the PIDs of a process's children; if the kernel keeps no such list, psutil makes one."""
-    found: list[int] = []
     try:
-        for thread in os.listdir(f"/proc/{parent}/task"):  # noqa: PTH208 - no pathlib in what is asked so often
-            with open(f"/proc/{parent}/task/{thread}/children", encoding="ascii") as file:  # noqa: PTH123
-                found += map(int, file.read().split())
+        tasks = os.listdir(f"/proc/{agent}/task")  # noqa: PTH208 - names are what is wanted
+        lists = [Path(f"/proc/{agent}/task/{task}/children").read_text() for task in tasks]
     except OSError:
-        import psutil
-
-        with contextlib.suppress(psutil.Error):
-            return [child.pid for child in psutil.Process(parent).children()]
+        return []
+    for pid in map(int, " ".join(lists).split()):
+        with contextlib.suppress(OSError, KeyError, ValueError):  # it has ended, or is no rank
+            text = Path(f"/proc/{pid}/environ").read_bytes()
+            pairs = dict(item.partition(b"=")[::2] for item in text.split(b"\0"))
+            numbers = [int(pairs[name]) for name in (b"RANK", b"LOCAL_RANK", b"TORCHELASTIC_RESTART_COUNT")]
+            found.append(RankProcess(numbers[0], numbers[1], first_attempt + numbers[2], pid))
     return found
 
 
@@ -231,24 +216,18 @@ def end_leftovers(grace: float, helpers: Collection[int] = ()) -> list[str]:
     """
     import psutil
 
-    def list_leftovers() -> "list[psutil.Process]":
-        found = []
+    names: dict[int, str] = {}
+    for number in (0, signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
+        left = []
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                is_helper = process.pid in helpers or process.ppid() in helpers
-                if not is_helper and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
-
-    names: dict[int, str] = {}
-    psutil.wait_procs(list_leftovers(), timeout=SETTLE)
-    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
-        left = list_leftovers()
+                is_own = process.pid in helpers or process.ppid() in helpers
+                if not is_own and process.status() != psutil.STATUS_ZOMBIE:
+                    left.append(process)
+                    if number:
+                        names[process.pid] = f"{process.name()} ({process.pid})"
+                        process.send_signal(number)
         if not left:
             break
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                names[process.pid] = f"{process.name()} ({process.pid})"
-                process.send_signal(number)
-        psutil.wait_procs(left, timeout=grace)
+        psutil.wait_procs(left, timeout=grace if number else SETTLE)
     return list(names.values())

@@ -99,6 +99,8 @@ class Supervisor:
 
     starved: bool = False
     """That has happened."""
+    timed_out: bool = False
+    """The deadline has passed."""
     stop: StopStages | None = None
     first_signal: int | None = None
     signal_time: float = math.inf
@@ -120,30 +122,22 @@ class Supervisor:
         """The ranks on this node."""
         return self.agent.ranks
 
-    @property
-    def grace(self) -> float:
-        """Seconds that ranks have after the first stopping signal; then SIGTERM, then SIGKILL."""
-        return self.job.config.torchrun.shutdown_timeout
-
-    @property
-    def timed_out(self) -> bool:
-        """Whether the deadline has passed."""
-        return self.deadline < 0
-
     def run_to_end(self) -> NodeEnd:
         """Run the agent to its end, and judge that; raises OSError if it cannot be started."""
         adopt_orphans()
         agent, job, log = self.agent, self.job, self.run.agent_log(self.job.host)
+        manifest, log_begin = self.manifest, measure_file(log)
         # Asks git and the package index, which can take seconds on a network filesystem.
-        sources = Thread(target=self.find_sources, daemon=True)
-        log_begin = measure_file(log)
+        sources = Thread(
+            target=lambda: manifest and manifest.update(describe_sources(Path(str(manifest["directory"])))),
+            daemon=True,
+        )
         with catch_signals() as inbox:
             try:
                 agent.begin()
                 oom_kills = self.count_oom_kills()
                 self.viewer.start()
-                if self.manifest is not None:
-                    sources.start()
+                sources.start()
                 if self.terminal:
                     self.terminal.start()
                 # Before the agent ends others for one that has failed: the kernel then has their order.
@@ -151,18 +145,17 @@ class Supervisor:
                 while agent.poll() is None:
                     self.attend(inbox)
                     if not sources.is_alive():  # the supervisor must not reap its git with the ranks
-                        reap_orphans({*agent.children, *self.list_own()})
+                        reap_orphans({*agent.children, *self.list_helpers()})
                 self.watch_new_ranks()
                 self.ranks.poll((), 0)
                 if self.watching:
                     self.watching.finish()
-                if self.manifest is not None:
-                    sources.join()
+                sources.join()
             except BaseException:
                 self.viewer.release_log()
                 raise
             finally:
-                left = end_leftovers(KILL_GRACE, self.list_own())
+                left = end_leftovers(KILL_GRACE, self.list_helpers())
                 self.ranks.close()
                 agent.close()
         status = agent.poll()
@@ -177,36 +170,42 @@ class Supervisor:
         )
         return add_oom_kills(end, job, self.count_oom_kills() - oom_kills)
 
-    def find_sources(self) -> None:
-        """Complete the manifest with the git commit of the working directory, and package versions."""
-        if self.manifest is not None:
-            self.manifest.update(describe_sources(Path(str(self.manifest["directory"]))))
-
-    def list_own(self) -> set[int]:
+    def list_helpers(self) -> set[int]:
         """Return the PIDs of processes of the launcher's own."""
-        return {*self.helpers, *self.agent.pids, *(self.watching.pids if self.watching else ())}
+        return {*self.helpers, *self.agent.helpers, *(self.watching.pids if self.watching else ())}
 
     def attend(self, inbox: SignalQueue) -> None:
         """Wait a moment for what happens, and act on it."""
-        agent, ranks = self.agent, self.ranks
+        ranks, now = self.ranks, time.monotonic()
         # None comes while they end, and looking for it takes time in which the agent reaps others.
         if (ranks.fresh or len(ranks.alive) < len(self.job.plan.ranks)) and self.stop is None:
             self.watch_new_ranks()
         known = len(ranks.deaths)
         channels = self.control.descriptors if self.control else ()
-        ranks.poll((inbox.wakeup, *channels, *agent.descriptors), TICK)
+        ranks.poll((inbox.wakeup, *channels, *self.agent.descriptors), TICK)
         fresh = ranks.deaths[known:]
         self.handle_key_signals(fresh)
         self.report_failures(fresh)
         if self.control and self.stop is None and fresh and self.has_agent_heard():
-            self.handle_slurm_signal(signal.SIGTERM)  # the agent alone got it, and has ended a rank
+            self.handle_stop_signal(signal.SIGTERM, by_slurm=True)  # the agent alone got it
         self.handle_signals(inbox)
-        self.restart_without_lost_node()
-        if time.monotonic() > self.deadline >= 0:
-            self.deadline = -1.0
+        if now > self.deadline and not self.timed_out:
+            self.timed_out = True
             signal.raise_signal(signal.SIGTERM)
         if self.is_starved and not self.starved and self.is_starved():
             self.starved = ranks.signal_groups(signal.SIGKILL)
+        # torchrun's agents restart for nodes that come, not for those that go: ranks that do not fail by
+        # themselves wait for the lost ones in a collective until that times out.
+        control, lost_at = self.control, self.control.lost_at if self.control else None
+        if (
+            control
+            and lost_at is not None
+            and not self.stop
+            and self.rank_seen_at <= lost_at < now - LOST_GRACE
+        ):
+            control.lost_at, self.killed_at = None, time.time()
+            logger.info("a node was lost: SIGKILL to the ranks, which start again without it")
+            ranks.signal_groups(signal.SIGKILL)
         self.attend_watcher()
 
     def handle_key_signals(self, deaths: Sequence[Death]) -> None:
@@ -215,9 +214,9 @@ class Supervisor:
         for death in deaths:
             number = max(death.status - 128, 0)  # or one that the program reports as a shell does
             if number in pressed and self.stop is None:
-                self.record_first_signal(number, pressed[number], by_first_node=False)
-                self.stop = StopStages.begin(number, self.grace)
-                self.stop.next_stage()
+                self.begin_stop(
+                    number, self.job.config.torchrun.shutdown_timeout, pressed[number]
+                ).next_stage()
                 self.agent.send_signal(number)
 
     def report_failures(self, deaths: Sequence[Death]) -> None:
@@ -257,8 +256,8 @@ class Supervisor:
     def attend_watcher(self) -> None:
         """Log what the watcher has to say, and end ranks if it says so (`watch.on_hang`)."""
         for order in self.watching.attend(self.ranks.deaths) if self.watching else ():
-            if self.stop or order.is_late(self.ranks.alive.values()):
-                continue
+            if self.stop or any(process.pid not in order.pids for process in self.ranks.alive.values()):
+                continue  # ranks were started again since
             self.killed_at = time.time()
             if order.action == "restart":
                 # Killed ranks are started again with their group: all if the named ones have ended.
@@ -268,9 +267,8 @@ class Supervisor:
                     self.hang = order.sentence
                 continue
             self.hang, self.first_signal, self.signal_time = order.sentence, signal.SIGTERM, self.killed_at
-            grace = limit_grace(self.grace, self.control.kill_wait) if self.control else self.grace
-            self.stop = StopStages.begin(signal.SIGTERM, grace)
-            self.advance_stop(self.stop)
+            self.begin_stop(signal.SIGTERM, self.limit_grace())
+            self.advance_stop()
 
     def handle_signals(self, inbox: SignalQueue) -> None:
         """Pass on what has arrived; each stopping signal goes a stage on, and so does the time.
@@ -281,16 +279,14 @@ class Supervisor:
             if number in FORWARDED:
                 # By `scancel --signal=USR2 JOB` or the like: SLURM sends it to a step's tasks alone.
                 self.pass_on(number, catchers=self.control is not None)
-            elif self.control:
-                self.handle_slurm_signal(number)
             else:
-                self.handle_stop_signal(number, self.grace)
+                self.handle_stop_signal(number, by_slurm=self.control is not None)
         if self.stop and time.monotonic() >= self.stop.deadline:
-            self.advance_stop(self.stop)
+            self.advance_stop()
         for number in self.control.read_signals() if self.control else ():
             if number in (*STOPPING, *HARD):
                 self.commanded = True
-                self.handle_stop_signal(number, self.grace)
+                self.handle_stop_signal(number)
             else:
                 self.pass_on(number, catchers=True)
 
@@ -301,62 +297,49 @@ class Supervisor:
             ranks = "1 rank has" if spared == 1 else f"{spared} ranks have"
             logger.info(f"{name_signal(number)} not sent: {ranks} no handler for it")
 
-    def handle_stop_signal(self, number: int, grace: float) -> None:
-        """Begin to stop, or enter the next stage. What SLURM and the first node both send is one stage."""
-        if self.stop is None:
-            self.record_first_signal(number, by_first_node=self.commanded)
-            self.stop = StopStages.begin(number, grace)
-        elif self.control and self.stop.has_reached(number):
-            return
-        self.advance_stop(self.stop)
-        while self.control and number in HARD and not self.stop.has_reached(number):
-            self.advance_stop(self.stop)
+    def limit_grace(self) -> float:
+        """Return the seconds that ranks have after a first signal, within SLURM's patience if it has one."""
+        grace = self.job.config.torchrun.shutdown_timeout
+        return limit_grace(grace, self.control.kill_wait) if self.control else grace
 
-    def record_first_signal(self, number: int, when: float | None = None, *, by_first_node: bool) -> None:
-        """Remember the first stopping signal: how ranks end after it is no failure."""
+    def begin_stop(self, number: int, grace: float, when: float | None = None) -> StopStages:
+        """Begin to stop; how ranks end after the first stopping signal is no failure."""
         if self.first_signal is None:
             self.first_signal, self.signal_time = number, time.time() if when is None else when
             self.hang = ""  # the user's stop comes first
-            self.on_stop(number, by_first_node)
+            self.on_stop(number, self.commanded)
+        self.stop = StopStages.begin(number, grace)
+        return self.stop
 
-    def handle_slurm_signal(self, number: int) -> None:
-        """Stop by SLURM's signal, which the agent may have got as well, and then is not to get from here.
+    def handle_stop_signal(self, number: int, *, by_slurm: bool = False) -> None:
+        """Begin to stop, or enter the next stage. What SLURM and the first node both send is one stage.
 
-        If SLURM tracks processes by cgroup, it has: a second one would break off the agent's own shutdown,
-        and so the ranks' time to end.
+        The agent may have got SLURM's signal as well, and then is not to get it from here: if SLURM tracks
+        processes by cgroup, it has, and a second one would break off its shutdown, and so the ranks' time.
         """
-        deadline, agent = time.monotonic() + HEARING, self.agent
+        grace = self.limit_grace() if by_slurm else self.job.config.torchrun.shutdown_timeout
         if self.stop is None:
-            self.record_first_signal(number, by_first_node=False)
-            is_torchrun = isinstance(agent, TorchrunAgent)
-            while (
-                is_torchrun and not self.agent_heard and time.monotonic() < deadline and agent.poll() is None
-            ):
+            self.begin_stop(number, grace)
+            deadline = time.monotonic() + (
+                HEARING if by_slurm and isinstance(self.agent, TorchrunAgent) else 0
+            )
+            while not self.agent_heard and time.monotonic() < deadline and self.agent.poll() is None:
                 self.ranks.poll((), TICK)  # what a rank ended with is known until the agent looks
                 self.agent_heard = self.has_agent_heard()
-        kill_wait = self.control.kill_wait if self.control else None
-        self.handle_stop_signal(number, limit_grace(self.grace, kill_wait))
+        elif self.control and self.stop.has_reached(number):
+            return
+        self.advance_stop()
+        while self.control and self.stop and number in HARD and not self.stop.has_reached(number):
+            self.advance_stop()
 
     def has_agent_heard(self) -> bool:
         """Tell whether a stopping signal has reached torchrun, a process of its own, past this one."""
         return isinstance(self.agent, TorchrunAgent) and self.agent.was_signalled()
 
-    def restart_without_lost_node(self) -> None:
-        """End ranks that go on as if a lost node were there, so that the agent starts them again without it.
-
-        Those that notice fail by themselves. Others wait in a collective, or for the lost ranks to connect,
-        until that times out: torchrun's agents restart for nodes that come, not for those that go.
-        """
-        lost_at = self.control.lost_at if self.control else None
-        if self.control is None or lost_at is None or self.stop or self.rank_seen_at > lost_at:
-            return
-        if time.monotonic() > lost_at + LOST_GRACE:
-            self.control.lost_at, self.killed_at = None, time.time()
-            logger.info("a node was lost: SIGKILL to the ranks, which start again without it")
-            self.ranks.signal_groups(signal.SIGKILL)
-
-    def advance_stop(self, stop: StopStages) -> None:
+    def advance_stop(self) -> None:
         """Enter the next stage. The agent forwards the first signal, later ones go to the ranks directly."""
+        if (stop := self.stop) is None:
+            return
         first = not stop.deadline
         number = stop.next_stage()
         if number is None or number == signal.SIGKILL:

@@ -19,7 +19,7 @@ from launcher.config.program import find_program
 from launcher.config.settings import SLURM_KINDS, Settings
 from launcher.config.start import AgentChoice, Cluster, check_port_free, parse_endpoint, plan_node
 from launcher.errors import MachineError
-from launcher.launch.agents import TorchrunAgent, check_open_files
+from launcher.launch.agents import TorchrunAgent
 from launcher.launch.job import (
     STARTING,
     Job,
@@ -67,7 +67,6 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
             f"{task.host} cannot enter {request.directory} ({error.strerror}): submit from a folder that all"
             " nodes share"
         ) from None
-    check_open_files()
     run, run_id = RunDir(run_path, task.attempt), f"{run_path.name}-{task.step}-{task.attempt}"
     config, cluster = describe_node_part(request, task)
     merged = {**drop_task_variables(environ), **config.env}

@@ -88,6 +88,30 @@ def test_ports_that_are_taken_again_and_again_end_the_job() -> None:
     assert len({*ports}) == len(ports)
 
 
+class Host(str):
+    """A node's name, which counts how often names are compared or looked up."""
+
+    __slots__ = ()
+    looks = 0
+
+    def __eq__(self, other: object) -> bool:
+        Host.looks += 1
+        return str.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        Host.looks += 1
+        return str.__hash__(self)
+
+
+def test_the_first_start_of_many_nodes_does_not_look_through_all_of_them_for_each() -> None:
+    """A thousand nodes report within a second, and another thousand for each start."""
+    hosts = tuple(Host(f"n{number}") for number in range(200))
+    coordinator = Coordinator(hosts, len(hosts), 0, lambda host, number: (host, number))
+    order = [coordinator.note("ready", host, local_size=8) for host in reversed(hosts)][-1]
+    assert isinstance(order, GroupStart) and order.world_size == 1600
+    assert order.nodes[0].host == "n0" and Host.looks < len(hosts) ** 2
+
+
 EVENTS = st.tuples(
     st.sampled_from(("ready", "failed", "ended", "taken", "lost", "stop")),
     st.sampled_from("abcdx"),

@@ -111,7 +111,7 @@ def test_the_warm_process_is_killed_before_it_is_ready(tmp_path: Path) -> None:
         (warm,) = find_warm(started)
         os.kill(warm, signal.SIGKILL)
         assert started.wait() == 0, started.read()
-        assert "not forked from a process with torch: the warm process has ended (signal 9)" in started.read()
+        assert "not forked from a process with torch: the warm process has ended (code -9)" in started.read()
     assert read_words(tmp_path, "ran") == ["0 False"] * 2
 
 

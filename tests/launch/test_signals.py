@@ -11,6 +11,7 @@ import pytest
 
 from tests.launch.terminals import launch_on_terminal
 from tests.seam import LAUNCH, Started, start, wait_for, write_program
+from tests.slurm.test_node_task import start_task
 
 SLEEPER = """
 import subprocess, time
@@ -215,3 +216,50 @@ def test_a_signal_after_a_failure_does_not_hide_it(tmp_path: Path) -> None:
         assert started.wait() == 9
         assert started.survivors() == []
     assert "rank 1 on" in started.read()
+
+
+CATCHER = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGUSR2, lambda *_: print("caught", flush=True))
+signal.signal(signal.SIGTERM, lambda *_: print("term", flush=True))
+print("up", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("patience", [9, 300])
+def test_a_task_of_slurm_passes_signals_on_as_the_first_node_says_and_within_slurms_patience(
+    patience: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Words of a later version are no signals; what SLURM and the first node both send is one stage."""
+    logs = [tmp_path / f"run/logs/0/rank-{rank}.out" for rank in range(2)]
+    said = ""
+
+    def hear(words: str) -> None:
+        def look() -> bool:
+            nonlocal said
+            said += capfd.readouterr().err
+            return words in said
+
+        wait_for(look, words, tell=lambda: said)
+
+    with start_task(tmp_path, text=CATCHER) as task:
+        assert task.stdin
+        wait_for(lambda: all(log.exists() and "up" in log.read_text() for log in logs), "both ranks")
+        for piece in (f"KILLWAIT {patience}\nDANCE no", "w\nHELLO\nSIGU", "SR2\n"):
+            task.stdin.write(piece.encode())
+            task.stdin.flush()
+        hear("SIGUSR2 not sent: 1 rank has no handler for it")
+        wait_for(lambda: "caught" in logs[1].read_text(), "the handler")
+        task.send_signal(signal.SIGTERM)
+        hear(f"SIGTERM to the ranks, which have {2 if patience == 9 else 20} s to end")
+        task.stdin.write(b"SIGTERM\n")
+        if patience == 9:
+            task.stdin.close()  # the first node's process is gone: that is no second stage either
+        else:
+            task.stdin.write(b"SIGKILL\n")
+            task.stdin.flush()
+        assert task.wait(60) == 0
+        assert [log.read_text().count("term") for log in logs] == [1, 1]

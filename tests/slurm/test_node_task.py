@@ -70,12 +70,12 @@ def test_the_processes_of_a_job_load_no_large_libraries(tmp_path: Path) -> None:
 
 
 @contextmanager
-def start_task(folder: Path, *words: str) -> Iterator["subprocess.Popen[bytes]"]:
+def start_task(folder: Path, *words: str, text: str = SHOW) -> Iterator["subprocess.Popen[bytes]"]:
     """A node's task with two ranks; its stdin is the channel from the first node."""
     run = folder / "run"
     (run / "logs").mkdir(parents=True)
     (folder / "tmp").mkdir()
-    (folder / "show.py").write_text(SHOW)
+    (folder / "show.py").write_text(text)
     program = (str(folder / "show.py"), *words)
     config = specify(["nproc_per_node=2"], program, run_dir=run).config
     request = JobRequest(config, {}, program, ("launch",), str(folder), 1, 1, agent="direct")

@@ -36,7 +36,7 @@ class WarmProcess:
     process: "subprocess.Popen[bytes]"
     channel: socket.socket
     output: int
-    """A descriptor of what it has written to stderr."""
+    """A descriptor of what it has printed."""
     refusal: str = ""
     """Why nothing can be forked from it; empty as long as that is not known."""
     ready: bool = False
@@ -55,44 +55,42 @@ class WarmProcess:
         the kernel ends the process with the thread that started it. Raises ExecNeededError if ranks of this
         program cannot be forked, or if the process cannot be started.
         """
-        program = find_python_program(list(argv), dict(environ))
+        program = find_python_program(argv, environ)
         adopt_orphans()
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        output = [os.memfd_create(f"launch-warm-{name}") for name in ("out", "err")]
+        output = os.memfd_create("launch-warm")
         settings = {"socket": other.fileno(), "launcher": os.getpid(), "preload": [*modules]}
         path = os.pathsep.join([FOLDER, *filter(None, [environ.get("PYTHONPATH")])])
         try:
-            process = subprocess.Popen(
-                program.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output[0],
-                stderr=output[1],
-                cwd=directory,
-                env={**environ, "PYTHONPATH": path, LAUNCH_WARM: json.dumps(settings)},
-                pass_fds=[other.fileno()],
-                start_new_session=True,
-            )
+            with other:
+                process = subprocess.Popen(
+                    program.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    cwd=directory,
+                    env={**environ, "PYTHONPATH": path, LAUNCH_WARM: json.dumps(settings)},
+                    pass_fds=[other.fileno()],
+                    start_new_session=True,
+                )
         except (OSError, ValueError) as error:
             own.close()
-            os.close(output[1])
+            os.close(output)
             raise ExecNeededError(f"the warm process cannot be started ({error})") from None
-        finally:
-            other.close()
-            os.close(output[0])
-        return cls(process, own, output[1])
+        return cls(process, own, output)
 
     @property
     def is_ready(self) -> bool:
         """Whether `fork_rank` returns at once: the imports are over, or have failed."""
-        return self.await_imports(0)
-
-    def await_imports(self, timeout: float | None) -> bool:
-        """Tell whether the imports are over, if that is told within a time (s)."""
-        if not self.ready and not self.refusal:
-            with contextlib.suppress(TimeoutError):
-                message = self.receive(timeout)
-                self.ready, self.refusal = "ready" in message, str(message.get("refused", ""))
+        with contextlib.suppress(TimeoutError):
+            self.await_imports(0)
         return self.ready or bool(self.refusal)
+
+    def await_imports(self, timeout: float | None) -> None:
+        """Wait until the imports are over, or have failed; raises TimeoutError."""
+        if not self.ready and not self.refusal:
+            message = self.receive(timeout)
+            self.ready, self.refusal = "ready" in message, str(message.get("refused", ""))
 
     def fork_rank(self, argv: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> int:
         """Fork a rank, with these descriptors as stdin, stdout and stderr, and return its PID.
@@ -120,9 +118,8 @@ class WarmProcess:
 
     def receive(self, timeout: float | None) -> dict[str, object]:
         """Wait for a message: that of its end, if the process has ended; raises TimeoutError."""
-        poller = select.poll()
-        poller.register(self.channel, select.POLLIN)
-        if not poller.poll(None if timeout is None else timeout * 1000):
+        ready, _, _ = select.select([self.channel], [], [], timeout)
+        if not ready:
             raise TimeoutError("no answer in time")
         with contextlib.suppress(OSError):
             if text := self.channel.recv(MAX_REPLY):
@@ -131,10 +128,9 @@ class WarmProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_GRACE)
         said = os.pread(self.output, MAX_REPLY, max(0, os.fstat(self.output).st_size - MAX_REPLY))
-        lines = [line.strip() for line in said.decode(errors="replace").split("\n") if line.strip()]
-        code = self.process.returncode
-        how = f"signal {-code}" if code and code < 0 else f"code {code}"
-        self.close(f"the warm process has ended ({how})" + (f": {lines[-1][:LAST_LINE]}" if lines else ""))
+        lines = said.decode(errors="replace").split("\n")
+        last = next((f": {line.strip()[:LAST_LINE]}" for line in reversed(lines) if line.strip()), "")
+        self.close(f"the warm process has ended (code {self.process.returncode}){last}")
         return {"refused": self.refusal}
 
     def close(self, reason: str = "the warm process is closed") -> None:

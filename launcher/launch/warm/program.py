@@ -24,101 +24,17 @@ PLAIN_X = (
     "utf8",
 )
 """Values of `-X` for which that holds too. Others trace or print what happens at the interpreter's start."""
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
-"""Numbers of threads, which a forked rank sets again by the libraries' functions."""
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Settings of PyTorch's allocator, which it sets again."""
 MAY_DIFFER = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
     r"|TORCH_(ELASTIC_SHUTDOWN_TIMEOUT|DISABLE_SHARE_RDZV_TCP_STORE)|(TORCH_)?NCCL_\w+|LAUNCH_(?!FIT$)\w+"
-    r"|(CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|NUMEXPR_\w+"
-    r"|TORCHINDUCTOR_(CACHE_DIR|COMPILE_THREADS)|TRITON_CACHE_DIR"
-    rf"|{'|'.join((*THREADS, *ALLOCATOR))})"
+    r"|(CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|TORCHINDUCTOR_(CACHE_DIR|COMPILE_THREADS)"
+    r"|TRITON_CACHE_DIR|(OMP|MKL|OPENBLAS|GOTO|NUMEXPR)_(NUM|MAX)_THREADS|PYTORCH_((CUDA|HIP)_)?ALLOC_CONF)"
 )
 """Variables that may differ between the process with torch and a rank: those of a rank, and of its plan.
 
 They are read after the import of torch, by the functions that they change, or set again. This was seen by
 tracing getenv(3) and `os.environ` during the import (torch 2.13, CPU).
 """
-
-
-class ExecNeededError(Exception):
-    """A rank of this program cannot be forked from a warm process; the text says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class PythonProgram:
-    """A program that this interpreter runs."""
-
-    command: tuple[str, ...]
-    """The interpreter, its options, the program and its arguments."""
-    first_argument: int
-    """Where the program's own arguments begin in the command."""
-    kind: str
-    """`file` (a script, or a folder or zip file with `__main__.py`), `module` (-m) or `code` (-c)."""
-    name: str
-    """The file's path, the module's name, or the code."""
-
-
-def find_python_program(argv: list[str], environ: dict[str, str], python: str = "") -> PythonProgram:
-    """Return what a rank's argv runs in the interpreter `python` (this one if that is not said).
-
-    Relative paths are relative to the working directory. Raises ExecNeededError if it is something else, or
-    has options of the interpreter with which a forked rank would not be the same.
-    """
-    try:
-        command = find_interpreter(add_python(argv), environ)
-    except OSError as error:
-        raise ExecNeededError(f"{argv[0]} cannot be read ({error.strerror})") from None
-    if not command:
-        raise ExecNeededError(f"{argv[0]} is no Python program")
-    path, python = locate_command(command[0], environ), python or sys.executable
-    # The folder tells the environment, and the file behind it the interpreter.
-    folders = {os.path.dirname(os.path.abspath(found)) for found in (path, python)}
-    if len(folders) > 1 or os.path.realpath(path) != os.path.realpath(python):
-        raise ExecNeededError(f"{path} is another interpreter than {python}")
-    return split_command(command)
-
-
-def split_command(command: list[str]) -> PythonProgram:
-    """Divide an interpreter's command line as python(1) does; raises ExecNeededError for some options."""
-    options, index = split_options(command)
-    for letter, value in options:
-        has_value = letter in "cmW" or (letter == "X" and value.partition("=")[0] in PLAIN_X)
-        if not (value if has_value else letter in PLAIN_OPTIONS):
-            shown = letter if letter.startswith("-") else f"-{letter}{value}"
-            raise ExecNeededError(f"the interpreter has the option {shown}")
-    last, value = options[-1] if options else ("", "")
-    if last in ("c", "m"):
-        return PythonProgram(tuple(command), index, "code" if last == "c" else "module", value)
-    if index >= len(command) or command[index] == "-":
-        raise ExecNeededError("the program comes from stdin")
-    return PythonProgram(tuple(command), index + 1, "file", command[index])
-
-
-def check_environment(before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """Raise ExecNeededError unless a rank's variables (`after`) go with a process with torch that has others.
-
-    Our folder on PYTHONPATH does not count.
-    """
-    for name in list_changed_variables(_forget_hook(before), _forget_hook(after)):
-        if not MAY_DIFFER.fullmatch(name):
-            raise ExecNeededError(f"{name} may have been read by the import of torch, and has another value")
-
-
-def list_changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Return the names of variables that two environments have with another value, or one of them alone."""
-    return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
-
-
-def _forget_hook(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without our folder in PYTHONPATH."""
-    entries = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry != FOLDER]
-    kept = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
-    return kept | ({"PYTHONPATH": os.pathsep.join(entries)} if any(entries) else {})
-
-
-MOST_FILES = 60
 MOST_BYTES = 1 << 21
 """Of all files of a program together, which are looked through in a tenth of a second."""
 WITHOUT_TORCH = frozenset(
@@ -142,6 +58,7 @@ IMPORT = re.compile(
     re.MULTILINE,
 )
 TORCH = re.compile(rb"^(?:import|from)[ \t]+torch\b", re.MULTILINE)
+ANY_MODULE = re.compile(rb"\bimport_module\b|(?<![.\w])exec\b|\brunpy\b")
 READ_AT_IMPORT = (
     rb"A(?:CC_DEVICE|TEN)_|BLIS_|C10_|COMPILE_STROBELIGHT_|CUDA_MODULE_LOADING|CUDA_INJECTION64_PATH|DNNL_|FX_"
     rb"|GFORTRAN_|GOMP_|GOTO_|I_MPI_|INTEL_LIBITTNOTIFY|KINETO_|KMP_|MKL|MPI_LOCALNRANKS|NPY_|NUMPY_|NVPL_|OMP_"
@@ -170,6 +87,69 @@ OBSTACLES = {
 """What a fork would be too late for, and the text that tells of it; some of it only looks so."""
 
 
+class ExecNeededError(Exception):
+    """A rank of this program cannot be forked from a warm process; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PythonProgram:
+    """A program that this interpreter runs."""
+
+    command: tuple[str, ...]
+    """The interpreter, its options, the program and its arguments."""
+    first_argument: int
+    """Where the program's own arguments begin in the command."""
+    kind: str
+    """`file` (a script, or a folder or zip file with `__main__.py`), `m` (a module) or `c` (code)."""
+    name: str
+    """The file's path, the module's name, or the code."""
+
+
+def find_python_program(argv: Sequence[str], environ: Mapping[str, str]) -> PythonProgram:
+    """Return what a rank's argv runs in this interpreter, relative to the working directory.
+
+    Raises ExecNeededError if it is something else, or has options of the interpreter with which a forked rank
+    would not be the same.
+    """
+    variables, python = dict(environ), sys.executable
+    try:
+        command = find_interpreter(add_python(list(argv)), variables)
+    except OSError as error:
+        raise ExecNeededError(f"{argv[0]} cannot be read ({error.strerror})") from None
+    if not command:
+        raise ExecNeededError(f"{argv[0]} is no Python program")
+    path = locate_command(command[0], variables)
+    # The folder tells the environment, and the file behind it the interpreter.
+    folders = {os.path.dirname(os.path.abspath(found)) for found in (path, python)}
+    if len(folders) > 1 or os.path.realpath(path) != os.path.realpath(python):
+        raise ExecNeededError(f"{path} is another interpreter than {python}")
+    options, index = split_options(command)
+    for letter, value in options:
+        has_value = letter in "cmW" or (letter == "X" and value.partition("=")[0] in PLAIN_X)
+        if not (value if has_value else letter in PLAIN_OPTIONS):
+            shown = letter if letter.startswith("-") else f"-{letter}{value}"
+            raise ExecNeededError(f"the interpreter has the option {shown}")
+    kind, value = options[-1] if options else ("", "")
+    if kind in ("c", "m"):
+        return PythonProgram(tuple(command), index, kind, value)
+    if index >= len(command) or command[index] == "-":
+        raise ExecNeededError("the program comes from stdin")
+    return PythonProgram(tuple(command), index + 1, "file", command[index])
+
+
+def check_environment(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    """Raise ExecNeededError unless a rank's variables (`after`) go with a process with torch that has others.
+
+    Our folder on PYTHONPATH does not count.
+    """
+    for name in sorted({*before, *after}):
+        values = [environ.get(name) for environ in (before, after)]
+        if name == "PYTHONPATH":
+            values = [(value or "").removeprefix(FOLDER).lstrip(os.pathsep) for value in values]
+        if values[0] != values[1] and not MAY_DIFFER.fullmatch(name):
+            raise ExecNeededError(f"{name} may have been read by the import of torch, and has another value")
+
+
 @dataclass(slots=True)
 class ProgramText:
     """What was found in a program's files, as far as they are run before the import of torch."""
@@ -183,8 +163,8 @@ class ProgramText:
     obstacle: str = ""
     """Why its ranks cannot be forked; empty if nothing was found."""
     seen: set[str] = field(default_factory=set)
-    size: int = 0
-    """Bytes that were read."""
+    left: int = MOST_BYTES
+    """Bytes that may still be read."""
 
     def read_file(self, path: str) -> None:
         """Look through a file, and the program's own files that it imports."""
@@ -192,17 +172,14 @@ class ProgramText:
             return
         self.seen.add(path)
         try:
-            source = read_file(path, MOST_BYTES, follow=True)
-        except OSError:  # too large, or not there
+            source = read_file(path, self.left, follow=True)
+        except OSError:
             self.uses_torch = True
-            self.size += MOST_BYTES if os.path.exists(path) else 0
-            source = b""
-        self.size += len(source)
-        if len(self.seen) > MOST_FILES or self.size > MOST_BYTES:
-            self.uses_torch = True
-            self.obstacle = self.obstacle or "its files are too many, or too large, to look through"
-        else:
-            self.read_text(source, path)
+            if os.path.isfile(path):
+                self.obstacle = self.obstacle or "its files cannot be read, or are too large to look through"
+            return
+        self.left -= len(source)
+        self.read_text(source, path)
 
     def read_text(self, source: bytes, path: str) -> None:
         """Look through a file's text: for obstacles, up to the import of torch."""
@@ -213,8 +190,7 @@ class ProgramText:
             if self.uses_torch and statement.start() >= end:
                 break
             self.follow(statement, path)
-        if re.search(rb"\bimport_module\b|(?<![.\w])exec\b|\brunpy\b", source):
-            self.uses_torch = True
+        self.uses_torch = self.uses_torch or bool(ANY_MODULE.search(source))
         places = [
             (place.start(), name)
             for name, pattern in OBSTACLES.items()
@@ -227,11 +203,11 @@ class ProgramText:
 
     def follow(self, statement: "re.Match[bytes]", path: str) -> None:
         """Look through the program's own modules that an import statement may import."""
-        prefix, words = statement["module"] or b"", statement["modules"] or statement["names"] or b""
-        roots = list(self.folders)
+        words = statement["modules"] or statement["names"] or b""
+        prefix, roots = statement["module"] or b"", self.folders
         if statement["dots"]:
             above = [os.pardir] * (len(statement["dots"]) - 1)
-            roots = [os.path.normpath(os.path.join(os.path.dirname(path), *above))]
+            roots = (os.path.normpath(os.path.join(os.path.dirname(path), *above)),)
         for piece in re.split(rb"[,;]", words.strip(b"() \t\r\n")):
             name = piece.partition(b" as ")[0].split()[-1:]
             parts = b".".join(filter(None, [prefix, *name])).decode(errors="replace").split(".")
@@ -256,7 +232,7 @@ def read_program(
     PYTHONPATH. With `to_the_end`, what comes after the import of torch counts, too.
     """
     try:
-        program = find_python_program(list(argv), dict(environ))
+        program = find_python_program(argv, environ)
     except ExecNeededError:
         return None
     folders = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
@@ -266,8 +242,8 @@ def read_program(
         text.read_file(path)
         return text
     text = ProgramText((os.getcwd(), *folders), to_the_end)
-    code = program.name if program.kind == "code" else f"import {program.name}, {program.name}.__main__"
-    text.read_text(code.encode(errors="replace"), "-c" if program.kind == "code" else "-m")
+    code = program.name if program.kind == "c" else f"import {program.name}, {program.name}.__main__"
+    text.read_text(code.encode(errors="replace"), f"-{program.kind}")
     return text
 
 
