@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import yaml
 from hydra import initialize_config_dir
+from hydra.conf import HydraConf
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -267,10 +268,15 @@ class SearchPath(SearchPathPlugin):
             search_path.append("launch", f"file://{folder}")
 
 
+HYDRAS_OWN, NO_GROUPS = HydraConf(), HydraConf(defaults=[])
+"""Hydra's settings with and without the options of its groups, which take longer to compose than ours."""
+
+
 @contextmanager
-def open_hydra(sources: Sources) -> Iterator[ConfigLoader]:
+def open_hydra(sources: Sources, settings: HydraConf = HYDRAS_OWN) -> Iterator[ConfigLoader]:
     """Give the loader of a Hydra that reads these sources, and restore the previous Hydra at the end."""
     Plugins.instance().register(SearchPath)
+    ConfigStore.instance().store(group="hydra", name="config", node=settings, provider="hydra")
     first, *others = sources.folders
     token = OTHER_FOLDERS.set(tuple(others))
     previous = GlobalHydra.instance().hydra  # that of a sweep, if a trial is composed here
@@ -284,19 +290,23 @@ def open_hydra(sources: Sources) -> Iterator[ConfigLoader]:
     finally:
         OTHER_FOLDERS.reset(token)
         GlobalHydra.instance().hydra = previous
+        ConfigStore.instance().store(group="hydra", name="config", node=HYDRAS_OWN, provider="hydra")
 
 
 def compose(sources: Sources, overrides: Sequence[str], number: int | None = None) -> Composed:
     """Compose the configuration, of the job with this number in a sweep; raises UsageError with the fix."""
     sources = add_searchpath(sources, overrides)
-    with open_hydra(sources) as loader, warnings.catch_warnings(record=True) as caught:
+    uses_hydra = mentions_hydra(overrides) or sources.mentions("hydra")
+    with (
+        open_hydra(sources, HYDRAS_OWN if uses_hydra else NO_GROUPS) as loader,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always", UserWarning)
         words = normalize_overrides(sources, overrides)
         try:
             tree = loader.load_configuration(sources.primary, words, RunMode.RUN)
             choices = {str(g): str(o) for g, o in tree.hydra.runtime.choices.items() if o}
             own_files = tuple(sources.list_own(choices))
-            uses_hydra = mentions_hydra(words) or (own_files and sources.mentions("hydra"))
             interpolated = set_hydra_config(tree, number) if uses_hydra else None
             if uses_hydra:
                 list_hydra_words(sources, choices)
