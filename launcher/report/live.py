@@ -18,6 +18,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.message import Message
+from textual.timer import Timer, TimerCallback
 from textual.widgets import DataTable, Footer, Static
 
 from launcher.report.tables import shorten_age
@@ -149,6 +150,23 @@ class WatchApp(App[int]):
             self.exit()
         else:
             self.show()
+
+    def set_timer(
+        self,
+        delay: float,
+        callback: TimerCallback | None = None,
+        *,
+        name: str | None = None,
+        pause: bool = False,
+    ) -> Timer:
+        """Call a function after a delay, also if that is over before the timer begins to wait.
+
+        Textual 8.2 skips such a call. It applies the window's size by one, and asks for no other before that
+        has come: on a busy machine it would keep a former size for good.
+        """
+        timer = super().set_timer(delay, callback, name=name, pause=pause)
+        timer._skip = False
+        return timer
 
     def on_resize(self) -> None:
         self.call_after_refresh(self.show)

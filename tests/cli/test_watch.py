@@ -229,6 +229,27 @@ def test_it_ends_by_a_key_or_a_signal_and_the_terminal_is_as_before(watch: Termi
     assert watch.is_restored() and b"\x1b[?1049l\x1b[?25h" in watch.seen[-60:]
 
 
+def test_the_window_is_followed_on_a_machine_that_is_slow(here: Path, run: Path) -> None:
+    """Textual's timer for a new size was lost if it was over before it had begun to wait, 8 ms; then all later
+    sizes were ignored."""
+    (here / "sitecustomize.py").write_text(
+        "import time\nfrom textual import _time\n"
+        "_time.get_time = lambda: time.sleep(0.01) or time.monotonic()\n"
+    )
+    command = (*LAUNCH, "watch")
+    with open_terminal(here, *command, PYTHONPATH=str(here)) as terminal:
+        await_screen(terminal, has("rank", "q quit"))
+        for rows, columns in ((20, 60), (30, 150), (12, 70)):
+            terminal.seen.clear()  # all of the screen is drawn again
+            terminal.resize(rows, columns)
+            shown = await_screen(
+                terminal, lambda seen: seen[0].startswith("train/") and "q quit" in seen[-1], rows, columns
+            )
+            assert ("power" in " ".join(shown)) is (columns == 150)
+        terminal.type("q")
+        assert terminal.finish() == 0
+
+
 def test_without_keys_there_is_one_view_and_without_its_terminal_it_ends(here: Path, run: Path) -> None:
     """A screen without keys took a core, and one whose terminal had gone stayed for good."""
     with open_terminal(here, "sh", "-c", shlex.join([*LAUNCH, "watch"]) + " </dev/null") as terminal:
