@@ -21,25 +21,15 @@ EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packa
 
 
 def find_files(path: str | None) -> list[Path]:
-    """Return the files to train on, in order: the user's, those of a directory, or Python's library.
-
-    Raises OptionError if there is none, or one that cannot be read.
-    """
-    source = Path(sysconfig.get_path("stdlib")) if path is None else Path(path).expanduser()
+    """Return the files to train on that can be read, in order: the user's, or those of Python's library."""
+    source = Path(path or sysconfig.get_path("stdlib")).expanduser()
     files = [] if source.is_dir() else [source]
-    try:
-        for folder, folders, names in os.walk(source):  # which is nothing for a file
-            folders[:] = sorted(set(folders) - (EXCLUDED if path is None else set()))
-            found = (Path(folder, name) for name in sorted(names) if path is not None or name.endswith(".py"))
-            files += filter(Path.is_file, found)
-        for file in files:
-            with file.open("rb"):
-                pass
-    except OSError as error:
-        name = error.filename or source
-        raise OptionError(f"--data.path {name}: {error.strerror}: give one that can be read") from None
+    for folder, folders, names in os.walk(source):  # which is nothing for a file
+        folders[:] = sorted(set(folders) - (EXCLUDED if path is None else set()))
+        files += [Path(folder, name) for name in sorted(names) if path or name.endswith(".py")]
+    files = [file for file in files if file.is_file() and os.access(file, os.R_OK)]
     if not files:
-        raise OptionError(f"--data.path {source} holds no files: give a directory with text in it")
+        raise OptionError(f"--data.path {source} is no file that can be read, and no directory with some")
     return files
 
 
@@ -59,10 +49,8 @@ class Windows(Dataset[torch.Tensor]):
         self.validation = max(1, round(count * val_fraction)) if val_fraction else 0
         self.training = count - self.validation
         if self.training < 1:
-            least = (2 if val_fraction else 1) * seq_len + 1
             raise OptionError(
-                f"{os.path.commonpath(files)} has {self.size} bytes, but sequences of {seq_len} need {least}:"
-                " give more text, or a smaller --seq-len"
+                f"the text has {self.size} bytes, too few for sequences of {seq_len}: give more text"
             )
 
     def __len__(self) -> int:

@@ -1,7 +1,6 @@
 """The options of the training program: a dataclass for each section, an option for each field."""
 
 import argparse
-import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -17,17 +16,9 @@ class OptionError(ValueError):
     """An option, a file or a directory cannot be used: one line with the values and the fix."""
 
 
-def option(
-    default: Any,  # noqa: ANN401 - stands for a field of any type
-    text: str,
-    *choices: str,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-) -> Any:  # noqa: ANN401
+def option(default: Any, text: str, *choices: str, least: float | None = None) -> Any:  # noqa: ANN401
     """Declare a dataclass field that is also a command-line option, with its help and the values it takes."""
-    bounds = {"at least": least, "above": above, "at most": most}
-    return field(default=default, metadata={"help": text, "choices": choices or None, "bounds": bounds})
+    return field(default=default, metadata={"help": text, "choices": choices or None, "least": least})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +54,7 @@ class DataConfig:
 
     path: str | None = option(None, "file or directory to train on, as bytes; Python's library if none")
     val_fraction: float = option(
-        0.01, "share of the sequences that is held out for validation; 0 for none", least=0, most=0.5
+        0.01, "share of the sequences that is held out for validation; 0 for none", least=0
     )
 
 
@@ -82,8 +73,8 @@ class TrainConfig:
         "sequences of an optimizer step: then grad_accumulation is what comes nearest on all ranks",
         least=1,
     )
-    lr: float | None = option(None, "peak learning rate; 3e-4 * sqrt(4096 / hidden_size) if none", above=0)
-    min_lr_ratio: float = option(0.1, "share of the learning rate that the cosine ends on", least=0, most=1)
+    lr: float | None = option(None, "peak learning rate; 3e-4 * sqrt(4096 / hidden_size) if none", least=0)
+    min_lr_ratio: float = option(0.1, "share of the learning rate that the cosine ends on", least=0)
     warmup_steps: int = option(20, "steps of linear warm-up", least=0)
     weight_decay: float = option(0.1, "AdamW's, for matrices only", least=0)
     clip_grad: float = option(1.0, "largest norm of the gradient; 0 for no clipping", least=0)
@@ -104,7 +95,7 @@ class TrainConfig:
     eval_batches: int = option(8, "batches of each rank in the validation at the end; 0 for none", least=0)
     checkpoint_dir: str | None = option(None, "directory of the checkpoints; the newest is resumed from")
     checkpoint_every: int = option(100, "steps between checkpoints; 0 for one at the end only", least=0)
-    peak_tflops: float | None = option(None, "dense bf16 peak, for MFU; the published one if none", above=0)
+    peak_tflops: float | None = option(None, "dense bf16 peak, for MFU; the published one if none", least=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +125,6 @@ class Config:
 
 _SECTIONS = {"model.": ModelConfig, "data.": DataConfig, "": TrainConfig}
 """By the beginning of their options' names: `--model.kv_heads`, `--data.path`, `--batch-size`."""
-_COMPARISONS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le}
 
 
 def parse_config(argv: Sequence[str] | None = None) -> Config:
@@ -148,44 +138,33 @@ def parse_config(argv: Sequence[str] | None = None) -> Config:
 
     what = "Train a LLaMA-architecture language model on text, by itself or under torchrun."
     parser = OneLineParser(prog="train", description=what, allow_abbrev=False)
-    names, bounds = dict[str, str](), dict[str, dict[str, Any]]()
     for prefix, section in reversed(_SECTIONS.items()):
         group, hints = parser.add_argument_group(prefix.rstrip(".") or "training"), get_type_hints(section)
         for item in fields(section):
-            key, default, choices = prefix + item.name, item.default, item.metadata["choices"]
             kind = (get_args(hints[item.name]) or (hints[item.name],))[0]  # of `int | None`: int
-            metavar = None if choices else kind.__name__.upper()
-            settings = {"type": kind, "choices": choices, "metavar": metavar}
+            choices, metavar = item.metadata["choices"], kind.__name__.upper()
+            settings = {"type": kind, "choices": choices, "metavar": None if choices else metavar}
             if kind is bool:
                 settings = {"action": argparse.BooleanOptionalAction}
-            shown = "" if default in (None, "") else f" (default: {default})"
-            names[key] = f"--{key}" if prefix else f"--{key.replace('_', '-')}"
-            bounds[key] = item.metadata["bounds"]
-            group.add_argument(
-                names[key], dest=key, default=default, help=item.metadata["help"] + shown, **settings
-            )
-    given = vars(parser.parse_args(argv))
-    for key, value in given.items():
-        for words, bound in bounds[key].items():
-            # Comparisons with nan do not hold.
-            if None not in (value, bound) and not _COMPARISONS[words](value, bound):
-                parser.error(f"{names[key]} {value} must be {words} {bound}")
-    config = Config(
-        *(
-            section(**{item.name: given[prefix + item.name] for item in fields(section)})
-            for prefix, section in _SECTIONS.items()
-        )
-    )
+            shown = "" if item.default is None else f" (default: {item.default})"
+            settings |= {"default": item.default, "help": item.metadata["help"] + shown}
+            name = f"--{prefix}{item.name}" if prefix else f"--{item.name.replace('_', '-')}"
+            group.add_argument(name, dest=prefix + item.name, **settings)
+    given, sections = vars(parser.parse_args(argv)), []
+    for prefix, section in _SECTIONS.items():
+        sections.append(section(**{item.name: given[prefix + item.name] for item in fields(section)}))
+        for item in fields(section):
+            value, least = given[prefix + item.name], item.metadata["least"]
+            if None not in (value, least) and not value >= least:  # nan is no number to compare
+                parser.error(f"{prefix}{item.name}={value} must be at least {least}")
+    config = Config(*sections)
     model = config.model
     if model.heads % model.kv_heads:
         parser.error(f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
     if model.head_dim is None and model.hidden_size % model.heads:
-        parser.error(
-            f"model.hidden_size={model.hidden_size} is not divisible by model.heads={model.heads}: "
-            "change one, or give model.head_dim"
-        )
+        parser.error(f"model.hidden_size={model.hidden_size} is not divisible by model.heads={model.heads}")
     if model.position == "rope" and model.head_width % 2:
         parser.error(f"rotary embeddings need an even width of a head, not {model.head_width}")
     if config.seq_len > model.max_seq_len:
-        parser.error(f"--seq-len {config.seq_len} is above model.max_seq_len={model.max_seq_len}")
+        parser.error(f"seq_len={config.seq_len} is above model.max_seq_len={model.max_seq_len}")
     return config

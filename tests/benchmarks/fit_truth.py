@@ -89,7 +89,7 @@ def make_real_mesh(make_mesh: Callable[..., DeviceMesh], *args: Any, **keywords:
 
 def wrap_fake_ddp(model: Transformer) -> nn.Module:
     """Wrap as the program does, without what needs real numbers."""
-    module: Any = wrap_ddp(model, DEVICE, None)
+    module: Any = wrap_ddp(model, DEVICE)
     module.logger = SimpleNamespace(set_runtime_stats_and_log=lambda: None)
     module.reducer = Reducer(module.reducer)
     assert isinstance(module, DistributedDataParallel)
@@ -128,7 +128,7 @@ def make_trainer(case: dict[str, Any], model: ModelConfig) -> Trainer:
     with DEVICE:
         bare = Transformer(model, recompute=case["checkpointing"])
     if case["parallel"] == "fsdp":
-        shard_model(bare, DEVICE, "fake", bf16=case["bf16"])
+        shard_model(bare, DEVICE, bf16=case["bf16"])
     train = TrainConfig(
         batch_size=case["batch"],
         seq_len=case["seq_len"],
@@ -136,7 +136,7 @@ def make_trainer(case: dict[str, Any], model: ModelConfig) -> Trainer:
         grad_accumulation=case["accumulation"],
     )
     trainer: Any = Trainer.__new__(Trainer)
-    trainer.config, trainer.train_config = Config(model, DataConfig(), train), train
+    trainer.config = Config(model, DataConfig(), train)
     trainer.ranks = SimpleNamespace(device=DEVICE)
     trainer.bf16, trainer.parallel = case["bf16"], case["parallel"]
     trainer.module = wrap_fake_ddp(bare) if case["parallel"] == "ddp" else bare

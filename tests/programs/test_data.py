@@ -84,7 +84,7 @@ def test_loaders_give_the_schedule_also_through_workers(text: Path) -> None:
 def test_a_text_too_short(tmp_path: Path, size: int, fraction: float) -> None:
     path = tmp_path / "short"
     path.write_bytes(bytes(size))
-    with pytest.raises(OptionError, match=f"has {size} bytes"):
+    with pytest.raises(OptionError, match=f"the text has {size} bytes"):
         Windows([path], 10, fraction)
 
 

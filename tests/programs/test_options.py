@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from launcher.programs.options import ModelConfig, TrainConfig, parse_config
+from launcher.programs.options import ModelConfig, parse_config
 from launcher.programs.training import compute_learning_rate
 
 
@@ -32,18 +32,16 @@ def test_what_is_not_given_follows_from_the_model() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--steps", "0"], "steps=0 must be at least 1"),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
-        (["--lr", "nan"], "--lr nan must be above 0"),
-        (["--lr", "0"], "--lr 0.0 must be above 0"),
-        (["--weight-decay", "nan"], "--weight-decay nan must be at least 0"),
-        (["--min-lr-ratio", "2"], "--min-lr-ratio 2.0 must be at most 1"),
-        (["--seq-len", "129"], "--seq-len 129 is above model.max_seq_len=128"),
-        (["--data.val_fraction", "0.9"], "--data.val_fraction 0.9 must be at most 0.5"),
+        (["--lr", "nan"], "lr=nan must be at least 0"),
+        (["--weight-decay", "nan"], "weight_decay=nan must be at least 0"),
+        (["--seq-len", "129"], "seq_len=129 is above model.max_seq_len=128"),
+        (["--data.val_fraction", "-1"], "data.val_fraction=-1.0 must be at least 0"),
         (["--model.heads", "6"], "model.hidden_size=128 is not divisible by model.heads=6"),
         (["--model.kv_heads", "3"], "model.heads=4 is not divisible by model.kv_heads=3"),
-        (["--model.vocab_size", "255"], "--model.vocab_size 255 must be at least 256"),
-        (["--model.layers", "0"], "--model.layers 0 must be at least 1"),
+        (["--model.vocab_size", "255"], "model.vocab_size=255 must be at least 256"),
+        (["--model.layers", "0"], "model.layers=0 must be at least 1"),
         (["--model.head_dim", "5"], "rotary embeddings need an even width of a head, not 5"),
         (["--model.norm", "batch"], "argument --model.norm: invalid choice: 'batch'"),
         (["--nonsense", "a\nb"], "unrecognized arguments: --nonsense a b"),
@@ -66,14 +64,15 @@ def test_a_mistake_is_found_without_torch() -> None:
         [sys.executable, "-c", code, "--steps", "0"], check=False, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "False\n")
-    assert done.stderr == "train: error: --steps 0 must be at least 1\n"
+    assert done.stderr == "train: error: steps=0 must be at least 1\n"
 
 
 def test_the_rate_warms_up_and_falls_to_its_end() -> None:
-    config = TrainConfig(steps=100, warmup_steps=10, min_lr_ratio=0.1)
-    rates = [compute_learning_rate(config, 1.0, step) for step in range(1, 101)]
+    config = parse_config(["--steps", "100", "--warmup-steps", "10", "--min-lr-ratio", "0.1", "--lr", "1"])
+    rates = [compute_learning_rate(config, step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert rates[9:] == sorted(rates[9:], reverse=True)
     assert rates[54] == pytest.approx(0.55)
     assert rates[-1] == pytest.approx(0.1)
-    assert compute_learning_rate(TrainConfig(steps=1, warmup_steps=0), 1.0, 1) == pytest.approx(0.1)
+    short = parse_config(["--steps", "1", "--warmup-steps", "0", "--lr", "1"])
+    assert compute_learning_rate(short, 1) == pytest.approx(0.1)
