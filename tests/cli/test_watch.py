@@ -230,7 +230,7 @@ def test_it_ends_by_a_key_or_a_signal_and_the_terminal_is_as_before(watch: Termi
 
 
 def test_the_window_is_followed_on_a_machine_that_is_slow(here: Path, run: Path) -> None:
-    """Textual's timer for a new size, of 8 ms, was lost if it was over before it waited, and with it all others."""
+    """The timer for a new size, of 8 ms, was lost if it was over before it waited, and all others with it."""
     (here / "sitecustomize.py").write_text(
         "import time\nfrom textual import _time\n"
         "_time.get_time = lambda: time.sleep(0.01) or time.monotonic()\n"
