@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from launcher.codec import load
@@ -104,15 +105,9 @@ class NodeWatcher:
         def warn(text: str) -> None:
             self.send("warning", text)
 
+        job = {"run": settings.run, "run_dir": settings.run_dir, "host": host}
         self.log = MetricsLog(run_path, host, watch.metrics_interval, warn)
-        self.notifier = Notifier(
-            settings.notify,
-            warn,
-            run=settings.run,
-            run_dir=settings.run_dir,
-            host=host,
-            job_id=os.environ.get("SLURM_JOB_ID"),
-        )
+        self.notifier = Notifier(settings.notify, warn, **job, job_id=os.environ.get("SLURM_JOB_ID"))
         self.prometheus = Prometheus(settings.run, host, watch, warn)
         self.collectives = CollectiveReader(self.book.folder, settings.ranks * settings.nodes)
         self.stragglers = StragglerFinder()
@@ -125,23 +120,21 @@ class NodeWatcher:
             return GpuSampler(gpus, nvml).sample if nvml else None
 
         self.gpus = GpuReader(open_gpus, watch.interval)
-        self.state, self.pinged = "starting", 0
-        """Of the job, as this node has written it last, and the last step that was pinged for."""
+        self.pinged = 0
+        """The last step that was pinged for."""
         self.number = 0
         """Of the last report."""
-        self.gathering = False
-        """Since the last sample, ranks were asked for evidence."""
         self.gatherers: list[threading.Thread] = []
+        self.gathering = False
+        """Since the last sample, ranks were asked for evidence: what they answer is no activity of theirs."""
         self.begin = self.last_look = time.monotonic()
         self.next_sample = self.next_exchange = 0.0
         self.answered = 0
         """The last question that this node gathers evidence for."""
         self.evidence: dict[str, NodeEvidence] = {}
         """Of the question that is open, by host."""
-        self.stack_request = 0
-        """Number of the last request for a rank's stack."""
-        self.acted = 0
-        """Number of the last hang that is dealt with."""
+        self.stack_request = self.acted = 0
+        """Numbers of the last request for a rank's stack, and of the last hang that is dealt with."""
         self.is_judge = False
         self.newest, self.saving = settings.attempt, False
         """The last start of the ranks, and whether one of them writes a checkpoint."""
@@ -191,18 +184,17 @@ class NodeWatcher:
             self.next_sample = now + (min(watch.interval, _STILL_INTERVAL) if still else watch.interval)
             running = [known.entry.pid for known in book.ranks.values() if not known.has_ended]
             self.sample = self.sampler.sample(running, still)
-            # What ranks answer is no activity of theirs.
             book.take_sample(self.sample, self.gpus.latest(), counts=not self.gathering)
             self.gathering = any(thread.is_alive() for thread in self.gatherers)
         own, state = self._make_report(now), None
         if own.node_rank == 0:
             self._note_progress(own)
+        word = self._find_word(own)
         self.is_judge = is_judge(own, self.files.found, now)
         if self.is_judge:
-            state = self._judge_job(own, now)
+            state = self._judge_job(own, word, now)
         else:
             self.judge.asks = 0
-            word = self._find_word(own)
             if word and not is_silent(now - word.seen, own.interval):
                 if word.value.asks > self.answered:
                     self._answer(own, word.value.asks)
@@ -247,14 +239,13 @@ class NodeWatcher:
     def _note_progress(self, own: NodeReport) -> None:
         """Write down that the ranks were started again, and that they write a checkpoint."""
         newest = max((rank.attempt for rank in own.ranks), default=0)
-        saving = any(rank.phase == "saving" for rank in own.ranks)
+        saving = [rank.step for rank in own.ranks if rank.phase == "saving"]
         if newest > self.newest:
             text = f"the ranks were started again, attempt {newest}"
             self.log.add(MetricsEvent("restart", own.time, text))
         if saving and not self.saving:
-            step = max((rank.step for rank in own.ranks), default=None)
-            self.log.add(MetricsEvent("checkpoint", own.time, step=step))
-        self.newest, self.saving = max(newest, self.newest), saving
+            self.log.add(MetricsEvent("checkpoint", own.time, step=max(saving)))
+        self.newest, self.saving = max(newest, self.newest), bool(saving)
 
     def _exchange(self, own: NodeReport, state: JobState | None, now: float) -> None:
         """Have the report written, give it out, and have others' read."""
@@ -265,10 +256,9 @@ class NodeWatcher:
             self._record(MetricsEvent("start", own.time, text), "starting")
         self.log.add_report(own)
         self.prometheus.take(own)
-        if state is not None:
-            if state.step != self.pinged:
-                self.notifier.ping()
-            self.pinged, self.state = state.step, state.state
+        if state is not None and state.step != self.pinged:
+            self.notifier.ping()
+            self.pinged = state.step
         self.next_exchange = now + self.settings.watch.interval
         self.files.submit(own, state)
         # Somebody who looks at the run may have asked for a rank's stack.
@@ -280,22 +270,15 @@ class NodeWatcher:
 
     # The judge
 
-    def _judge_job(self, own: NodeReport, now: float) -> JobState:
+    def _judge_job(self, own: NodeReport, word: Stored[JobState] | None, now: float) -> JobState:
         """Judge the job; return what is to be written of it."""
         judge, view = self.judge, make_job_view(own, self.files.found, now)
-        if word := self._find_word(own):
+        if word:
             judge.adopt(word.value)
         missing = {report.host for report in view.fresh} - self.evidence.keys()
-        if judge.asks and missing and len(view.fresh) > 1 and now > judge.asked_at + _TICK:
-            number = judge.asks
-
-            def read() -> None:
-                for node in read_evidence(watch_path(self.files.run_path), number, own=True):
-                    if number == self.answered:
-                        self.evidence.setdefault(node.host, node)
-
-            if self.files.worker.wait_idle(0.0):
-                self.files.worker.put(read)
+        is_due = judge.asks and missing and len(view.fresh) > 1 and now > judge.asked_at + _TICK
+        if is_due and self.files.worker.wait_idle(0.0):
+            self.files.worker.put(partial(self._read_answers, judge.asks))
         match judge.look(view, self.evidence, own.limit or 0.0, now):
             case int(question):
                 self._answer(own, question)
@@ -306,6 +289,12 @@ class NodeWatcher:
         self._act(judge.hangs, now)
         self.stragglers.start(view.fresh, now, self._tell_straggler)
         return self._describe_job(own, view)
+
+    def _read_answers(self, number: int) -> None:
+        """Read other nodes' evidence for a question, in the thread of the run directory."""
+        for node in read_evidence(watch_path(self.files.run_path), number, own=True):
+            if number == self.answered:
+                self.evidence.setdefault(node.host, node)
 
     def _describe_job(self, own: NodeReport, view: JobView) -> JobState:
         """Return what is to be written of the job."""
@@ -336,22 +325,22 @@ class NodeWatcher:
         """Tell of a hang, or that steps go on, and keep what is known of it."""
         verdict, run_path, number = hang.verdict, self.files.run_path, hang.number
         if hang.recovered is None:
-            since = hang.time - hang.stalled_since
             step = f"after step {hang.step}" if hang.step else "before the first step"
-            text = f"hang {number} {step}, {since:.0f} s without a step: {verdict.sentence}"
+            since = f"{hang.time - hang.stalled_since:.0f} s"
+            text = f"hang {number} {step}, {since} without a step: {verdict.sentence}"
             who = hang.step, verdict.ranks, verdict.hosts, number
             event, state = MetricsEvent("hang", hang.time, verdict.sentence, *who), "hanging"
         else:
-            seconds = f"{hang.recovered - hang.stalled_since:.0f} s"
-            text = f"hang {number} is over after {seconds}: steps go on"
-            said = f"steps go on after {seconds}"
+            since = f"{hang.recovered - hang.stalled_since:.0f} s"
+            text, evidence = f"hang {number} is over after {since}: steps go on", ()
+            said = f"steps go on after {since}"
             event = MetricsEvent("recovered", hang.recovered, said, hang.step, number=number)
             state = "running"
         self.send(event.event, text, hang=asdict(hang))
         self._record(event, state)
 
         def keep() -> None:
-            write_hang(run_path, hang, evidence if hang.recovered is None else ())
+            write_hang(run_path, hang, evidence)
             if hang.recovered is None:
                 self.send("note", f"stacks in {hang_path(run_path, number)}")
 
@@ -363,7 +352,7 @@ class NodeWatcher:
         text = explain_straggler(found)
         self.send("straggler", text, straggler=asdict(found))
         event = MetricsEvent("straggler", found.time, text, found.last_step, (found.rank,), (found.host,))
-        self._record(event, self.state)
+        self._record(event, "running")
 
     def _record(self, event: MetricsEvent, state: str) -> None:
         """Write down what happened to the job, and notify of it."""
@@ -394,8 +383,7 @@ class NodeWatcher:
         beats, settings = self.book.list_beats(), self.settings
 
         def gather() -> None:
-            host, node_rank = settings.host, settings.node_rank
-            found = gather_node(self.book.folder, ranks, beats, host, node_rank, number)
+            found = gather_node(self.book.folder, ranks, beats, settings.host, settings.node_rank, number)
 
             def keep() -> None:
                 if number in (0, self.answered):

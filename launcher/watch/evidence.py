@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from launcher.watch.flight_recorder import (
     TRACE,
     ServerError,
     parse_trace,
-    parse_wait_counters,
     post_handler,
 )
 from launcher.watch.model import (
@@ -83,63 +83,60 @@ def gather_node(
     `folder` has the ranks' stacks and sockets; `heartbeats` are by rank.
     """
     start, now = time.monotonic(), time.time()
-    looks, threads = [], []
+    looks = []
     for rank in ranks:
         beat = heartbeats.get(rank.rank)
         idle = max(now - max(beat.activity_time, beat.phase_since), 0.0) if beat else 0.0
         unseen = ProcessState(rank.pid, "X")
         known = {**list_fields(rank), "idle": idle, "is_measured": rank.exit_code is not None}
         evidence = RankEvidence(**known, host=host, process=unseen)
-        look = _RankLook(evidence, folder, start + deadline, can_dump=bool(beat and beat.can_dump))
+        look = _RankLook(evidence, folder, start + deadline, between, can_dump=bool(beat and beat.can_dump))
+        look.start()
         looks.append(look)
-        threads.append(threading.Thread(target=look.run, args=(between,), name="evidence", daemon=True))
-        threads[-1].start()
-    for thread in threads:
-        thread.join(max(0.0, start + deadline - time.monotonic()))
-    late = ("its evidence was not complete in time",)
-    found = [
-        look.evidence if look.is_done else replace(look.evidence, notes=(*look.evidence.notes, *late))
-        for look in looks
-    ]
-    seconds = round(time.monotonic() - start, 3)
-    return NodeEvidence(host, node_rank, number, time.time(), seconds, tuple(found))
+    for look in looks:
+        look.join(max(0.0, start + deadline - time.monotonic()))
+        if look.is_alive():
+            look.note("its evidence was not complete in time")
+    found, seconds = tuple(look.evidence for look in looks), round(time.monotonic() - start, 3)
+    return NodeEvidence(host, node_rank, number, time.time(), seconds, found)
 
 
-class _RankLook:
-    """A look at one rank, step by step, by a thread; `evidence` has at any time what was found so far."""
+class _RankLook(threading.Thread):
+    """A look at one rank, step by step; `evidence` has at any time what was found so far."""
 
-    def __init__(self, evidence: RankEvidence, folder: Path, deadline: float, *, can_dump: bool) -> None:
-        self.evidence = evidence
-        self.deadline = deadline
-        self.can_dump = can_dump
-        self.is_done = False
+    def __init__(
+        self, evidence: RankEvidence, folder: Path, deadline: float, between: float, *, can_dump: bool
+    ) -> None:
+        super().__init__(name="evidence", daemon=True)
+        self.evidence, self.deadline, self.between, self.can_dump = evidence, deadline, between, can_dump
         self.dump, self.socket = (folder / f"rank-{evidence.rank}.{word}" for word in ("stack", "sock"))
 
-    def run(self, between: float) -> None:
+    def run(self) -> None:
         """Measure what the rank and its children do, before they are asked for anything; then ask."""
+        if self.evidence.exit_code is not None:
+            return
         pid = self.evidence.pid
-        if self.evidence.exit_code is None:
-            self._add(process=describe_process(pid))
-            begin, tree = time.monotonic(), read_tree(pid, _MOST_PROCESSES, tcp=True)
-            time.sleep(between)
-            process, *children = (
-                describe_process(number, tree.get(number), time.monotonic() - begin)
-                for number in (pid, *sorted(tree.keys() - {pid}))
-            )
-            self._add(process=process, children=tuple(children), is_measured=True)
-            if reason := _CANNOT_ANSWER.get(process.state):
-                self._note(reason)
-            else:
-                self._read_stacks()
-                self._read_server()
-            if self.can_dump:
-                self._read_more_stacks()
-        self.is_done = True
+        self._add(process=describe_process(pid))
+        begin, tree = time.monotonic(), read_tree(pid, _MOST_PROCESSES, tcp=True)
+        time.sleep(self.between)
+        process, *children = (
+            describe_process(number, tree.get(number), time.monotonic() - begin)
+            for number in (pid, *sorted(tree.keys() - {pid}))
+        )
+        self._add(process=process, children=tuple(children), is_measured=True)
+        if reason := _CANNOT_ANSWER.get(process.state):
+            self.note(reason)
+        else:
+            self._read_stacks()
+            self._read_server()
+        if self.can_dump:
+            self._read_more_stacks()
 
     def _add(self, **found: Any) -> None:  # noqa: ANN401 - fields of RankEvidence
         self.evidence = replace(self.evidence, **found)
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Tell what could not be had."""
         self._add(notes=(*self.evidence.notes, text))
 
     def _limit(self, seconds: float) -> float:
@@ -151,38 +148,30 @@ class _RankLook:
         if self.can_dump and not (reason := check_signal(pid, self.dump)):
             if found := request_stacks(pid, self.dump, self._limit(_STACK_PATIENCE)):
                 stacks = tuple(replace(one, awaits_lock=_takes_lock(one)) for one in found)
-                self._add(process=replace(self.evidence.process, stacks=stacks, stack_source="faulthandler"))
+                self._add(process=replace(self.evidence.process, stacks=stacks))
                 return
             reason = check_signal(pid, self.dump) or "it did not react to the stack signal"
-        self._note(f"no stacks from faulthandler: {reason}")
+        self.note(f"no stacks from faulthandler: {reason}")
 
     def _read_server(self) -> None:
-        """Get the flight recorder and the waits in the store."""
+        """Get the flight recorder."""
         try:
             trace = post_handler(self.socket, self._limit(_SERVER_PATIENCE), *TRACE)
             self._add(groups=parse_trace(trace), answered=True)
         except (ServerError, DecodeError) as error:
-            self._note(f"no flight recorder from torch's server: {error}")
-        if self.evidence.answered or self.socket.exists():
-            try:
-                counters = post_handler(self.socket, self._limit(_SERVER_PATIENCE), "wait_counter_values")
-                waits, operation = parse_wait_counters(counters)
-                self._add(store_wait=waits, store_operation=operation)
-            except ServerError as error:
-                self._note(f"no waits in the store from torch's server: {error}")
+            self.note(f"no flight recorder from torch's server: {error}")
 
     def _read_more_stacks(self) -> None:
         """Get those of children that have the rank's handler and file, one by one, and then its own again."""
         children, end = [], time.monotonic() + self._limit(_ALL_CHILDREN)
         for child in self.evidence.children:
-            can_answer = child.state not in _CANNOT_ANSWER and time.monotonic() <= end
-            if can_answer and not check_signal(child.pid, self.dump):
+            if child.state not in _CANNOT_ANSWER and time.monotonic() <= end:
                 stacks = request_stacks(child.pid, self.dump, self._limit(_CHILD_PATIENCE))
                 child = replace(child, stacks=stacks)  # noqa: PLW2901
             children.append(child)
         self._add(children=tuple(children))
         process, patience = self.evidence.process, self._limit(_STACK_PATIENCE)
-        if (main := process.main_stack) and patience > 0 and not check_signal(process.pid, self.dump):
+        if (main := process.main_stack) and patience > 0:
             later = replace(process, stacks=request_stacks(process.pid, self.dump, patience)).main_stack
             self._add(process=replace(process, stack_changes=bool(later and main.frames != later.frames)))
 
@@ -206,10 +195,9 @@ _POLL = 0.02
 """Seconds between two looks at the file."""
 _SETTLED = 0.06
 """Seconds without a further byte after which a dump is complete; faulthandler writes it at one go."""
-LARGEST_DUMP = 1 << 20
+_LARGEST_DUMP = 1 << 20
 """Bytes of a dump that are read; 100 threads of 100 frames have less."""
 _LONGEST_NAME = 300
-_MOST_THREADS = 64
 _HEADER = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
@@ -229,31 +217,24 @@ def request_stacks(pid: int, path: Path, patience: float) -> tuple[Stack, ...]:
     It gets no signal if `check_signal` has something against it at the last moment: it may have begun to end,
     or become another program. Processes that share a file are to be asked one after the other.
     """
-    try:
-        if path.stat().st_size > LARGEST_DUMP:  # its writers append to it; it may be in memory
-            os.truncate(path, 0)
-        start = path.stat().st_size
+    with suppress(OSError):
         thread = choose_thread(pid)
         if check_signal(pid, path):
             return ()
-        libc = ctypes.CDLL(None, use_errno=True)
+        os.truncate(path, 0)  # its writers append to it
+        libc = ctypes.CDLL(None)
         if thread == pid or not hasattr(libc, "tgkill"):  # glibc before 2.30
             os.kill(pid, STACK_SIGNAL)
         elif libc.tgkill(pid, thread, int(STACK_SIGNAL)):
             return ()
-    except OSError:
-        return ()
-    size, changed, deadline = start, time.monotonic(), time.monotonic() + patience
-    while time.monotonic() < deadline:
-        time.sleep(_POLL)
-        now = path.stat().st_size
-        if now != size:
-            size, changed = now, time.monotonic()
-        elif size > start and time.monotonic() - changed >= _SETTLED:
-            break
-    with path.open("rb") as file:
-        file.seek(start)
-        return parse_stacks(file.read(LARGEST_DUMP).decode("utf-8", "replace"))
+        size, changed, deadline = 0, time.monotonic(), time.monotonic() + patience
+        while time.monotonic() < deadline and not (size and time.monotonic() - changed >= _SETTLED):
+            time.sleep(_POLL)
+            if (now := path.stat().st_size) != size:
+                size, changed = now, time.monotonic()
+        with path.open("rb") as file:
+            return parse_stacks(file.read(_LARGEST_DUMP).decode("utf-8", "replace"))
+    return ()
 
 
 def choose_thread(pid: int) -> int:
@@ -289,11 +270,10 @@ def parse_stacks(text: str) -> tuple[Stack, ...]:
         elif threads and (found := _FRAME.match(line)):
             number = int(found[2]) if found[2].isdecimal() else 0
             threads[-1][2].append(Frame(found[1][:_LONGEST_NAME], number, found[3][:_LONGEST_NAME]))
-    current = [number for number, (_, is_current, _) in enumerate(threads) if is_current]
-    main = len(threads) - 1 if not text.rstrip().endswith("...") or not current else current[-1]
-    kept = threads[-_MOST_THREADS:]
-    offset = len(threads) - len(kept)
+    main = len(threads) - 1
+    if text.rstrip().endswith("..."):  # cut off after a hundred threads
+        main = next((at for at, (_, is_current, _) in enumerate(threads) if is_current), main)
     return tuple(
-        Stack(name, tuple(frames), is_current=number + offset == main)
-        for number, (name, _, frames) in enumerate(kept)
+        Stack(name, tuple(frames), is_current=number == main)
+        for number, (name, _, frames) in enumerate(threads)
     )

@@ -17,8 +17,9 @@ import time
 import zlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
+from itertools import zip_longest
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -59,40 +60,21 @@ def post_handler(path: Path, timeout: float, *handlers: str) -> bytes:
 
     The timeout is for each read and write, so that a server that answers byte by byte may take longer.
     """
-    if timeout <= 0:
-        raise ServerError("no time was left to ask it")
     for handler in handlers:
-        with closing(_UnixConnection(path, timeout)) as connection:
+        with closing(_UnixConnection(path, max(timeout, 1e-3))) as connection:
             try:
                 connection.request("POST", f"/handler/{handler}")
                 answer = connection.getresponse()
-                data = answer.read(_LARGEST_ANSWER + 1)
+                data = answer.read(_LARGEST_ANSWER)
             except TimeoutError:
                 raise ServerError(f"no answer within {timeout:g} s") from None
             except (OSError, HTTPException, ValueError) as error:
                 raise ServerError(str(error) or type(error).__name__) from None
-        if answer.status == 200 and len(data) <= _LARGEST_ANSWER:
+        if answer.status == 200:
             return data
         if answer.status != 404:
-            size = f" and more than {_LARGEST_ANSWER >> 20} MiB" if answer.status == 200 else ""
-            raise ServerError(f"answered with status {answer.status}{size}")
+            raise ServerError(f"answered with status {answer.status}")
     raise ServerError(f"it has no {handlers[0]}")
-
-
-def parse_wait_counters(data: bytes) -> tuple[bool, str]:
-    """Tell whether a rank waits in torch's store, and in which function of `torch.distributed`.
-
-    Source: torch's wait counters (`wait_counter_values`), of which those that are being waited in have an
-    `active_count`. Raises ServerError.
-    """
-    try:
-        counters: dict[str, Any] = json.loads(data)
-        active = [name for name, values in counters.items() if int(values["active_count"]) > 0]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ServerError("its wait counters are not as expected") from None
-    functions = [name.rpartition("c10d.")[2] for name in active if "c10d." in name]
-    stores = [name for name in active if "Store__" in name]
-    return bool(functions or stores), (functions[0] if functions else "")
 
 
 # The flight recorder
@@ -121,7 +103,7 @@ Entry = Mapping[str, Any]
 """What the recorder has of a call."""
 
 
-def load_trace(data: bytes) -> tuple[Sequence[Entry], Entry, Entry]:
+def _load_trace(data: bytes) -> tuple[Sequence[Entry], Entry, Entry]:
     """Return the entries, `pg_status` and `pg_config` of an answer; raises DecodeError.
 
     An unknown form of single entries leaves them out.
@@ -129,50 +111,46 @@ def load_trace(data: bytes) -> tuple[Sequence[Entry], Entry, Entry]:
     trace = parse_json(data)
     if not isinstance(trace, dict):
         raise DecodeError("the flight recorder's answer is no object")
-    entries = [entry for entry in as_list(trace.get("entries")) if isinstance(entry, dict)]
+    entries = [entry for entry in _as_list(trace.get("entries")) if isinstance(entry, dict)]
     return entries, _as_mapping(trace.get("pg_status")), _as_mapping(trace.get("pg_config"))
 
 
 def parse_trace(data: bytes) -> tuple[GroupState, ...]:
     """Return the state of each process group from a flight recorder; raises DecodeError."""
-    entries, statuses, configs = load_trace(data)
+    entries, statuses, configs = _load_trace(data)
     by_group: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries:
-        by_group.setdefault((str(entry.get("pg_id", "")), *name_group(entry)), []).append(entry)
+        by_group.setdefault((str(entry.get("pg_id", "")), *_name_group(entry)), []).append(entry)
     found = []
     for (number, name, description), group in by_group.items():
         status = _as_mapping(statuses.get(number))
-        completed = as_number(status.get("last_completed_collective"))
+        completed = _as_number(status.get("last_completed_collective"))
         calls = _list_calls(group, completed)
-        enqueued = max(
-            as_number(status.get("last_enqueued_collective")), *(one.sequence for one in calls), -1
-        )
+        enqueued = [_as_number(status.get("last_enqueued_collective")), *(one.sequence for one in calls)]
         completed = max((call.sequence for call in calls if call.is_complete), default=completed)
-        members = read_members(configs, name)
-        exchanges = _list_exchanges(group, members)
-        if enqueued > 0 or exchanges:
-            found.append(
-                GroupState(
-                    name=_show_group(name, description),
-                    ranks=members,
-                    last_enqueued=enqueued,
-                    last_completed=min(completed, enqueued),
-                    key=name or description,
-                    calls=calls,
-                    exchanges=exchanges,
-                )
-            )
+        members = _read_members(configs, name)
+        state = GroupState(
+            name=_show_group(name, description),
+            ranks=members,
+            last_enqueued=max(enqueued),
+            last_completed=min(completed, max(enqueued)),
+            key=name or description,
+            calls=calls,
+            exchanges=_list_exchanges(group, members),
+        )
+        if state.last_enqueued > 0 or state.exchanges:
+            found.append(state)
     return tuple(found[:_MOST_GROUPS])
 
 
-def name_group(entry: Entry) -> tuple[str, str]:
+def _name_group(entry: Entry) -> tuple[str, str]:
     """Return torch's name of an entry's group and its description."""
-    names = [str(part)[:_LONGEST] for part in as_list(entry.get("process_group"))]
+    names = [str(part)[:_LONGEST] for part in _as_list(entry.get("process_group"))]
     name, description, *_ = [*names, "", ""]
     return name, description
 
 
-def read_members(configs: Entry, name: str) -> tuple[int, ...]:
+def _read_members(configs: Entry, name: str) -> tuple[int, ...]:
     """Return a group's global ranks, which are a text as `[0, 1, 2]`; empty if they are not known."""
     ranks = _as_mapping(configs.get(name)).get("ranks", "") if name else ""
     return tuple(int(number) for number in re.findall(r"\d+", str(ranks)[: 1 << 16]))
@@ -189,19 +167,17 @@ def _show_group(name: str, description: str) -> str:
 def _list_calls(entries: Sequence[Entry], completed: int) -> tuple[Call, ...]:
     """Return the last collectives of one group, ascending, without point-to-point operations."""
     calls: dict[int, Call] = {}
-    for entry in entries:
-        if not is_collective(entry):
-            continue
-        sequence = as_number(entry.get("collective_seq_id"))
+    for entry in filter(_is_collective, entries):
+        sequence = _as_number(entry.get("collective_seq_id"))
         is_complete = (
             sequence <= completed or entry.get("state") == "completed" or entry.get("retired") is True
         )
-        name = str(entry.get("profiling_name", ""))[:_LONGEST].partition(":")
-        operation = name[2] or name[0]  # `gloo:all_reduce`
+        operation = str(entry.get("profiling_name", "")).rpartition(":")[2][:_LONGEST]  # `gloo:all_reduce`
         # `[2, 3] Float, [5] Int`
-        sizes, types = as_list(entry.get("input_sizes")), as_list(entry.get("input_dtypes"))
-        names = [f" {kind}" for kind in types] + [""] * len(sizes)
-        shown = ", ".join(json.dumps(size) + kind for size, kind in zip(sizes, names, strict=False))
+        sizes = zip_longest(_as_list(entry.get("input_sizes")), _as_list(entry.get("input_dtypes")))
+        shown = ", ".join(
+            f"{json.dumps(size)} {kind or ''}".rstrip() for size, kind in sizes if size is not None
+        )
         shown = shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
         calls[sequence] = Call(sequence, _TORCH_NAMES.get(operation, operation), shown, is_complete)
     return tuple(calls[sequence] for sequence in sorted(calls)[-MOST_CALLS:])
@@ -223,12 +199,12 @@ def _list_exchanges(entries: Sequence[Entry], members: Sequence[int]) -> tuple[t
     return tuple(found)[-MOST_CALLS:]
 
 
-def is_collective(entry: Entry) -> bool:
+def _is_collective(entry: Entry) -> bool:
     """Tell whether an entry is one of all ranks of a group."""
-    return entry.get("is_p2p") is not True and as_number(entry.get("collective_seq_id")) > 0
+    return entry.get("is_p2p") is not True and _as_number(entry.get("collective_seq_id")) > 0
 
 
-def as_number(value: object) -> int:
+def _as_number(value: object) -> int:
     """Return a number, which torch may write as a text; -1 for anything else."""
     try:
         return int(str(value))
@@ -236,7 +212,7 @@ def as_number(value: object) -> int:
         return -1
 
 
-def as_list(value: object) -> Sequence[Any]:
+def _as_list(value: object) -> Sequence[Any]:
     """Return a list as it is, and an empty one for anything else."""
     return value if isinstance(value, list) else []
 
@@ -289,8 +265,8 @@ _ALL_PACKED = 1 << 17
 """Marks of all ranks of a job, as a goal."""
 _QUICK = 5
 """Seconds between readings at the beginning, and after steps have become longer."""
-_SLOWEST = 640
-"""Seconds between readings at most: QUICK doubled again and again, so that the moments of nodes coincide."""
+_SLOWEST = 128
+"""Times that between readings at most: doubled again and again, so that the moments of nodes coincide."""
 _MAX_COST = 0.0005
 """Cores that readings may take from a rank later on."""
 _QUICK_SECONDS, _QUICK_STEPS, _QUICK_LIMIT = 60, 100, 600
@@ -348,20 +324,18 @@ class CollectiveReader:
         beat = max(beats, key=lambda one: len(one.durations), default=None)
         if beat is None or len(beat.durations) < 2:
             return False
-        current, age = median(beat.durations[-_RECENT:]), now - self.quick_since
-        is_young = age < _QUICK_LIMIT and beat.step < self.quick_step + _QUICK_STEPS
-        is_quick = age < _QUICK_SECONDS or is_young
+        current = median(beat.durations[-_RECENT:])
+        age, steps = now - self.quick_since, beat.step - self.quick_step
+        is_quick = age < _QUICK_SECONDS or (age < _QUICK_LIMIT and steps < _QUICK_STEPS)
         if not is_quick and current > _LONGER * self.usual:
             self.quick_since, self.quick_step, self.usual, is_quick = now, beat.step, current, True
-        else:
-            self.usual = current if is_quick else min(self.usual, current)
-        interval = _QUICK
-        while not is_quick and interval < _SLOWEST and self.cost > _MAX_COST * interval:
-            interval *= 2
-        moment, every = int(now // _QUICK), interval // _QUICK
+        self.usual = current if is_quick else min(self.usual, current)
+        every = 1
+        while not is_quick and every < _SLOWEST and self.cost > _MAX_COST * _QUICK * every:
+            every *= 2
+        moment = int(now // _QUICK)
         due = moment // every != self.last // every
-        if due:
-            self.last = moment
+        self.last = moment if due else self.last
         return due
 
     def fetch(self, beats: Sequence[Heartbeat]) -> None:
@@ -370,16 +344,12 @@ class CollectiveReader:
         for beat in beats:
             if (start := time.monotonic()) - begin > _TIMEOUT:
                 break
-            try:
+            with suppress(ServerError, ValueError, OverflowError):
                 trace = post_handler(self.folder / f"rank-{beat.rank}.sock", _TIMEOUT, *TRACE)
                 costs.append(time.monotonic() - start)
-                times = condense(trace, beat, self.limit)
-            except (ServerError, ValueError, OverflowError):
-                continue
-            if times is not None:
-                found.append(times)
-        self.cost = max(costs)
-        self.found = tuple(found)
+                if times := condense(trace, beat, self.limit):
+                    found.append(times)
+        self.cost, self.found = max(costs), tuple(found)
 
 
 def condense(trace: bytes, beat: Heartbeat, limit: int) -> CollectiveTimes | None:
@@ -388,22 +358,21 @@ def condense(trace: bytes, beat: Heartbeat, limit: int) -> CollectiveTimes | Non
     At most `limit` marks are kept. Point-to-point operations do not count: their ends
     differ from rank to rank. Raises DecodeError.
     """
-    entries, _, configs = load_trace(trace)
-    entries = [entry for entry in entries if is_collective(entry)]
+    entries, _, configs = _load_trace(trace)
+    entries = [entry for entry in entries if _is_collective(entry)]
     timed = [entry for entry in entries if isinstance(entry.get("duration_ms"), int | float)]
     measure = DURATION if entries and 2 * len(timed) > len(entries) else ENQUEUED
     ends, first = beat.step_ends, beat.step - len(beat.step_ends) + 1
     marks = [(end, (first + index, STEP_ENDS, first + index, end)) for index, end in enumerate(ends)]
     oldest = inf
     for entry in timed if measure == DURATION else entries:
-        created = as_number(entry.get("time_created_ns")) / 1e9
+        created = _as_number(entry.get("time_created_ns")) / 1e9
         value = -float(entry["duration_ms"]) / 1e3 if measure == DURATION else created
-        name, description = name_group(entry)
-        members = read_members(configs, name)
-        group = f"{name or description}{list(members) if members else ''}"[:200]
+        name, description = _name_group(entry)
+        group = f"{name or description}{list(_read_members(configs, name)) or ''}"[:_LONGEST]
         oldest = min(oldest, created)
         if (index := bisect_left(ends, created)) < len(ends):
-            marks.append((created, (first + index, group, as_number(entry["collective_seq_id"]), value)))
+            marks.append((created, (first + index, group, _as_number(entry["collective_seq_id"]), value)))
     marks.sort(key=lambda item: item[0])
     # From the end of a step, after which all collectives are known, as many steps as the limit allows.
     starts = [at for at, (when, mark) in enumerate(marks) if mark[1] == STEP_ENDS and when >= oldest]

@@ -22,7 +22,7 @@ from launcher.watch.model import (
     RankEvidence,
 )
 from launcher.watch.run_files import Found, is_silent
-from launcher.watch.verdict import find_phase, is_working, judge_evidence
+from launcher.watch.verdict import is_working, judge_evidence
 
 # The job as its judging node sees it
 
@@ -49,8 +49,7 @@ class JobView:
 
 def make_job_view(own: NodeReport, found: Found | None, now: float) -> JobView:
     """Join this node's report of now with what the others have written; `now` is monotonic."""
-    if found is None:
-        return JobView((own,))
+    found = found or Found()
     fresh, silent, ended = [own], [], []
     records = [record for record in found.ended if record.host != own.host]
     for record in records:
@@ -122,9 +121,8 @@ def choose_limit(setting: object, durations: Iterable[Sequence[float]], longest_
     """
     slow = 0.0
     for steps in durations:
-        kept = sorted(steps)
-        last = len(kept) if len(kept) <= _FEW else min(len(kept) - 1, math.ceil(_SLOW_SHARE * len(kept)))
-        slow = max([slow, *kept[last - 1 : last]])
+        skipped = 0 if len(steps) <= _FEW else max(1, math.floor((1 - _SLOW_SHARE) * len(steps)))
+        slow = max([slow, *sorted(steps)[: len(steps) - skipped][-1:]])
     limit = max(_LEAST_NOTICE, _FACTOR * slow, _PAUSES_TO_NOTICE * longest_pause)
     return min(limit, float(setting)) if isinstance(setting, int | float) else limit
 
@@ -152,8 +150,6 @@ _PATIENCE = 9.0
 _AGAIN = 20.0
 """Seconds after a look that found no hang until the next one; each one in a row waits half as long again."""
 _LEAST_AGAIN, _MOST_AGAIN = 5.0, 60.0
-_MOST_AT_START = 120.0
-"""Seconds of a pause before the first step that are learned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,28 +178,24 @@ def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: 
     verdict = judge_evidence(nodes, reports)
     if verdict.kind == "debugged" or verdict.is_final:
         return Decision("hang" if verdict.is_final else "none", verdict)
-    ranks: dict[int, Rank] = {state.rank: state for report in reports for state in report.ranks}
-    ranks |= {rank.rank: rank for node in nodes for rank in node.ranks}
-    blamed = [ranks[number] for number in verdict.ranks if number in ranks]
-    culprits = [rank for rank in blamed if isinstance(rank, RankEvidence)]
-    phases = [find_phase(rank) if isinstance(rank, RankEvidence) else rank.phase for rank in blamed]
-    is_silent, unit, learned = verdict.kind == "silent", _HANG_SECONDS, _PAUSES_TO_HANG * pause.longest
+    evidence = {rank.rank: rank for node in nodes for rank in node.ranks}
+    ranks: dict[int, Rank] = {state.rank: state for report in reports for state in report.ranks} | evidence
+    culprits = [evidence[number] for number in verdict.ranks if number in evidence]
+    phases = [ranks[number].phase for number in verdict.ranks if number in ranks]
+    unit, learned = _HANG_SECONDS, _PAUSES_TO_HANG * pause.longest
     if isinstance(pause.setting, int | float):
         unit, learned = float(pause.setting), 0.0
     patient = max((_PATIENT_PHASES.get(phase, 0.0) for phase in phases), default=0.0)
     working = max(patient, _WORKING)
     if not any(rank.step for rank in ranks.values()):
         patient = working
-    has_waiting = verdict.waiting > 0 and not is_silent
     quiet = min((pause.quiet.get(number, 0.0) for number in verdict.ranks), default=0.0)
-    if is_silent:
-        quiet = pause.idle
+    factor = patient or (1.0 if verdict.waiting else _NOBODY_WAITS)
+    if verdict.kind == "silent":
+        quiet, factor = pause.idle, patient or _NOBODY_WAITS
     elif any(map(is_working, culprits)):
         quiet = 0.0
-    seconds = min(
-        max(unit * (patient or (1.0 if has_waiting else _NOBODY_WAITS)), learned) - quiet,
-        max(unit * working, learned) - pause.idle,
-    )
+    seconds = min(max(unit * factor, learned) - quiet, max(unit * working, learned) - pause.idle)
     if seconds <= 0:
         return Decision("hang", verdict)
     goes_on = min((rank.idle for rank in culprits), default=pause.limit) < pause.limit / 2
@@ -223,8 +215,6 @@ class HangJudge:
         """Number of the question that is open; 0 for none."""
         self.asked_at = 0.0
         self._last_asks = 0
-        self._adopted = 0.0
-        """Time of the last word of another node that judged."""
         self._next_look = 0.0
         self._patience = _AGAIN
         self.hangs: list[Hang] = []
@@ -233,9 +223,7 @@ class HangJudge:
         self._stalled: set[int] = set()
         """Those of them that made no progress."""
         self.longest_pause = 0.0
-        """Seconds without progress after which a rank went on by itself, the most so far."""
-        self._has_begun = False
-        """A step was made."""
+        """Seconds without progress after which a rank went on by itself, the most since the first step."""
         self._idle: dict[int, tuple[int, float]] = {}
         """PID and seconds without progress of each rank, as of the last look."""
         self._has_noticed = False
@@ -258,14 +246,11 @@ class HangJudge:
         return not known.keys() & pids or any(pids.get(rank) == one.pid for rank, one in known.items())
 
     def adopt(self, job: JobState) -> None:
-        """Go on where another node stopped that judged; once for each of its words."""
-        if job.time > self._adopted:
-            self._adopted = job.time
-            known = {hang.number: hang for hang in (*self.hangs, *job.hangs)}
-            if len(known) > len(self.hangs):
-                self._hang_ranks, self._stalled = {}, set()
+        """Go on where another node stopped that judged."""
+        known = {hang.number: hang for hang in (*job.hangs, *self.hangs)}
+        if len(known) > len(self.hangs):
+            self._hang_ranks, self._stalled = {}, set()
             self.hangs = [known[number] for number in sorted(known)]
-            self._last_asks = max(self._last_asks, job.asks)
 
     def look(
         self, view: JobView, evidence: Mapping[str, NodeEvidence], limit: float, now: float
@@ -316,8 +301,7 @@ class HangJudge:
             one.rank: min(one.quiet, now - self._active_at.get(one.rank, -math.inf)) for one in view.ranks
         }
         idle = [rank.idle or 0.0 for rank in stalled]
-        longest = self.longest_pause if self._has_begun else 0.0
-        pause = Pause(limit, max(idle), quiet, longest, self._hang_seconds)
+        pause = Pause(limit, max(idle), quiet, self.longest_pause, self._hang_seconds)
         decision = self._decide(nodes, (*view.fresh, *view.silent), pause)
         verdict = decision.verdict
         if decision.word == "hang":
@@ -345,21 +329,15 @@ class HangJudge:
         return f"no step for {min(idle):.0f} s: {verdict.sentence}"
 
     def _note_pauses(self, ranks: Sequence[Rank], *, is_stalled: bool) -> None:
-        """Note how long the pauses were that have ended by themselves.
-
-        Before the first step, activity ends a pause, too: such pauses only put off the next notice, and not
-        for long. With the first step they are forgotten.
-        """
+        """Note how long the pauses were that have ended by themselves, from the first step on."""
         has_begun = any(rank.step for rank in ranks)
-        if has_begun and not self._has_begun:
+        if not has_begun:
             self.longest_pause, self._idle = 0.0, {}
-        self._has_begun = has_begun
-        most = math.inf if has_begun else _MOST_AT_START
-        for rank in ranks:
+        for rank in ranks if has_begun else ():
             pid, before = self._idle.get(rank.rank, (0, 0.0))
             if rank.idle is not None:
                 if pid == rank.pid and rank.idle < before:
-                    self.longest_pause = max(self.longest_pause, min(before, most))
+                    self.longest_pause = max(self.longest_pause, before)
                 self._idle[rank.rank] = rank.pid, rank.idle
         if not is_stalled:
             self._has_noticed, self._patience, self._next_look = False, _AGAIN, 0.0

@@ -14,14 +14,12 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from errno import ENOSPC
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from launcher.codec import DecodeError, convert, load
-from launcher.files import open_append, open_below, read_file
-from launcher.runs.run_directory import closing_descriptor
+from launcher.files import LARGEST, open_append, open_below, read_file
 from launcher.watch.model import PHASES, NodeReport, Rank, WatchSettings
 from launcher.watch.run_files import FOLDER, Worker, watch_path
 
@@ -79,46 +77,13 @@ METRICS = convert(tuple[Metric, ...], _TABLE["metric"])
 # Prometheus
 
 
-class _Collector:
-    """Gives out the last report of this node; a collector of prometheus_client."""
-
-    def __init__(self, run: str, host: str) -> None:
-        self.labels = run, host
-        self.report: NodeReport | None = None
-
-    def collect(self) -> "Iterator[metrics_core.Metric]":
-        """Give all metrics that have a value."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        if (report := self.report) is None:
-            return
-        ranks = [((*self.labels, str(one.rank), str(one.local_rank)), one) for one in report.ranks]
-        owners: Mapping[str, Sequence[tuple[Sequence[str], object]]] = {
-            "rank": ranks,
-            "gpu": [((*labels, str(one.gpu.index)), one.gpu) for labels, one in ranks if one.gpu],
-            "node": [(self.labels, report)],
-        }
-        names = {"rank": 4, "gpu": 5, "node": 2}
-        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        for metric in (one for one in METRICS if one.prometheus):
-            kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
-            labels = ("run", "host", "rank", "local_rank", "gpu")[: names[metric.owner]]
-            named = [*labels, *filter(None, [metric.label])]
-            family = kind(metric.prometheus, metric.meaning.partition(",")[0], labels=named)
-            family = families.setdefault(metric.prometheus, family)
-            for known, owner in owners[metric.owner]:
-                for more, value in metric.read_all(owner).items():
-                    if value is not None:
-                        family.add_metric([*known, *([more] if metric.label else [])], value)
-        yield from (family for family in families.values() if family.samples)
-
-
 class Prometheus:
     """Gives out the last report of a node: on a port, and in a file for node_exporter."""
 
     def __init__(self, run: str, host: str, settings: WatchSettings, warn: Callable[[str], None]) -> None:
         """Begin with what the settings ask for, in threads; what cannot be is a warning."""
-        self._collector = _Collector(run, host)
+        self._labels = run, host
+        self._report: NodeReport | None = None
         self._writer: Worker[None] | None = None
         port, address, folder = settings.prometheus_port, settings.prometheus_address, settings.textfile
         if port is None and not folder:
@@ -129,7 +94,7 @@ class Prometheus:
             warn("metrics for Prometheus need its client: pip install 'launch-ranks[metrics]'")
             return
         registry = CollectorRegistry()
-        registry.register(self._collector)
+        registry.register(self)
         if port is not None:
             try:
                 start_http_server(port, address, registry)
@@ -146,9 +111,35 @@ class Prometheus:
                 "textfile", lambda _: write_to_textfile(str(path), registry), 1, tell, path.unlink
             )
 
+    def collect(self) -> "Iterator[metrics_core.Metric]":
+        """Give all metrics that have a value, to prometheus_client."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        if (report := self._report) is None:
+            return
+        ranks = [((*self._labels, str(one.rank), str(one.local_rank)), one) for one in report.ranks]
+        owners: Mapping[str, Sequence[tuple[Sequence[str], object]]] = {
+            "rank": ranks,
+            "gpu": [((*labels, str(one.gpu.index)), one.gpu) for labels, one in ranks if one.gpu],
+            "node": [(self._labels, report)],
+        }
+        names = {"rank": 4, "gpu": 5, "node": 2}
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for metric in (one for one in METRICS if one.prometheus):
+            kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
+            labels = ("run", "host", "rank", "local_rank", "gpu")[: names[metric.owner]]
+            named = [*labels, *filter(None, [metric.label])]
+            family = kind(metric.prometheus, metric.meaning.partition(",")[0], labels=named)
+            family = families.setdefault(metric.prometheus, family)
+            for known, owner in owners[metric.owner]:
+                for more, value in metric.read_all(owner).items():
+                    if value is not None:
+                        family.add_metric([*known, *([more] if metric.label else [])], value)
+        yield from (family for family in families.values() if family.samples)
+
     def take(self, report: NodeReport) -> None:
         """Give out this report from now on."""
-        self._collector.report = report
+        self._report = report
         if self._writer:
             self._writer.put(None)
 
@@ -176,8 +167,6 @@ _GROWTH = 24
 """After two minutes the interval grows with the age of the attempt: 5 s at 120 s, 30 s at 720 s."""
 _KEPT = 2000
 """The interval is at least the attempt's age by this: 43 s after a day, 5 min after a week."""
-LARGEST = 32 << 20
-"""Bytes of a file at most: from there on only events are added, as many as fit twice this."""
 WAITING = 256
 """Lines that wait for a slow filesystem, at most; more are dropped."""
 _LEFT_OUT = ("notes", "neighbours", "collectives")
@@ -218,9 +207,7 @@ class MetricsLog:
 
     def __init__(self, run_path: Path, host: str, interval: float, warn: Callable[[str], None]) -> None:
         """`interval` is watch.metrics_interval, 0 for no file; `warn` is told of the first failure."""
-        self._run_path = run_path
-        self._name = f"{_BEGINNING}{host}{_ENDING}"
-        self._interval = interval
+        self._run_path, self._name, self._interval = run_path, f"{_BEGINNING}{host}{_ENDING}", interval
         self._start = self._next_time = time.monotonic()
         self._is_broken = True
         """The file may end within a line: what another process has left, or a failure."""
@@ -251,18 +238,11 @@ class MetricsLog:
 
     def _write(self, line: bytes) -> None:
         """Append a line to the file, opened each time, since it may be moved away; raises OSError."""
-        is_broken, self._is_broken = self._is_broken, True
-        with (
-            closing_descriptor(open_below(self._run_path, FOLDER)) as at,
-            closing_descriptor(open_append(at, self._name)) as descriptor,
-        ):
-            size = os.fstat(descriptor).st_size
-            if size <= LARGEST * (2 if line.startswith(_EVENT) else 1):
-                data = b"\n" + line if is_broken and size else line
-                if os.write(descriptor, data) < len(data):
-                    raise OSError(ENOSPC, os.strerror(ENOSPC))
-                is_broken = False
-        self._is_broken = is_broken
+        with open_below(self._run_path, FOLDER) as at, os.fdopen(open_append(at, self._name), "ab") as file:
+            begin = b"\n" if self._is_broken and file.tell() else b""
+            self._is_broken = True
+            file.write(begin + line)
+        self._is_broken = False
 
 
 def _compact(value: object) -> object:
@@ -290,21 +270,17 @@ def read_metrics(run_path: Path, most_rows: int | None = None) -> tuple[NodeMetr
     """Read what all nodes have written, by host; files that cannot be read count as missing.
 
     With `most_rows`, samples are left out evenly over time until each node has that many at most; they are
-    not decoded, so that it pays on large jobs. Those of many nodes together leave no time out. The last one
-    is kept, and so is every event.
+    not decoded, so that it pays on large jobs. The last one is kept, and so is every event.
     """
-    paths = sorted(watch_path(run_path).glob(f"{_BEGINNING}*{_ENDING}"))
     found = []
-    for number, path in enumerate(paths):
+    for path in sorted(watch_path(run_path).glob(f"{_BEGINNING}*{_ENDING}")):
         try:
-            lines = [line for line in read_file(path, 3 * LARGEST).split(b"\n") if line]
+            lines = [line for line in read_file(path, LARGEST).split(b"\n") if line]
         except OSError:
             continue
         samples = [line for line in lines if not line.startswith(_EVENT)]
-        if most_rows is not None and len(samples) > most_rows:
-            shift = number / len(paths)
-            places = [int((at + 1 - shift) * len(samples) / most_rows) - 1 for at in range(most_rows - 1)]
-            samples = [*(samples[max(0, place)] for place in places), samples[-1]]
+        every = ceil(len(samples) / most_rows) if most_rows else 1
+        samples = samples[:: -max(1, every)][::-1]
         rows = [_decode(NodeReport, line) for line in samples]
         events = [_decode(MetricsEvent, line) for line in lines if line.startswith(_EVENT)]
         found.append(

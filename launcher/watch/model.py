@@ -241,8 +241,6 @@ class ProcessState:
     tracer: int = 0
     """PID of a debugger; 0 for none."""
     stacks: tuple[Stack, ...] = ()
-    stack_source: str = ""
-    """`faulthandler`, or empty if there are none."""
     stack_changes: bool = False
     """The main thread was at another place in a second sample."""
     command: str = ""
@@ -308,10 +306,6 @@ class RankEvidence(Rank):
     groups: tuple[GroupState, ...] = ()
     answered: bool = False
     """torch's server in the rank answered."""
-    store_wait: bool = False
-    """It waits in torch's store, as in `init_process_group`."""
-    store_operation: str = ""
-    """In which function, if that is known: `init_process_group`, `new_group`."""
     is_measured: bool = True
     """What it does was seen whole: its processes were looked at twice."""
 

@@ -2,10 +2,6 @@
 
 Each URL has a thread of its own, which nothing waits for but `close`, for a few seconds. URLs of hooks are
 secrets: no text here has one in it, and no error's own text is shown that could.
-
-This is urllib's work rather than urllib3's or tenacity's: neither is a dependency of this package, a loop
-over two delays is all that is needed of them, and urllib follows the environment's proxies and checks
-certificates too.
 """
 
 import http.client
@@ -13,7 +9,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from launcher.watch.model import NotifySettings
@@ -49,8 +45,8 @@ class Notifier:
         """
         self._settings = settings
         self._job = {"run": run, "job_id": job_id, "host": host, "run_dir": run_dir}
-        self.posts = _start_sender("notify.url", DELAYS, warn) if settings.url else None
-        self._pings = _start_sender("notify.ping_url", (), warn) if settings.ping_url else None
+        self.posts = _Sender("notify.url", DELAYS, warn) if settings.url else None
+        self._pings = _Sender("notify.ping_url", (), warn) if settings.ping_url else None
         self._next_ping = 0.0
 
     def tell(
@@ -70,38 +66,23 @@ class Notifier:
             return
         what = {"event": event, "sentence": sentence, "state": state, "step": step, "exit_code": exit_code}
         message = {**self._job, **what, "time": time.time()}
-        self.posts.put(build_post(self._settings.url or "", self._settings.format, message))
+        url, form = self._settings.url or "", self._settings.format
+        if form == "slack" or (form == "auto" and urlsplit(url).hostname == _SLACK):
+            message = {"text": _write_text(message)}
+        self.posts.put(_make_request(url, json.dumps(message).encode()))
 
     def ping(self) -> None:
         """Say that the job makes steps: to be called whenever it has made some."""
         now = time.monotonic()
         if self._pings is not None and now >= self._next_ping:
             self._next_ping = now + self._settings.ping_interval
-            self._pings.put(_build_request(self._settings.ping_url or "", None))
+            self._pings.put(_make_request(self._settings.ping_url or "", None))
 
     def close(self, timeout: float = 5.0) -> None:
         """Send what waits, for so many seconds at most."""
         end = time.monotonic() + timeout
         for sender in filter(None, (self.posts, self._pings)):
             sender.close(max(0.0, end - time.monotonic()))
-
-
-def _start_sender(
-    key: str, delays: Sequence[float], warn: Callable[[str], None]
-) -> "Worker[urllib.request.Request]":
-    """Start what sends requests, and again after these delays if a failure may pass."""
-
-    def send(request: urllib.request.Request) -> None:
-        for delay in (*delays, None):
-            reason, is_passing = _send(request)
-            if not reason:
-                return
-            if delay is None or not is_passing:
-                raise OSError(reason)
-            worker.closing.wait(delay)
-
-    worker = Worker(key, send, WAITING, lambda error: warn(f"{key} could not be told ({error})"))
-    return worker
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -111,41 +92,45 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _send(request: urllib.request.Request) -> tuple[str, bool]:
-    """Send a request by HTTP or HTTPS, and by nothing else.
+class _Sender(Worker[urllib.request.Request]):
+    """Sends requests to the URL of a setting, and again after some delays if a failure may pass."""
 
-    Return why that failed, without the URL, and whether another attempt may succeed; an empty text if it is
-    done.
-    """
-    if request.type not in ("http", "https"):
-        return "no such scheme", False
-    try:
-        with urllib.request.build_opener(_NoRedirects).open(request, timeout=_TIMEOUT):
-            return "", False
-    except urllib.error.HTTPError as error:
-        with error:
-            hint = ", a redirect: set the address that it leads to" if error.code < 400 else ""
-            return f"HTTP {error.code}{hint}", error.code in _PASSING
-    except urllib.error.URLError as error:
-        reason = error.reason
-        return (isinstance(reason, OSError) and reason.strerror) or type(reason).__name__, True
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        return type(error).__name__, isinstance(error, OSError)
+    def __init__(self, key: str, delays: tuple[float, ...], warn: Callable[[str], None]) -> None:
+        self.delays = delays
+        super().__init__(key, self.send, WAITING, lambda error: warn(f"{key} could not be told ({error})"))
+
+    def send(self, request: urllib.request.Request) -> None:
+        """Send a request by HTTP or HTTPS, and by nothing else; raises OSError, without the URL in it."""
+        for delay in (*self.delays, None):
+            try:
+                if request.type not in ("http", "https"):
+                    raise ValueError
+                with urllib.request.build_opener(_NoRedirects).open(request, timeout=_TIMEOUT):
+                    return
+            except urllib.error.HTTPError as error:
+                with error:
+                    hint = ", a redirect: set the address that it leads to" if error.code < 400 else ""
+                    reason, may_pass = f"HTTP {error.code}{hint}", error.code in _PASSING
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                cause = getattr(error, "reason", error)
+                reason = (isinstance(cause, OSError) and cause.strerror) or type(cause).__name__
+                may_pass = isinstance(error, OSError)
+            if delay is None or not may_pass:
+                raise OSError(reason)
+            self.closing.wait(delay)
 
 
-def _build_request(url: str, data: bytes | None) -> urllib.request.Request:
+def _make_request(url: str, data: bytes | None) -> urllib.request.Request:
     """Return a GET, or a POST of JSON."""
     headers = {"User-Agent": "launch", **({"Content-Type": "application/json"} if data else {})}
-    return urllib.request.Request(url, data, headers)  # noqa: S310 - `_send` takes HTTP and HTTPS alone
+    return urllib.request.Request(url, data, headers)  # noqa: S310 - `_Sender` takes HTTP and HTTPS alone
 
 
-def build_post(url: str, form: str, message: Mapping[str, object]) -> urllib.request.Request:
-    """Return a message's request, in Slack's form or in our own.
+def _write_text(message: Mapping[str, object]) -> str:
+    """Return a message for Slack.
 
-    Slack's mrkdwn is escaped: https://docs.slack.dev/messaging/formatting-message-text, "Escaping text".
+    Its mrkdwn is escaped: https://docs.slack.dev/messaging/formatting-message-text, "Escaping text".
     """
-    if form != "slack" and (form != "auto" or urlsplit(url).hostname != _SLACK):
-        return _build_request(url, json.dumps(message).encode())
     ends = {"start": "starts", "hang": "hangs", "recover": "goes on", "fail": "failed", "end": "ended"}
     event = str(message["event"])
     text = f"{message['run']} on {message['host']}"
@@ -155,5 +140,4 @@ def build_post(url: str, form: str, message: Mapping[str, object]) -> urllib.req
     text += f" with exit code {message['exit_code']}" if message["exit_code"] else ""
     text += f": {message['sentence']}" if message["sentence"] else ""
     text += f"\n{message['run_dir']}"
-    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return _build_request(url, json.dumps({"text": text}).encode())
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -17,13 +17,13 @@ import socket
 import struct
 import time
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.files import read_stat
+from launcher.files import Descriptor, read_stat
 from launcher.watch.model import Neighbour, NodeSample, ProcessState, RankSample
 
 START = 22 - 3
@@ -44,16 +44,9 @@ _NAMES: Mapping[int, str] = {
 
 def read_kernel_text(path: str) -> str:
     """Return the text of a small file of procfs or sysfs; empty if it cannot be read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError):
-        return ""
-    try:
+    with suppress(OSError), Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
         return os.read(descriptor, _LARGEST_ENTRY).decode("utf-8", "replace")
-    except OSError:
-        return ""
-    finally:
-        os.close(descriptor)
+    return ""
 
 
 def list_threads(pid: int) -> list[int]:
@@ -83,15 +76,11 @@ def read_signals(pid: int, field: str, entry: str = "status") -> int | None:
 
 def has_open(pid: int, path: Path) -> bool:
     """Tell whether a process has a file open under any descriptor."""
-    try:
-        wanted = path.stat()
-        with os.scandir(f"/proc/{pid}/fd") as entries:
-            for entry in entries:
-                with suppress(OSError):  # closed meanwhile
-                    if os.path.samestat(entry.stat(), wanted):
-                        return True
-    except OSError:
-        return False
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - names alone
+            with suppress(OSError):  # closed meanwhile
+                if Path(f"/proc/{pid}/fd/{name}").samefile(path):
+                    return True
     return False
 
 
@@ -118,8 +107,8 @@ class Process:
     shared: int
     """Of these, pages of files and of shared memory."""
     moved: int | None
-    """Bytes read and written, by system calls and by paging; None if that is not shown. Paging is in both
-    counts if a call caused it: this is to see whether anything moves."""
+    """Bytes read and written, by system calls and by paging, and if asked over TCP; None if these are not all
+    shown. Paging is in both counts if a call caused it: this is to see whether anything moves."""
     delays: Mapping[int, int]
     """Nanoseconds that threads were ready to run and waited for a core."""
     children: Sequence[int]
@@ -131,13 +120,13 @@ def read_process(pid: int, *, tcp: bool = False) -> Process | None:
         name, fields = read_stat(pid)
     except (OSError, ValueError):
         return None
-    pages = [_PAGE * int(number) for number in read_kernel_text(f"/proc/{pid}/statm").split()]
-    moved = re.findall(
-        r"^(?:rchar|wchar|read_bytes): (\d+)$", read_kernel_text(f"/proc/{pid}/io"), re.MULTILINE
-    )
+    pages = [_PAGE * int(number) for number in read_kernel_text(f"/proc/{pid}/statm").split()] or [0] * 3
+    moved = re.findall(r"^(?:rchar|wchar|read_bytes): (\d+)$", read_kernel_text(f"/proc/{pid}/io"), re.M)
     total = sum(map(int, moved)) if moved else None
-    with suppress(OSError, struct.error):
-        total = (total or 0) + sum(read_connections([pid]).values()) if tcp else total
+    try:
+        total = total + _count_sent(pid) if tcp and total is not None else total
+    except (OSError, struct.error):
+        total = None
     delays: dict[int, int] = {}
     children: list[int] = []
     for thread in list_threads(pid)[:_MOST_THREADS]:
@@ -153,8 +142,8 @@ def read_process(pid: int, *, tcp: bool = False) -> Process | None:
         ticks=sum(map(int, fields[_TIMES])),
         child_ticks=sum(map(int, fields[_CHILD_TIMES])),
         faults=sum(map(int, fields[_FAULTS])),
-        memory=pages[1] if pages else 0,
-        shared=pages[2] if pages else 0,
+        memory=pages[1],
+        shared=pages[2],
         moved=total,
         delays=delays,
         children=children,
@@ -203,57 +192,49 @@ _ERROR, _DONE = 2, 3
 _INET_DIAG_INFO = 2
 _STATES = 1 << 1 | 1 << 8
 """TCP_ESTABLISHED and TCP_CLOSE_WAIT."""
-_HEADER = struct.Struct("=IHHII")
-"""`struct nlmsghdr`: length, type, flags, sequence, PID."""
-_REQUEST = struct.Struct("=BBBBI48x")
-"""`struct inet_diag_req_v2`: family, protocol, extensions, padding, states, and any address."""
-_MESSAGE, _INODE = 72, 68
-"""Size of `struct inet_diag_msg`, and where its inode is."""
-_ACKED = 120
-"""Where `struct tcp_info` has tcpi_bytes_acked, before tcpi_bytes_received; both are of 64 bits."""
+_REQUEST = struct.Struct("=IHHII BBBBI48x")
+"""`struct nlmsghdr` (length, type, flags, sequence, PID) and `struct inet_diag_req_v2` (family, protocol,
+extensions, padding, states, and any address)."""
+_INODE, _ATTRIBUTES = 16 + 68, 16 + 72
+"""Where a message has its `struct inet_diag_msg`'s inode, and what follows it."""
+_ACKED = 4 + 120
+"""Where `struct tcp_info` in its attribute has tcpi_bytes_acked, of 64 bits, before tcpi_bytes_received."""
 
 
-def read_connections(pids: Collection[int]) -> dict[int, int]:
-    """Return the bytes that open TCP connections of processes have sent and received, by inode.
+def _count_sent(pid: int) -> int:
+    """Return the bytes that open TCP connections of a process have sent and received.
 
     Raises OSError, and struct.error for what the kernel does not say in that form.
     """
-    inodes = set()
-    for pid in pids:
-        for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - names alone
-            with suppress(OSError):  # closed meanwhile
-                target = os.readlink(f"/proc/{pid}/fd/{name}")  # noqa: PTH115 - many and short
-                if target.startswith("socket:["):
-                    inodes.add(int(target[8:-1]))
+    links = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - names alone
+        with suppress(OSError):  # closed meanwhile
+            links.add(os.readlink(f"/proc/{pid}/fd/{name}"))  # noqa: PTH115 - many and short
+    inodes = {int(target[8:-1]) for target in links if target.startswith("socket:[")}
     found: dict[int, int] = {}
     for family in (socket.AF_INET, socket.AF_INET6) if inodes else ():
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _NETLINK_SOCK_DIAG) as diag:
             diag.settimeout(0.5)
-            body = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << _INET_DIAG_INFO - 1, 0, _STATES)
-            size = _HEADER.size + len(body)
-            diag.send(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _REQUEST_AND_DUMP, 1, 0) + body)
-            has_more = True
-            while has_more:
-                data, at = diag.recv(1 << 16), 0
-                while at + _HEADER.size <= len(data):
-                    size, kind, *_ = _HEADER.unpack_from(data, at)
-                    if kind in (_ERROR, _DONE) or size < _HEADER.size:
-                        has_more = False
-                        break
-                    _add_connection(found, data[at + _HEADER.size : at + size])
-                    at += size + 3 & ~3
-    return {inode: moved for inode, moved in found.items() if inode in inodes}
+            ask = family, socket.IPPROTO_TCP, 1 << _INET_DIAG_INFO - 1, 0, _STATES
+            diag.send(_REQUEST.pack(_REQUEST.size, _SOCK_DIAG_BY_FAMILY, _REQUEST_AND_DUMP, 1, 0, *ask))
+            kinds = {0}
+            while not kinds & {_ERROR, _DONE}:
+                messages = list(_split(diag.recv(1 << 16), "=IH"))
+                kinds = {kind for kind, _ in messages}
+                for _, message in messages:
+                    for part, value in _split(message[_ATTRIBUTES:], "=HH"):
+                        if part == _INET_DIAG_INFO and len(value) >= _ACKED + 16:  # since Linux 4.1
+                            (inode,) = struct.unpack_from("=I", message, _INODE)
+                            found[inode] = sum(struct.unpack_from("=QQ", value, _ACKED))
+    return sum(moved for inode, moved in found.items() if inode in inodes)
 
 
-def _add_connection(found: dict[int, int], message: bytes) -> None:
-    """Add the bytes of a connection by its inode, unless the kernel (before 4.1) does not count them."""
-    (inode,) = struct.unpack_from("=I", message, _INODE)
-    at = _MESSAGE
-    while at + 4 <= len(message):
-        size, kind = struct.unpack_from("=HH", message, at)
-        if kind == _INET_DIAG_INFO and size >= 4 + _ACKED + 16:
-            found[inode] = sum(struct.unpack_from("=QQ", message, at + 4 + _ACKED))
-        at += max(size, 4) + 3 & ~3
+def _split(data: bytes, form: str) -> Iterator[tuple[int, bytes]]:
+    """Give the type and the whole of each message or attribute of netlink, which begins with its length."""
+    while len(data) >= 4:
+        size, kind = struct.unpack_from(form, data)
+        yield kind, data[:size]
+        data = data[max(size, 4) + 3 & ~3 :]
 
 
 # Samples of ranks and their node
@@ -289,8 +270,7 @@ class Sampler:
         self._neighbours = _NeighbourFinder()
         self._trees: dict[int, dict[int, Process]] = {}
         """The ranks' processes at the last sample."""
-        self._connections: dict[int, Mapping[int, int]] = {}
-        """Bytes of their TCP connections by inode, if they were looked at."""
+        self._still: Collection[int] = ()
         self._counts: Mapping[str, float] = {}
         """Bytes by network device, and seconds held back by cgroup."""
         self._time = 0.0
@@ -302,21 +282,15 @@ class Sampler:
         counts as active.
         """
         now = time.monotonic()
-        elapsed, self._time = now - self._time, now
-        trees = {pid: tree for pid in pids if (tree := read_tree(pid))}
-        connections: dict[int, Mapping[int, int]] = {}
-        for pid in trees.keys() & still:
-            with suppress(OSError, struct.error):
-                connections[pid] = read_connections(trees[pid])
+        elapsed, self._time = max(now - self._time, 1e-3), now
+        trees = {pid: tree for pid in pids if (tree := read_tree(pid, tcp=pid in still))}
         chains = {pid: self._find_cgroups(pid) for pid in trees}
         devices = _count_bytes(Path(self._root or "/", "sys/class"))
         groups = {group for chain in chains.values() for group in chain}
-        held = {group: _read_throttled(f"{self._root}/{group}") for group in groups}
-        counted, self._counts = self._counts, {**devices, **{g: s for g, s in held.items() if s is not None}}
+        counts = {**devices, **{group: _read_throttled(f"{self._root}/{group}") for group in groups}}
+        known, self._counts = self._counts, {key: one for key, one in counts.items() if one is not None}
         rates = {
-            key: max(0.0, count - counted[key]) / elapsed
-            for key, count in self._counts.items()
-            if key in counted and elapsed > 0
+            key: max(0.0, one - known[key]) / elapsed for key, one in self._counts.items() if key in known
         }
         neighbours = self._neighbours.find(trees)
         ranks, resting = dict.fromkeys(pids, RankSample()), set()
@@ -328,19 +302,25 @@ class Sampler:
             # Of the cgroups with a quota that hold a rank, the strictest counts.
             throttled = max((rates[group] for group in chains[pid] if group in rates), default=None)
             ranks[pid] = RankSample(rss=sum(memory), throttled=throttled, neighbours=neighbours.get(pid, ()))
-            before = self._trees.get(pid)
-            if before is None or before[pid].start != tree[pid].start or elapsed <= 0:
+            before = self._trees.get(pid, {})
+            if pid not in before or before[pid].start != tree[pid].start:
                 continue
             # What a child used goes to its parent once that has waited for it: so the sum over the tree grows
             # on, and falls only if a child went unseen.
-            cpu, faults = (
+            cpu, faults, moved = (
                 max(0, sum(map(count, tree.values())) - sum(map(count, before.values()))) / elapsed
-                for count in (lambda one: (one.ticks + one.child_ticks) / _TICKS, lambda one: one.faults)
+                for count in (
+                    lambda one: (one.ticks + one.child_ticks) / _TICKS,
+                    lambda one: one.faults,
+                    lambda one: one.moved or 0,
+                )
             )
-            delays = [
-                {k: v for one in each.values() for k, v in one.delays.items()} for each in (tree, before)
+            delays = {thread: delay for one in before.values() for thread, delay in one.delays.items()}
+            waited = [
+                max(0, delay - delays.get(thread, 0)) / 1e9 / elapsed
+                for one in tree.values()
+                for thread, delay in one.delays.items()
             ]
-            waited = [value / 1e9 / elapsed for value in _list_growth(*delays)]
             ranks[pid] = replace(
                 ranks[pid],
                 cpu=cpu,
@@ -349,21 +329,15 @@ class Sampler:
                 major_faults=faults,
             )
             # It rests if it did nothing, and was seen whole.
-            is_seen = tree.keys() == before.keys() and pid in connections and pid in self._connections
-            moved = [one.moved for one in (*tree.values(), *before.values())]
-            if is_seen and None not in moved and cpu < ACTIVE_CPU and max(waited, default=0) < _STARVING:
-                grown = sum((one.moved or 0) - (before[one.pid].moved or 0) for one in tree.values())
-                sent = _list_growth(connections[pid], self._connections[pid])
-                if max(grown, *sent, 0) / elapsed < _ACTIVE_BYTES:
-                    resting.add(pid)
-        self._trees, self._connections = trees, connections
-        node = NodeSample(
-            nic_rates=tuple((name, rates[name]) for name in devices if name in rates),
-            memory_pressure=self._read_pressure("memory"),
-            cpu_pressure=self._read_pressure("cpu"),
-            io_pressure=self._read_pressure("io"),
-        )
-        return Sample(ranks, node, resting)
+            is_seen = pid in still and pid in self._still and tree.keys() == before.keys()
+            is_seen &= None not in [one.moved for one in (*tree.values(), *before.values())]
+            is_quiet = cpu < ACTIVE_CPU and max(waited, default=0) < _STARVING and moved < _ACTIVE_BYTES
+            if is_seen and is_quiet:
+                resting.add(pid)
+        self._trees, self._still = trees, still
+        nics = tuple((name, rates[name]) for name in devices if name in rates)
+        pressures = {f"{name}_pressure": self._read_pressure(name) for name in ("memory", "cpu", "io")}
+        return Sample(ranks, NodeSample(nic_rates=nics, **pressures), resting)
 
     def _read_pressure(self, resource: str) -> float | None:
         """Return the share of the last 10 s that some task waited for a resource; None without PSI.
@@ -373,11 +347,6 @@ class Sampler:
         text = read_kernel_text(f"{self._root}/proc/pressure/{resource}")
         found = re.match(r"some avg10=(\d+\.?\d*) ", text)
         return float(found[1]) / 100 if found else None
-
-
-def _list_growth(now: Mapping[int, int], before: Mapping[int, int]) -> list[int]:
-    """Return how much counters have grown; one that is new, or less than before, has begun at 0."""
-    return [value - old if value >= (old := before.get(key, 0)) else value for key, value in now.items()]
 
 
 # Neighbours: whose processes, other than a rank's own, run on the cores that it may use
@@ -407,24 +376,22 @@ class _NeighbourFinder:
         """
         if (now := time.monotonic()) < self.next_time:
             return self.found
-        start = time.thread_time()
-        seconds, self.time = now - self.time, now
-        before, self.ticks = self.ticks, {}
+        start, seconds, self.time = time.thread_time(), now - self.time, now
+        before, self.ticks, self.found = self.ticks, {}, {}
         busy = []
-        for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:  # noqa: PTH208 - names alone
+        for name in os.listdir("/proc"):  # noqa: PTH208 - names alone
             with suppress(OSError, ValueError):
-                name, fields = read_stat(pid)
-                key = pid, fields[START]
-                self.ticks[key] = sum(map(int, fields[_TIMES]))
-                share = (self.ticks[key] - before.get(key, self.ticks[key])) / _TICKS / seconds
+                command, fields = read_stat(pid := int(name))
+                ticks = self.ticks[pid, fields[START]] = sum(map(int, fields[_TIMES]))
+                share = (ticks - before.get((pid, fields[START]), ticks)) / _TICKS / seconds
                 if share >= _LEAST_SHARE:
-                    busy.append((share, pid, name, int(fields[_PROCESSOR])))
-        self.found = {}
+                    busy.append((int(fields[_PROCESSOR]), Neighbour(command, pid, share)))
+        busy.sort(key=lambda one: -one[1].share)
         for rank, own in trees.items():
             with suppress(OSError):
                 cpus = os.sched_getaffinity(rank)
-                others = [Neighbour(n, pid, s) for s, pid, n, cpu in busy if pid not in own and cpu in cpus]
-                self.found[rank] = tuple(sorted(others, key=lambda one: -one.share)[:_MOST_NEIGHBOURS])
+                others = [one for cpu, one in busy if one.pid not in own and cpu in cpus]
+                self.found[rank] = tuple(others[:_MOST_NEIGHBOURS])
         self.next_time = now + _COST * (time.thread_time() - start)
         return self.found
 

@@ -1,6 +1,5 @@
 """The ranks of this node: heartbeats that their hooks write, samples, GPUs, and what is reported of them."""
 
-import math
 import os
 import threading
 import time
@@ -23,12 +22,10 @@ from launcher.watch.model import (
     RankSample,
     list_fields,
 )
-from launcher.watch.procfs import ACTIVE_CPU, START, Sample
+from launcher.watch.procfs import START, Sample
 
 _START_STACK = 28 - 3
 """Index of this field of proc(5)'s stat in `read_stat`."""
-_MAX_READS = 3
-"""Readings until two agree; of a rank that writes more often than that, the last one is taken."""
 
 
 def read_heartbeat(path: str | os.PathLike[str]) -> Heartbeat | None:
@@ -37,36 +34,20 @@ def read_heartbeat(path: str | os.PathLike[str]) -> Heartbeat | None:
     That is so for a file that is not there or is none of ours, another user's, and one of a process that has
     ended or become another program. Times are converted to seconds since the epoch by the clocks of now.
     """
+    structure = hook.load_structure()
     try:
-        structure = hook.load_structure()
-        size = memoryview(structure()).nbytes
-        data = read_file(path, size, own=True)
-        for _ in range(_MAX_READS - 1):
-            before, data = data, read_file(path, size, own=True)
-            if data == before:
-                break
-        if len(data) != size:
-            return None
-        beat = structure.from_buffer_copy(data)
-        counts = beat.rank, beat.local_rank, beat.step, beat.batches, beat.recorded
-        if (beat.magic, beat.layout) != (hook.MAGIC, hook.LAYOUT) or min(counts) < 0:
-            return None
-        if not (
-            0 <= beat.phase < len(PHASES) and all(math.isfinite(getattr(beat, name)) for name in hook.TIMES)
-        ):
-            return None
+        beat = structure.from_buffer_copy(read_file(path, memoryview(structure()).nbytes, own=True))
         state, *_ = fields = read_stat(beat.pid)[1]
-    except OSError:
+    except (OSError, ValueError):  # ValueError: it is cut off
         return None
     # The kernel shows where a process's stack is, which an exec changes, to those alone who may trace it.
-    stack, stack_before = int(fields[_START_STACK]), beat.start_stack
-    is_another = stack and stack_before not in (0, stack)
-    if state in "ZX" or is_another or int(fields[START]) != beat.start_time:
+    stack = int(fields[_START_STACK])
+    is_same = int(fields[START]) == beat.start_time and (not stack or beat.start_stack in (0, stack))
+    if (beat.magic, beat.layout) != (hook.MAGIC, hook.LAYOUT) or state in "ZX" or not is_same:
         return None
     # The rings' oldest places may have what was written meanwhile.
     places = [number % hook.RING for number in range(max(0, beat.recorded - (hook.RING - 1)), beat.recorded)]
-    ends, durations = list(beat.ends), list(beat.durations)
-    steps = sorted((ends[at], durations[at]) for at in places if math.isfinite(ends[at] + durations[at]))
+    steps = sorted((beat.ends[at], beat.durations[at]) for at in places)
     shift = time.time() - time.monotonic()
     return Heartbeat(
         rank=beat.rank,
@@ -89,7 +70,6 @@ def read_heartbeat(path: str | os.PathLike[str]) -> Heartbeat | None:
 # The ranks of this node
 
 
-_NO_SAMPLE = RankSample()
 _MOST_START = 600.0
 """Seconds for which a rank that has made no step yet counts as making progress by its activity alone."""
 
@@ -126,8 +106,6 @@ class RankBook:
     """Before this monotonic time nobody could make progress: this process, too, was stopped."""
     now: float = 0.0
     """Monotonic time of the last look."""
-    sampled_at: float = 0.0
-    """Monotonic time of the last samples."""
 
     def take(self, message: RankMessage) -> None:
         """Add ranks that have started, and note that ranks have ended; a later start replaces one before."""
@@ -166,25 +144,18 @@ class RankBook:
         """Note which ranks are active, if that counts, and for which share of the time they waited for data.
 
         Before its first step, activity counts as a rank's progress: imports and the reading of data make none
-        that the heartbeat has. `sample` is of the time since the last call: a rank that used the CPU for part
-        of it is taken to have done so first. `gpus` are by local rank.
+        that the heartbeat has. `sample` is of the time since the last call; `gpus` are by local rank.
         """
-        elapsed = self.now - self.sampled_at if self.sampled_at else 0.0
         for known in self.ranks.values():
-            one, gpu = sample.ranks.get(known.entry.pid, _NO_SAMPLE), gpus.get(known.entry.local_rank)
-            is_active = known.entry.pid not in sample.resting or (gpu and gpu.utilization != 0.0)
-            if counts and is_active:
-                used = (one.cpu or 0.0) + (one.run_delay or 0.0)
-                rest = 1 - min(used, 1.0) if used >= ACTIVE_CPU else 0.0
-                known.active_at = self.now - elapsed * rest
-            if known.beat:
+            gpu = gpus.get(known.entry.local_rank)
+            if counts and (known.entry.pid not in sample.resting or (gpu and gpu.utilization != 0.0)):
+                known.active_at = self.now
+            if beat := known.beat:
                 before, since = known.waited
                 if since and known.read_at > since:
-                    share = (known.beat.data_wait - before) / (known.read_at - since)
+                    share = (beat.data_wait - before) / (known.read_at - since)
                     known.data_share = min(1.0, max(0.0, share))
-                known.waited = known.beat.data_wait, known.read_at
-        if counts:
-            self.sampled_at = self.now
+                known.waited = beat.data_wait, known.read_at
 
     def list_beats(self) -> Mapping[int, Heartbeat]:
         """Return the heartbeats by rank."""
@@ -202,7 +173,7 @@ class RankBook:
                 if not known.beat.step and idle < _MOST_START:
                     idle = min(idle, self.now - known.active_at)
                 idle = max(0.0, idle)
-            own = sample.ranks.get(entry.pid, _NO_SAMPLE)
+            own = sample.ranks.get(entry.pid, RankSample())
             phase = known.beat.phase if known.beat else "unwatched"
             found.append(
                 Rank(
@@ -232,8 +203,6 @@ class RankBook:
 
 _FRESH = 4
 """Intervals after which a reading is too old to be given out."""
-ReadGpus = Callable[[], Mapping[int, GpuSample]]
-"""Reads GPUs, by local rank; nothing if there are none."""
 
 
 def read_planned_gpus(run_path: Path, host: str) -> dict[int, tuple[int, str, str]]:
@@ -248,7 +217,9 @@ def read_planned_gpus(run_path: Path, host: str) -> dict[int, tuple[int, str, st
 class GpuReader:
     """Reads the ranks' GPUs in a thread: a driver in trouble can keep a caller for minutes."""
 
-    def __init__(self, open_gpus: Callable[[], ReadGpus | None], interval: float) -> None:
+    def __init__(
+        self, open_gpus: Callable[[], Callable[[], Mapping[int, GpuSample]] | None], interval: float
+    ) -> None:
         """`open_gpus` is called in the thread; it returns None if there is nothing to be read."""
         self.open_gpus = open_gpus
         self.interval = interval

@@ -79,13 +79,12 @@ def write_value(run_path: Path, value: NodeReport | NodeEvidence | JobState | St
 
     Evidence that is of no hang (number 0) answers a request for a stack.
     """
-    match value:
-        case NodeReport():
-            name = f"{_REPORT}{value.host}.json"
-        case NodeEvidence():
-            name = f"{EVIDENCE if value.number else ANSWER}{value.host}.json"
-        case _:
-            name = _NAMES[type(value)]
+    if isinstance(value, NodeReport):
+        name = f"{_REPORT}{value.host}.json"
+    elif isinstance(value, NodeEvidence):
+        name = f"{EVIDENCE if value.number else ANSWER}{value.host}.json"
+    else:
+        name = _NAMES[type(value)]
     return _write(run_path, FOLDER, name, dump(value))
 
 
@@ -96,9 +95,8 @@ def write_hang(run_path: Path, hang: Hang, evidence: Sequence[NodeEvidence] = ()
     for node in evidence:
         _write(run_path, folder, f"{EVIDENCE}{node.host}.json", dump(replace(node, number=hang.number)))
         for rank in node.ranks:
-            _write(
-                run_path, folder, f"stacks-{node.host}-rank-{rank.rank}.txt", "\n".join(_list_stacks(rank))
-            )
+            name = f"stacks-{node.host}-rank-{rank.rank}.txt"
+            _write(run_path, folder, name, "\n".join(_list_stacks(rank)))
 
 
 def _list_stacks(rank: RankEvidence) -> Iterator[str]:
@@ -106,10 +104,11 @@ def _list_stacks(rank: RankEvidence) -> Iterator[str]:
     where = f"rank {rank.rank} on {rank.host}, {rank.phase}, step {rank.step}"
     yield f"{where}, {rank.idle:.0f} s without progress"
     for process in (rank.process, *rank.children):
-        inside = (process.system_call or process.wait_channel) if process.state in "SD" else ""
-        state = f"state {process.state}" + (f", in {inside}" if inside else "")
+        inside = process.system_call or process.wait_channel
         what = "process" if process is rank.process else "\nchild"
-        yield f"{what} {process.pid} {process.command}".rstrip() + f": {state}"
+        yield f"{what} {process.pid} {process.command}: state {process.state}" + (
+            f", in {inside}" if inside else ""
+        )
         for stack in process.stacks:
             main = " (main)" if stack.is_current else ""
             yield f"  thread {stack.thread}{main}, innermost first:"
@@ -317,8 +316,6 @@ class SharedFiles:
         self.trouble = ""
         """Why the last exchange failed."""
         self._cache = ReportCache(run_path, own=True)
-        self._last_other: float | None = None
-        """Time of another node's word on the job that was read last."""
         self._next: tuple[NodeReport, JobState | None] | None = None
         self.worker: Worker[Callable[[], None]] = Worker("run-directory", self._do, _MOST_TASKS)
 
@@ -338,8 +335,6 @@ class SharedFiles:
     def _do(self, task: Callable[[], None]) -> None:
         try:
             task()
-        except (OSError, ValueError) as error:
-            self.trouble = str(error)
         except Exception as error:  # this thread's end would look like a filesystem that hangs
             self.trouble = f"{type(error).__name__}: {error}"
 
@@ -349,17 +344,14 @@ class SharedFiles:
             return
         (own, state), self._next = self._next, None
         clock, cache = write_value(self.run_path, own), self._cache
-        job = cache.read(JobState, clock)
-        is_others = job and job.value.host != own.host and job.value.attempt == own.attempt
-        other = job.value.time if job and is_others else None
-        if state and other in (None, self._last_other):  # what another node has told is read first
+        job = cache.read(JobState, clock)  # before it is replaced, if another node wrote it
+        if state:
             write_value(self.run_path, state)
-        self._last_other = other
         reads_all = own.nodes > 1 and (state is not None or own.stalled_since is not None)
         reports, now = cache.read_reports(clock) if reads_all else (), time.monotonic()
         told = [one for one in reports if one.value.attempt == own.attempt and now - one.seen < _OLD]
-        looks = reads_all and len(told) < own.nodes
-        ended = tuple(read_nodes(self.run_path, own.attempt)) if looks else ()
+        is_short = reads_all and len(told) < own.nodes
+        ended = tuple(read_nodes(self.run_path, own.attempt)) if is_short else ()
         names = map(_HANG.fullmatch, os.listdir(self.run_path) if state else ())  # noqa: PTH208 - names alone
         hangs = max((int(name[1]) for name in names if name), default=0)
         found = Found(job, reports, hangs, ended, cache.read(StackRequest, clock))

@@ -21,8 +21,8 @@ from launcher.watch.run_files import ANSWER, EVIDENCE, ReportCache, is_silent, r
 if TYPE_CHECKING:
     from launcher.plan.model import RankPlan
 
-_RATE_SECONDS = 120.0
-"""Seconds over which the rate of printed steps is measured."""
+_MOST_SEEN = 64
+"""Printed steps over which their rate is measured."""
 _LINES = 200
 """Last lines of a rank's output."""
 
@@ -71,7 +71,7 @@ class RunReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._cache = ReportCache(path)
-        self._seen: deque[tuple[float, int]] = deque()
+        self._seen: deque[tuple[float, int]] = deque(maxlen=_MOST_SEEN)
         """When printed steps came, in monotonic seconds, and their numbers."""
 
     def read(self) -> RunSnapshot:
@@ -86,8 +86,6 @@ class RunReader:
             seen.clear()
         if progress and (not seen or progress.step > seen[-1][1]):
             seen.append((now, progress.step))
-        while len(seen) > 2 and now - seen[0][0] > _RATE_SECONDS:
-            seen.popleft()
         views = [NodeView(one.value, max(0.0, now - one.seen)) for one in reports]
         newest = max((view.report.attempt for view in views), default=0)
         return RunSnapshot(
@@ -146,9 +144,9 @@ def read_details(run_path: Path, rank: int, local_rank: int, host: str, attempt:
     for name, origin in ((EVIDENCE, "for a hang"), (ANSWER, "asked for")):
         path = watch_path(run_path) / f"{name}{host}.json"
         evidence, written = read_value(NodeEvidence, path), read_mtime(path)
-        for one in evidence.ranks if evidence and written else ():
-            if one.rank == rank:
-                looks.append(ProcessSnapshot(one.process, max(0.0, time.time() - (written or 0)), origin))
+        age = max(0.0, time.time() - (written or 0))
+        known = [one for one in (evidence.ranks if evidence else ()) if one.rank == rank]
+        looks += [ProcessSnapshot(one.process, age, origin) for one in known]
     folder = run_path / "logs" / str(attempt)
     logs = [folder / f"rank-{rank}.{ending}" for ending in ("out", "err")]
     newest = max(filter(measure_file, logs), key=lambda log: read_mtime(log) or 0, default=None)

