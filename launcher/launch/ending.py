@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import re
-import resource
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ REPORT = re.compile(
 """One entry of the table in torchelastic's ChildFailedError."""
 CLOSING = re.compile(r"Sending process (\d+) closing signal")
 """What the agent says of a rank that it ends itself (torch/distributed/elastic/multiprocessing/api.py)."""
-SIGNAL_HINTS = {
+SIGNAL_HINTS: dict[int, str] = {
     signal.SIGTERM: "from outside",
     signal.SIGKILL: "probably out of memory: see `dmesg`, and the job's memory limit",
     signal.SIGXCPU: "its CPU time is used up: `ulimit -t`, limits.conf",
@@ -46,8 +45,6 @@ EXIT_HINTS = {
     126: "the program cannot be executed",
     127: "the program was not found",
 }
-MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
-"""What gloo says of a message that is larger than the operation it is for (transport/tcp/pair.cc)."""
 SHIM_LINES = ("launch-rank: rank ", "launch-rank: warning: ")
 """Beginnings of the shim's lines in a rank's log, which are not the program's last words."""
 NOTICE_PATIENCE = 5.0
@@ -90,8 +87,13 @@ class NodeEnd:
 
     @property
     def last_deaths(self) -> list[Death]:
-        """The ends of the last start's ranks, in their order."""
-        return select_last_start(self.deaths)
+        """The ends of the last start's ranks, in their order.
+
+        When nodes join or leave, torchrun starts the ranks again within an attempt: only the newest count.
+        """
+        last = max((death.process.attempt for death in self.deaths), default=0)
+        newest = {death.process.local_rank: death for death in self.deaths if death.process.attempt == last}
+        return [death for death in self.deaths if newest.get(death.process.local_rank) is death]
 
     @property
     def clean(self) -> list[Death]:
@@ -107,16 +109,6 @@ class NodeEnd:
         return f"{self.label}'s agent ended with {how}{memory}"
 
 
-def select_last_start(deaths: Sequence[Death]) -> list[Death]:
-    """Return the ends of the last start's ranks, in their order.
-
-    When nodes join or leave, torchrun starts the ranks again within an attempt: only the newest count.
-    """
-    last = max((death.process.attempt for death in deaths), default=0)
-    newest = {death.process.local_rank: death.process.pid for death in deaths}
-    return [d for d in deaths if d.process.attempt == last and newest[d.process.local_rank] == d.process.pid]
-
-
 def judge_end(end: NodeEnd, log: Sequence[str], ranks: int = 0) -> NodeEnd:
     """Add the first failure and the exit code: the program's own, 128+n for a signal, 3 for the agent's.
 
@@ -129,49 +121,44 @@ def judge_end(end: NodeEnd, log: Sequence[str], ranks: int = 0) -> NodeEnd:
         return replace(end, status=EXIT_HANG)
     if code == 0 or (ranks and len(end.clean) == ranks):
         return end
-    # What comes after a signal to `launch`, or by SIGTERM after the agent was killed, is no failure.
-    # Nor is what the ranks were started again for.
-    last = max((death.process.attempt for death in end.deaths), default=0)
-    counted = [d for d in end.deaths if d.time < end.signal_time and d.process.attempt == last]
-    counted = [d for d in counted if code > 0 or d.exitcode != -signal.SIGTERM]
-    if failure := find_failure(counted, "" if end.signal or code < 0 else "\n".join(log)):
+    if failure := find_failure(end):
         return replace(end, failure=failure, status=failure.status)
     if end.signal:
         return replace(end, status=128 + end.signal)
     return replace(end, status=128 - code if code < 0 else EXIT_MACHINE)
 
 
-def find_failure(deaths: Sequence[Death], agent_log: str) -> Death | None:
+def find_failure(end: NodeEnd) -> Death | None:
     """Return the first end of a rank of the last attempt that was a failure; None if no rank failed.
 
     The kernel's order of deaths decides, since the agent polls and sees several at once. If the agent
-    reaped a process before its exit code was read, the code is taken from the agent's report. Ranks that the
-    agent itself has ended did not fail.
+    reaped a process before its exit code was read, the code is taken from the agent's report. What comes
+    after a signal to `launch` is no failure, nor what the agent itself has ended, or its end by SIGKILL.
     """
-    reported = {int(m["pid"]): m for m in REPORT.finditer(agent_log)}
-    closed = {int(pid) for pid in CLOSING.findall(agent_log)}
-    for death in select_last_start(deaths):
-        process = death.process
-        report = reported.get(process.pid)
-        exitcode = death.exitcode if death.exitcode is not None else report and int(report["exitcode"])
-        if exitcode and not (exitcode == -signal.SIGTERM and process.pid in closed):
-            return Death(process, death.time, exitcode)
-    last = max((death.process.attempt for death in deaths), default=0)
-    for pid, report in reported.items():
-        process = RankProcess(int(report["rank"]), int(report["local_rank"]), last, pid)
-        return Death(process, time.time(), int(report["exitcode"]))
+    text = "" if end.signal or end.agent_code < 0 else "\n".join(end.agent_log)
+    reported = {int(found["pid"]): found for found in REPORT.finditer(text)}
+    closed = {int(pid) for pid in CLOSING.findall(text)}
+    for death in end.last_deaths:
+        pid, exitcode = death.process.pid, death.exitcode
+        if exitcode is None and pid in reported:
+            exitcode = int(reported[pid]["exitcode"])
+        is_closed = exitcode == -signal.SIGTERM and (pid in closed or end.agent_code < 0)
+        if exitcode and not is_closed and death.time < end.signal_time:
+            return Death(death.process, death.time, exitcode)
+    last = max((death.process.attempt for death in end.deaths), default=0)
+    for pid, found in reported.items():
+        process = RankProcess(int(found["rank"]), int(found["local_rank"]), last, pid)
+        return Death(process, time.time(), int(found["exitcode"]))
     return None
 
 
-def add_oom_kills(end: NodeEnd, job: Job, killed: int) -> NodeEnd:
-    """Add that the kernel has killed this many processes for memory here since the agent's start."""
-    if killed <= 0:
-        return end
+def describe_oom_kills(job: Job, killed: int) -> str:
+    """Say that the kernel has killed this many processes for memory here; nothing if it has killed none."""
     limit = job.plan.machine.limits.memory_kib
     processes = "a process" if killed == 1 else f"{killed} processes"
     where = f"at the limit of the job's cgroup, {limit >> 10} MiB" if limit else "of the job"
     fix = ": ask for more with cluster.mem" if limit and job.cluster.kind in SLURM_KINDS else ""
-    return replace(end, memory=f"out of memory: the kernel killed {processes} {where}{fix}")
+    return f"out of memory: the kernel killed {processes} {where}{fix}" if killed > 0 else ""
 
 
 def complete_manifest(
@@ -210,15 +197,7 @@ def describe_failure(job: Job, run: RunDir, end: NodeEnd) -> RankFailure | None:
             log, lines = path, found[-count:]
             break
     error = read_error(run, rank, attempt)
-    if any(line.startswith("bdb.BdbQuit") for line in lines[-1:]) and job.world_size > 1:
-        error = "breakpoint() needs a terminal, which only a single rank has: nproc_per_node=1"
-    cause = end.memory
-    if not cause and (mismatch := next(filter(None, map(MISMATCH.search, reversed(lines))), None)):
-        cause = (
-            "ranks have called different collectives as one, or one with different shapes: another rank sent"
-            f" {mismatch[1]} bytes where {mismatch[2]} were due"
-        )
-    reason = describe_exit(death.exitcode, cause) + (f": {error}" if error else "")
+    reason = describe_exit(death.exitcode, end.memory) + (f": {error}" if error else "")
     local_rank = death.process.local_rank
     return RankFailure(rank, local_rank, death.time, death.exitcode, reason, str(log), tuple(lines), attempt)
 
@@ -227,18 +206,16 @@ def describe_exit(exitcode: int, cause: str = "") -> str:
     """Say in words how a process ended; `cause` is why, if that is known."""
     number = -exitcode if exitcode < 0 else exitcode - 128
     name = signal.Signals(number).name if 0 < number < signal.SIGRTMIN else ""
-    hint = SIGNAL_HINTS.get(signal.Signals(number), "") if name else ""
-    if exitcode >= 0:  # above 128 as a shell gives it, which the program may have passed on
-        passed_on = f"128+{number}, as of a child killed by {name}" + (f", {hint}" if hint else "")
-        meaning = cause or EXIT_HINTS.get(exitcode) or (passed_on if name else "")
-        return f"exited with code {exitcode}" + (f" ({meaning})" if meaning else "")
-    if not name:
-        return f"was killed by signal {number}"
-    seconds = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    if number == signal.SIGKILL and seconds != resource.RLIM_INFINITY:
-        hint = f"after {seconds} s of CPU time (`ulimit -t`), or for want of memory: see `dmesg`"
-    hint = cause or hint
-    return f"was killed by {name} (signal {number})" + (f", {hint}" if hint else "")
+    hint = cause or SIGNAL_HINTS.get(number, "")
+    if exitcode < 0:
+        words = f"was killed by {name} (signal {number})" if name else f"was killed by signal {number}"
+        return f"{words}, {hint}" if hint else words
+    # above 128 as a shell gives it, which the program may have passed on
+    passed_on = (
+        f"128+{number}, as of a child killed by {name}" + (f", {hint}" if hint else "") if name else ""
+    )
+    meaning = cause or EXIT_HINTS.get(exitcode, passed_on)
+    return f"exited with code {exitcode}" + (f" ({meaning})" if meaning else "")
 
 
 def check_success(job: Job, run: RunDir, end: NodeEnd) -> list[str]:

@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Protocol
 
 from launcher.launch.agents import Agent, TorchrunAgent
-from launcher.launch.ending import NodeEnd, add_oom_kills, judge_end
+from launcher.launch.ending import NodeEnd, describe_oom_kills, judge_end
 from launcher.launch.job import Job, may_restart
 from launcher.launch.processes import Death, RankSet, adopt_orphans, end_leftovers, reap_orphans
 from launcher.launch.signals import (
@@ -165,10 +165,9 @@ class Supervisor:
             deaths = tuple(replace(death, exitcode=death.exitcode or 0) for death in deaths)
         end = NodeEnd(code, deaths, self.first_signal, self.signal_time, tuple(left), self.hang, agent.label)
         # In a job of several nodes, a node has done its part if its ranks have, whatever the others need.
-        end = judge_end(
-            end, read_tail(log, AGENT_LINES, log_begin), len(job.plan.ranks) if self.control else 0
-        )
-        return add_oom_kills(end, job, self.count_oom_kills() - oom_kills)
+        ranks = len(job.plan.ranks) if self.control else 0
+        end = judge_end(end, read_tail(log, AGENT_LINES, log_begin), ranks)
+        return replace(end, memory=describe_oom_kills(job, self.count_oom_kills() - oom_kills))
 
     def list_helpers(self) -> set[int]:
         """Return the PIDs of processes of the launcher's own."""
@@ -256,8 +255,8 @@ class Supervisor:
     def attend_watcher(self) -> None:
         """Log what the watcher has to say, and end ranks if it says so (`watch.on_hang`)."""
         for order in self.watching.attend(self.ranks.deaths) if self.watching else ():
-            if self.stop or any(process.pid not in order.pids for process in self.ranks.alive.values()):
-                continue  # ranks were started again since
+            if self.stop or order.is_late(self.ranks.alive.values()):
+                continue
             self.killed_at = time.time()
             if order.action == "restart":
                 # Killed ranks are started again with their group: all if the named ones have ended.

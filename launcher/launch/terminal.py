@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.launch.processes import read_signals
 from launcher.protocol import LAUNCH_TERMINAL
 
 logger = logging.getLogger(__name__)
@@ -65,13 +64,11 @@ class Terminal:
     """When a key last sent the program each signal, in seconds since the epoch."""
     is_raw: bool = False
     """The user's terminal is raw: its keys are to be read here."""
-    fault: OSError | None = None
-    """Why the log is not complete."""
     size: bytes = NO_SIZE
-    group: int = 0
-    """The process group that has the pseudo-terminal in the foreground; 0 if there is none."""
     log: int = -1
     """Descriptor."""
+    is_complete: bool = True
+    """The log has everything so far."""
     held: bytes = b""
     r"""A `\r` that waits to be written to the log, until it is known whether a newline follows."""
     output: bytearray = field(default_factory=bytearray)
@@ -80,10 +77,8 @@ class Terminal:
     """Input that the program's terminal has not taken yet."""
     hung_up: bool = False
     """The user's terminal is gone."""
-    interrupts: deque[float] = field(default_factory=lambda: deque(maxlen=PRESSES))
+    interrupts: deque[float] = field(default_factory=lambda: deque([-SPAN] * PRESSES, PRESSES))
     """When Ctrl-C was pressed, in monotonic seconds."""
-    insisted: bool = False
-    """Ctrl-C is for the launcher from now on."""
     wakeup: int = field(default_factory=lambda: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
     """Descriptor that is readable at the end."""
     thread: threading.Thread | None = None
@@ -105,8 +100,6 @@ class Terminal:
             os.eventfd_write(self.wakeup, 1)
             self.thread.join(PATIENCE)
         self.restore()
-        if self.fault:
-            logger.warning(f"the log of the program's terminal is not complete ({self.fault})")
 
     def take(self) -> bytes:
         """Return what is to be shown next; nothing if all has been shown."""
@@ -128,15 +121,16 @@ class Terminal:
                     poller.register(0, select.POLLIN)
                 ready = [descriptor for descriptor, _ in poller.poll(1000 * TICK)]
                 self.update()  # whoever sees what follows may answer with a key
-                if self.master in ready:
-                    if wanted:
-                        self.read_output()
-                    self.write_input()
+                if self.master in ready and wanted:
+                    self.read_output()
                 if 0 in ready:
                     self.read_input()
+                with contextlib.suppress(OSError):
+                    while self.typed:
+                        self.typed = self.typed[os.write(self.master, self.typed) :]
             while self.read_output():
                 pass
-            self.open_log(None)
+            self.write_log(self.held)
         except Exception as error:
             self.restore()
             logger.warning(f"the program's terminal failed ({error!r}), and is closed")
@@ -145,10 +139,10 @@ class Terminal:
     def update(self) -> None:
         """Let the user's terminal be raw while the program has the other, with the same size."""
         try:
-            self.group = os.tcgetpgrp(self.master)
+            is_taken = os.tcgetpgrp(self.master) > 0
         except OSError:
-            self.group = 0
-        if not self.group or not is_foreground():  # nobody has the other, or a shell has taken this one back
+            is_taken = False
+        if not is_taken or not is_foreground():  # nobody has the other, or a shell has taken this one back
             self.restore()
             return
         with contextlib.suppress(OSError, termios.error):
@@ -176,95 +170,49 @@ class Terminal:
         newest = self.attempt
         while self.find_log(newest + 1).exists():
             newest += 1
-        if newest != self.attempt or self.log < 0:
-            self.open_log(newest)
-        self.write_log(data)
+        if newest != self.attempt or self.log < 0:  # before the first, only what is typed is echoed
+            self.write_log(self.held)
+            self.held = b""
+            os.close(self.log) if self.log >= 0 else None
+            self.log, self.attempt = -1, newest
+            with contextlib.suppress(FileNotFoundError):
+                self.log = os.open(self.find_log(newest), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        text = self.held + data
+        self.held = b"\r" if text.endswith(b"\r") else b""
+        self.write_log(text.removesuffix(self.held).replace(b"\r\n", b"\n"))
         with self.lock:
             self.output += data
         self.notify()
         return True
 
-    def open_log(self, attempt: int | None) -> None:
-        """Close the log, and open that of another attempt, if there is one.
-
-        Before the first, what is printed is an echo of what is typed.
-        """
-        if self.log >= 0:
-            self.write_log(b"", is_last=True)
-            os.close(self.log)
-        self.log, self.held = -1, b""
-        if attempt is not None:
-            self.attempt = attempt
-            try:
-                self.log = os.open(self.find_log(attempt), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                self.fault = self.fault or error
-
-    def write_log(self, data: bytes, *, is_last: bool = False) -> None:
-        """Write to the log what the terminal driver has been given; a full disk is no reason not to go on."""
-        data = self.held + data
-        self.held = b"\r" if data.endswith(b"\r") and not is_last else b""
-        view = memoryview(data.removesuffix(self.held).replace(b"\r\n", b"\n"))
+    def write_log(self, data: bytes) -> None:
+        """Write to the log, if there is one; a full disk is no reason not to go on."""
         try:
-            while view and self.log >= 0:
-                view = view[os.write(self.log, view) :]
+            while data and self.log >= 0:
+                data = data[os.write(self.log, data) :]
         except OSError as error:
-            self.fault = self.fault or error
+            if self.is_complete:
+                logger.warning(f"the log of the program's terminal is not complete ({error})")
+            self.is_complete = False
 
     def read_input(self) -> None:
         """Take some of what the user has typed, and the launcher's part in keys that end the program."""
-        try:
+        data = b""
+        with contextlib.suppress(OSError):
             data = os.read(0, CHUNK)
-        except OSError:
-            data = b""
         self.hung_up = not data  # the end of the input is a byte here: this is the terminal's
         self.typed += data
-        self.write_input()
         settings = termios.tcgetattr(self.master)
         for number, index in KEYS.items() if settings[tty.LFLAG] & termios.ISIG else ():
             key = settings[tty.CC][index]
-            count = 0 if key == b"\0" else data.count(key)
-            if not count:
+            if key == b"\0" or key not in data:
                 continue
             self.pressed[number] = time.time()
             if number == signal.SIGINT:
-                now = time.monotonic()
-                self.interrupts.extend([now] * count)
-                if not self.insisted and len(self.interrupts) == PRESSES and now - self.interrupts[0] < SPAN:
-                    self.insisted = True
+                self.interrupts.extend([time.monotonic()] * data.count(key))
+                if self.interrupts[-1] - self.interrupts[0] < SPAN:
                     logger.info("Ctrl-C three times: the program is ended")
-                if self.insisted:
                     os.kill(os.getpid(), signal.SIGINT)
-
-        suspend = settings[tty.CC][termios.VSUSP]
-        if settings[tty.LFLAG] & termios.ISIG and suspend != b"\0" and suspend in data:
-            self.suspend()
-
-    def suspend(self) -> None:
-        """Stop the program and this process's group, as Ctrl-Z does, until a shell has them go on.
-
-        The kernel stops no group that nobody could wake, so both go on at once if there is no shell. The
-        program's own is always such a group, since it leads a session, and gets SIGSTOP; one that a shell in
-        it has made is that shell's to stop.
-        """
-        group = self.group
-        with contextlib.suppress(OSError):
-            if not group or os.getsid(group) != group or signal.SIGTSTP in read_signals(group, "SigIgn"):
-                return
-            os.killpg(group, signal.SIGSTOP)
-            self.restore()
-            os.kill(0, signal.SIGTSTP)
-            time.sleep(TICK)  # in which this process stops
-            self.update()
-            os.killpg(group, signal.SIGCONT)
-
-    def write_input(self) -> None:
-        """Hand input on, as far as the program's terminal takes it."""
-        with contextlib.suppress(OSError):
-            while self.typed:
-                self.typed = self.typed[os.write(self.master, self.typed) :]
 
 
 def open_terminal(
@@ -273,9 +221,8 @@ def open_terminal(
     """Return a pseudo-terminal to stand for the user's; None if there is none, or it is not ours."""
     try:
         terminal = os.fstat(0)
-        is_ours = os.isatty(0) and is_foreground()
         streams = tuple(number for number in range(3) if is_open(number, terminal))
-        if not is_ours or 1 not in streams:
+        if not os.isatty(0) or not is_foreground() or 1 not in streams:
             return None
         cooked = termios.tcgetattr(0)
         master, slave = os.openpty()

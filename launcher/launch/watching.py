@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -21,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher.codec import DecodeError, load
+from launcher.files import DIRECTORY, Descriptor
 from launcher.launch.job import Job
 from launcher.launch.processes import Death, RankProcess
 from launcher.runs.rank_logs import read_tail
-from launcher.runs.run_directory import RunDir, closing_descriptor
+from launcher.runs.run_directory import RunDir
 from launcher.text import escape_text
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,6 @@ MOST_LINES = 20
 """Lines of one message that are shown."""
 
 PREFIX = "launch-watch-"
-LOCK = "lock"
 LONGEST = 80
 """Bytes of the path of the folder of heartbeats: a socket's in it has 107 at most (unix(7))."""
 FRESH = 60.0
@@ -55,9 +54,9 @@ def keep_watch_folder(environ: Mapping[str, str], *, enabled: bool) -> Iterator[
     """Have a folder, on this node's memory or disk, in which ranks keep their heartbeats while a job runs.
 
     It is in the first of /dev/shm, $TMPDIR and /tmp that takes one. Empty if ranks are not to be watched, and
-    with a warning if none does. Its owner holds a lock on a file in it: what another launcher has left that
-    was killed is known by its lock, which is free. PIDs would not tell, since containers can share /dev/shm
-    and not their PIDs.
+    with a warning if none does. Its owner holds a lock on it: what another launcher has left that was killed
+    is known by its lock, which is free. PIDs would not tell, since containers can share /dev/shm and not
+    their PIDs.
     """
     found, lock, trouble = "", -1, []
     for parent in dict.fromkeys(("/dev/shm", environ.get("TMPDIR") or "/tmp", "/tmp")) if enabled else ():
@@ -66,14 +65,11 @@ def keep_watch_folder(environ: Mapping[str, str], *, enabled: bool) -> Iterator[
             continue
         try:
             os.mkdir(path, 0o700)
-            lock = os.open(f"{path}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            os.write(lock, b"held by a launcher\n")  # there is room for more than names
+            Path(path, "owner").write_text("a launcher\n")  # there is room for more than names
+            lock = os.open(path, DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             trouble.append(f"{parent}: {error.strerror}")
-            if lock >= 0:
-                os.close(lock)
-            lock = -1
             shutil.rmtree(path, ignore_errors=True)
             continue
         found = path
@@ -86,24 +82,20 @@ def keep_watch_folder(environ: Mapping[str, str], *, enabled: bool) -> Iterator[
     try:
         yield found
     finally:
-        if lock >= 0:
-            os.close(lock)
         if found:
             shutil.rmtree(found, ignore_errors=True)
+        if lock >= 0:
+            os.close(lock)
 
 
 def remove_stale(parent: str) -> None:
     """Remove the folders of this user's launchers that were killed; /dev/shm is memory."""
-    with contextlib.suppress(OSError):
-        for path in Path(parent).glob(f"{PREFIX}*"):
-            with contextlib.suppress(OSError):
-                status = path.lstat()
-                is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-                if not is_own or time.time() - status.st_mtime < FRESH:
-                    continue
-                with closing_descriptor(os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)) as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path, ignore_errors=True)
+    for path in Path(parent).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), Descriptor(os.open(path, DIRECTORY | os.O_NOFOLLOW)) as folder:
+            status = os.fstat(folder)
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > FRESH:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,44 +156,39 @@ class Watching:
 
         `deaths` are all of them so far.
         """
-        orders: list[WatcherMessage] = []
         try:
             if fresh := deaths[self.told_deaths :]:
                 self.told_deaths = len(deaths)
                 self.tell({"ended": [{**asdict(one.process), "exit_code": one.exitcode} for one in fresh]})
-            if self.process and not self.given_up:
+            if self.process is None and not self.given_up and time.monotonic() >= self.begin:
+                self.start()
+            elif self.process and not self.given_up:
                 is_over = self.process.poll() is not None
                 self.flush()
                 orders = self.read_messages()
                 if is_over:
-                    said = read_tail(Path(self.folder) / LOG, 1)
-                    last = f": {said[0].strip()}" if said else ""
-                    self.give_up(f"it ended with code {self.process.returncode}{last}")
-            elif time.monotonic() >= self.begin and not self.given_up:
-                self.start()
+                    said = [line.strip() for line in read_tail(Path(self.folder) / LOG, 1)]
+                    self.give_up(": ".join([f"it ended with code {self.process.returncode}", *said]))
+                return orders
         except Exception as error:
             self.give_up(repr(error))
-        return orders
+        return []
 
     def start(self) -> None:
         """Start it in a session of its own, which a terminal's Ctrl-C does not reach."""
         self.channel, other = socket.socketpair()
         self.channel.setblocking(False)
-        try:
-            with other, open(f"{self.folder}/{LOG}", "ab") as log:
-                self.process = subprocess.Popen(
-                    (sys.executable, "-P", "-m", "launcher.watch"),
-                    stdin=other.fileno(),
-                    stdout=other.fileno(),
-                    stderr=log,
-                    cwd="/",  # the working directory may be on a filesystem that hangs
-                    # NumPy would start a thread for each core
-                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-                    start_new_session=True,
-                )
-        except OSError as error:
-            self.give_up(f"it could not be started: {error}")
-            return
+        with other, open(f"{self.folder}/{LOG}", "ab") as log:
+            self.process = subprocess.Popen(
+                (sys.executable, "-P", "-m", "launcher.watch"),
+                stdin=other.fileno(),
+                stdout=other.fileno(),
+                stderr=log,
+                cwd="/",  # the working directory may be on a filesystem that hangs
+                # NumPy would start a thread for each core
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
         self.outbox[:0] = json.dumps(self.settings).encode() + b"\n"
         self.flush()
 
@@ -223,9 +210,8 @@ class Watching:
         if self.channel:
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 self.partial += self.channel.recv(MOST_WAITING)
-        if len(self.partial) > 2 * MOST_WAITING:
-            self.partial = b""
         *lines, self.partial = self.partial.split(b"\n")
+        self.partial = self.partial[:MOST_WAITING]
         orders = []
         for line in lines:
             try:
@@ -237,9 +223,9 @@ class Watching:
                 logger.log(level, escape_text(text))
             if message.action in ("restart", "stop"):
                 orders.append(replace(message, sentence=escape_text(message.sentence)))
-            elif hang := message.hang:  # one, or what has become of it
-                others = [one for one in self.found["hangs"] if one.get("number") != hang.get("number")]
-                self.found["hangs"] = [*others, hang][-MOST_HANGS:]
+            elif message.hang:  # one, or what has become of it
+                others = [hang for hang in self.found["hangs"] if hang["number"] != message.hang["number"]]
+                self.found["hangs"] = [*others, message.hang][-MOST_HANGS:]
             if message.straggler:
                 self.found["stragglers"] = [*self.found["stragglers"], message.straggler][-MOST_HANGS:]
         return orders

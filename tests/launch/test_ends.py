@@ -7,14 +7,11 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from launcher.launch.ending import NodeEnd, add_oom_kills, describe_exit, find_failure, judge_end
+from launcher.launch.ending import NodeEnd, describe_exit, judge_end
 from launcher.launch.processes import Death, RankProcess
-from launcher.plan.model import Limits
 from tests.seam import LAUNCH, Launch, run_to_end, start, wait_for, write_program
 
 HOST = socket.gethostname()
@@ -312,9 +309,6 @@ def test_a_launch_that_was_killed_is_not_running(tmp_path: Path) -> None:
         wait_for(lambda: not started.survivors(), "the ranks' end")
 
 
-if TYPE_CHECKING:
-    from launcher.launch.job import Job
-
 REPORT = """
 Root Cause (first observed failure):
 [0]:
@@ -343,7 +337,6 @@ WORDS = """
  -40 168 was killed by signal 40
 """
 KERNEL = "out of memory: the kernel …"
-LIMITED = "at the limit of the job's cgroup, 1024 MiB"
 
 
 def death(rank: int, exitcode: int | None, attempt: int = 0, pid: int = 0) -> Death:
@@ -359,24 +352,6 @@ def test_ends_in_words() -> None:
     assert describe_exit(1, KERNEL) == f"exited with code 1 ({KERNEL})"
     assert describe_exit(137, KERNEL) == f"exited with code 137 ({KERNEL})"
     assert describe_exit(-9, KERNEL) == f"was killed by SIGKILL (signal 9), {KERNEL}"
-
-
-@pytest.mark.parametrize(
-    ("killed", "limit", "kind", "words"),
-    [
-        (0, 1 << 20, "slurm", ""),
-        (1, 1 << 20, "slurm", f"a process {LIMITED}: ask for more with cluster.mem"),
-        (2, 1 << 20, "local", f"2 processes {LIMITED}"),
-        (2, None, "slurm", "2 processes of the job"),
-    ],
-)
-def test_what_the_kernel_has_killed_meanwhile(killed: int, limit: int | None, kind: str, words: str) -> None:
-    machine = SimpleNamespace(limits=Limits(memory_kib=limit))
-    job = SimpleNamespace(plan=SimpleNamespace(machine=machine), cluster=SimpleNamespace(kind=kind))
-    end = judge_end(NodeEnd(1, (death(1, -9),), None, math.inf, ()), ())
-    end = add_oom_kills(end, cast("Job", job), killed)
-    assert end.failure is not None
-    assert (end.memory, end.status) == (f"out of memory: the kernel killed {words}" if words else "", 137)
 
 
 @pytest.mark.parametrize(
@@ -420,8 +395,10 @@ def test_what_was_ended_for_a_hang_has_its_code(
 def test_the_first_failure_of_the_last_start(
     deaths: list[Death], log: str, failed: tuple[int, int] | None
 ) -> None:
-    found = find_failure(deaths, log)
+    end = judge_end(NodeEnd(1, tuple(deaths), None, math.inf, ()), log.splitlines())
+    found = end.failure
     assert (found and (found.process.rank, found.exitcode)) == failed
+    assert end.status == (found.status if found else 3)
 
 
 def test_the_ranks_that_ended_with_0() -> None:

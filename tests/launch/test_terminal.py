@@ -190,49 +190,9 @@ def read_state(pid: int) -> str:
 
 
 TICKING = """
-import time
 print("ready", flush=True)
-name = input()
-print("again", name, flush=True)
+input()
 """
-
-
-def test_ctrl_z_stops_the_program_and_the_launcher_and_fg_lets_them_go_on(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(TICKING)
-    script = tmp_path / "launch"
-    script.write_text(f'#!/bin/sh\nexec {LAUNCH[0]} -m launcher "$@"\n')
-    script.chmod(0o755)
-    with open_terminal(tmp_path, "bash", "--norc", "--noprofile", "-i", PS1="shell$ ") as terminal:
-        terminal.expect("shell$ ")
-        terminal.type("./launch nproc_per_node=1 -- program.py\r")
-        terminal.expect("ready\r\n")
-        wait_for(lambda: not terminal.settings()[3] & termios.ICANON, "raw mode")  # type: ignore[operator]
-        terminal.type("\x1a")
-        terminal.expect("Stopped", "shell$ ")
-        rank = find_rank(terminal)
-        wait_for(lambda: read_state(rank) == "T", "the program's stop")
-        terminal.type("echo back $((40 + 2))\r")
-        terminal.expect("back 42")
-        terminal.type("fg\r")
-        terminal.expect("program.py\r\n")
-        # Not ICANON, which bash's own editing of lines clears too.
-        wait_for(lambda: not terminal.settings()[1] & termios.OPOST, "raw mode")  # type: ignore[operator]
-        terminal.type("and on\r")
-        terminal.expect("again and on\r\n", "launch: succeeded", "shell$ ")
-        terminal.type("echo status $?\r")
-        terminal.expect("status 0")
-        terminal.type("exit\r")
-        assert terminal.finish() == 0
-
-
-def test_ctrl_z_without_a_shell_to_come_back_from_changes_nothing(tmp_path: Path) -> None:
-    with launch_on_terminal(tmp_path, TICKING, ONE) as terminal:
-        terminal.expect("ready\r\n")
-        terminal.type("\x1a")
-        terminal.expect("^Z")
-        terminal.type("and on\r")
-        terminal.expect("again and on\r\n", "launch: succeeded")
-        assert terminal.finish() == 0
 
 
 FLOOD = """

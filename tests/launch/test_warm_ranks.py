@@ -144,7 +144,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "-m of a package": ("python", "-m", "package"),
     "-c": ("python", "-u", "-c", "import sys; print(sys.argv, sys.path[0], __name__); sys.exit(2)", "-c"),
     "a folder": ("python", "package", "a"),
-    "options": ("python", "-O", "-W", "error", "-Xutf8", "program.py"),
+    "options": ("python", "-O", "-W", "error", "program.py"),
     "a #! line": ("./script", "a"),
     "no such file": ("python", "none.py"),
 }

@@ -124,7 +124,7 @@ def test_command_lines_of_which_no_rank_is_forked(
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     argv = [sys.executable if word == "python" else word for word in words.split()]
     with pytest.raises(ExecNeededError) as caught:
-        WarmProcess.start(argv, clean_environ(), (), tmp_path)
+        WarmProcess.start(argv, clean_environ(), ())
     assert str(caught.value).startswith(reason)
 
 

@@ -103,7 +103,7 @@ def open_ranks(
     ours = {"LAUNCH_PLAN": str(folder / "plan.json"), "LAUNCH_RECORD_DIR": str(folder), "LAUNCH_ATTEMPT": "0"}
     environ = {**base, **given, **ours}
     with contextlib.chdir(folder):
-        warm = WarmProcess.start(argv, base, modules, folder)
+        warm = WarmProcess.start(argv, base, modules)
     try:
         yield Ranks(folder, environ, warm, tuple(argv))
     finally:

@@ -44,15 +44,6 @@ def test_the_console_names_the_rank_the_collective_and_the_line(tmp_path: Path) 
     assert any("read_shard" in text for text in stacks)
 
 
-def test_a_mismatch_that_gloo_ends_itself_is_named(tmp_path: Path) -> None:
-    words = ("nproc_per_node=2", "binding=none", "--", write_program(tmp_path, PROGRAMS["mismatch"]))
-    with start(tmp_path, *words) as job:
-        assert job.wait(120), job.read()
-        (told,) = (text for text in job.read().splitlines() if " failed first: " in text)
-    assert "SIGABRT (signal 6), ranks have called different collectives as one, or one with" in told
-    assert "bytes where " in told and "CUDA" not in told
-
-
 # What happens to it
 
 WORDS = ("nproc_per_node=1", "binding=none", "watch.interval=1")

@@ -4,12 +4,10 @@ import contextlib
 import json
 import logging
 import os
-import select
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 from launcher.config.settings import StartConfig
@@ -26,7 +24,7 @@ FORK_TIMEOUT = 60.0
 """Seconds in which a rank is forked, or its start fails."""
 MAX_REPLY = 1 << 16
 END_GRACE = 2.0
-LAST_LINE = 200
+LAST_WORDS = 300
 
 
 @dataclass(slots=True)
@@ -37,17 +35,12 @@ class WarmProcess:
     channel: socket.socket
     output: int
     """A descriptor of what it has printed."""
-    refusal: str = ""
-    """Why nothing can be forked from it; empty as long as that is not known."""
-    ready: bool = False
+    refusal: str | None = None
+    """Why nothing can be forked from it; empty if it can; None while it imports."""
 
     @classmethod
     def start(
-        cls,
-        argv: Sequence[str],
-        environ: Mapping[str, str],
-        modules: Sequence[str] = (TORCH,),
-        directory: str | Path = ".",
+        cls, argv: Sequence[str], environ: Mapping[str, str], modules: Sequence[str] = (TORCH,)
     ) -> Self:
         """Start the interpreter for a program's argv (without the shim); returns while it imports modules.
 
@@ -68,7 +61,6 @@ class WarmProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    cwd=directory,
                     env={**environ, "PYTHONPATH": path, LAUNCH_WARM: json.dumps(settings)},
                     pass_fds=[other.fileno()],
                     start_new_session=True,
@@ -82,15 +74,14 @@ class WarmProcess:
     @property
     def is_ready(self) -> bool:
         """Whether `fork_rank` returns at once: the imports are over, or have failed."""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(BlockingIOError):
             self.await_imports(0)
-        return self.ready or bool(self.refusal)
+        return self.refusal is not None
 
     def await_imports(self, timeout: float | None) -> None:
-        """Wait until the imports are over, or have failed; raises TimeoutError."""
-        if not self.ready and not self.refusal:
-            message = self.receive(timeout)
-            self.ready, self.refusal = "ready" in message, str(message.get("refused", ""))
+        """Take the word on how the imports went, if it was not taken yet."""
+        if self.refusal is None:
+            self.refusal = str(self.receive(timeout).get("refused", ""))
 
     def fork_rank(self, argv: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> int:
         """Fork a rank, with these descriptors as stdin, stdout and stderr, and return its PID.
@@ -117,29 +108,26 @@ class WarmProcess:
         return int(str(message["pid"]))
 
     def receive(self, timeout: float | None) -> dict[str, object]:
-        """Wait for a message: that of its end, if the process has ended; raises TimeoutError."""
-        ready, _, _ = select.select([self.channel], [], [], timeout)
-        if not ready:
-            raise TimeoutError("no answer in time")
-        with contextlib.suppress(OSError):
+        """Wait for a message, or the end of the process; raises TimeoutError, with 0 s BlockingIOError."""
+        self.channel.settimeout(timeout)
+        with contextlib.suppress(ConnectionError):
             if text := self.channel.recv(MAX_REPLY):
                 message: dict[str, object] = json.loads(text)
                 return message
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_GRACE)
         said = os.pread(self.output, MAX_REPLY, max(0, os.fstat(self.output).st_size - MAX_REPLY))
-        lines = said.decode(errors="replace").split("\n")
-        last = next((f": {line.strip()[:LAST_LINE]}" for line in reversed(lines) if line.strip()), "")
-        self.close(f"the warm process has ended (code {self.process.returncode}){last}")
+        lines = [line.strip() for line in said.decode(errors="replace").split("\n") if line.strip()]
+        words = [f"the warm process has ended (code {self.process.returncode})", *lines[-1:]]
+        self.close(": ".join(words)[:LAST_WORDS])
         return {"refused": self.refusal}
 
     def close(self, reason: str = "the warm process is closed") -> None:
         """End the process. Ranks that were forked go on, and one that is on its way does not start."""
         self.refusal = self.refusal or reason
         self.channel.close()
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
         if self.output >= 0:
             os.close(self.output)
             self.output = -1

@@ -15,15 +15,6 @@ from launcher.rank.hook import FOLDER, add_python, find_interpreter, locate_comm
 
 PLAIN_OPTIONS = "bBdOPqsu"
 """Options of python(1) without a value that a forked rank has from the process that it is forked from."""
-PLAIN_X = (
-    "faulthandler",
-    "frozen_modules",
-    "int_max_str_digits",
-    "no_debug_ranges",
-    "pycache_prefix",
-    "utf8",
-)
-"""Values of `-X` for which that holds too. Others trace or print what happens at the interpreter's start."""
 MAY_DIFFER = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
     r"|TORCH_(ELASTIC_SHUTDOWN_TIMEOUT|DISABLE_SHARE_RDZV_TCP_STORE)|(TORCH_)?NCCL_\w+|LAUNCH_(?!FIT$)\w+"
@@ -39,12 +30,21 @@ MOST_BYTES = 1 << 21
 """Of all files of a program together, which are looked through in a tenth of a second."""
 WITHOUT_TORCH = frozenset(
     (
-        *("PIL", "absl", "attr", "boto3", "click", "cupy", "cv2", "dateutil", "dotenv", "fire", "fsspec"),
-        *("google", "grpc", "h5py", "hydra", "jax", "jinja2", "joblib", "matplotlib", "mpi4py", "msgpack"),
-        *("networkx", "numba", "numpy", "omegaconf", "pandas", "plotly", "polars", "psutil", "pyarrow"),
-        *("pydantic", "pynvml", "pytest", "regex", "requests", "rich", "scipy", "seaborn", "setuptools"),
-        *("six", "sklearn", "submitit", "sympy", "tensorboard", "tensorflow", "toml", "tqdm", "typer"),
-        *("typing_extensions", "wandb", "yaml", "zmq", "zstandard"),
+        *(
+            "PIL",
+            "click",
+            "cv2",
+            "dotenv",
+            "fsspec",
+            "h5py",
+            "hydra",
+            "jax",
+            "jinja2",
+            "matplotlib",
+            "mpi4py",
+        ),
+        *("numba", "numpy", "omegaconf", "pandas", "polars", "psutil", "pyarrow", "pydantic", "pytest"),
+        *("requests", "rich", "scipy", "sklearn", "submitit", "tensorboard", "tensorflow", "tqdm", "yaml"),
     )
 )
 """Packages that do not import torch when they are imported. Any other that is installed may."""
@@ -125,8 +125,7 @@ def find_python_program(argv: Sequence[str], environ: Mapping[str, str]) -> Pyth
         raise ExecNeededError(f"{path} is another interpreter than {python}")
     options, index = split_options(command)
     for letter, value in options:
-        has_value = letter in "cmW" or (letter == "X" and value.partition("=")[0] in PLAIN_X)
-        if not (value if has_value else letter in PLAIN_OPTIONS):
+        if not (value if letter in "cmW" else letter in PLAIN_OPTIONS):
             shown = letter if letter.startswith("-") else f"-{letter}{value}"
             raise ExecNeededError(f"the interpreter has the option {shown}")
     kind, value = options[-1] if options else ("", "")
@@ -211,7 +210,7 @@ class ProgramText:
         for piece in re.split(rb"[,;]", words.strip(b"() \t\r\n")):
             name = piece.partition(b" as ")[0].split()[-1:]
             parts = b".".join(filter(None, [prefix, *name])).decode(errors="replace").split(".")
-            tops = [os.path.join(root, parts[0]) for root in roots]
+            tops = (os.path.join(root, parts[0]) for root in roots)
             top = next((top for top in tops if os.path.isdir(top) or os.path.isfile(f"{top}.py")), "")
             is_known = parts[0] in sys.stdlib_module_names or parts[0] in WITHOUT_TORCH
             if parts[0] == "torch" or not (top or is_known or statement["dots"]):

@@ -79,7 +79,6 @@ def serve_ranks(text: str, hook: str, root: str, before: frozenset[str]) -> None
         reply(server, ready=os.getpid())
         argv, environ = fork_ranks(server)
         sys.path.insert(0, root)
-        replace_environ(environ)
         for number in STOPPING:
             signal.signal(number, signal.SIG_DFL)
         argv, status = prepare_rank(argv, environ)
@@ -215,7 +214,8 @@ def become_program(
     apply_allocator_settings(before, environ)
     sys.argv[1:] = program.command[program.first_argument :]
     sys.orig_argv[:] = program.command
-    replace_environ(environ)
+    os.environ.clear()
+    os.environ.update(environ)
     if not is_hooked(environ):
         forget_modules("launch_inprocess")
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as an interpreter does at its start
@@ -256,26 +256,21 @@ def apply_allocator_settings(before: Mapping[str, str], after: Mapping[str, str]
     torch = sys.modules.get("torch")
     names = [f"PYTORCH_{device}ALLOC_CONF" for device in ("", "CUDA_", "HIP_")]
     old, new = ([environ[name] for name in names if environ.get(name)] for environ in (before, after))
-    if torch is None or not (torch.version.cuda or torch.version.hip) or old == new:
-        return
-    apply = next((getattr(torch._C, name) for name in SET_ALLOCATOR if hasattr(torch._C, name)), None)
-    if old or "backend" in new[0] or apply is None:
-        raise ExecNeededError("the allocator's settings count from the import of torch on")
-    apply(new[0])
+    if torch and (torch.version.cuda or torch.version.hip) and old != new:
+        apply = next((getattr(torch._C, name) for name in SET_ALLOCATOR if hasattr(torch._C, name)), None)
+        if old or "backend" in new[0] or apply is None:
+            raise ExecNeededError("the allocator's settings count from the import of torch on")
+        apply(new[0])
 
 
 def apply_thread_counts(cpus: int, environ: Mapping[str, str]) -> None:
     """Give torch and OpenBLAS the threads that they would take from a rank's variables at their import.
 
-    `cpus` is the number of CPUs that the imports saw. Raises ExecNeededError if a number cannot be set.
+    `cpus` is the number of CPUs that the imports saw. Raises ExecNeededError, or what torch raises, if a
+    number cannot be set.
     """
-    allowed = len(os.sched_getaffinity(0))
-    given = [environ.get(name, "") for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS", BLAS_THREADS)]
-    if not all(
-        text == "" or (text.isascii() and text.isdecimal() and 0 < int(text) < 10_000) for text in given
-    ):
-        raise ExecNeededError("a number of threads is none that can be set after the imports")
-    mkl, openmp, blas = (int(text or 0) for text in given)
+    names, allowed = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", BLAS_THREADS), len(os.sched_getaffinity(0))
+    mkl, openmp, blas = (int(environ.get(name) or 0) for name in names)
     if allowed != cpus and not (mkl or openmp):
         raise ExecNeededError("the rank may use other CPUs, and no variable tells its number of threads")
     if (torch := sys.modules.get("torch")) and (mkl or openmp):
@@ -293,9 +288,3 @@ def forget_modules(package: str) -> None:
     """Have a package, and all that is in it, be imported again by whoever asks for it."""
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         del sys.modules[name]
-
-
-def replace_environ(environ: Mapping[str, str]) -> None:
-    """Have `os.environ`, and the C library's environment with it, hold exactly these variables."""
-    os.environ.clear()
-    os.environ.update(environ)
