@@ -85,7 +85,7 @@ def warn_unread(program: Sequence[str]) -> None:
 
 def warn_overruled(environ: Mapping[str, str], given: Collection[str]) -> None:
     """Say which variables of the environment come over what the command line asks for."""
-    over = {name: keys for name, keys in OVERRULED.items() if name in environ and is_kept(environ, name, {})}
+    over = {name: keys for name, keys in OVERRULED.items() if name in environ and is_kept(environ, name)}
     if name := find_variable(environ):
         over[name] = tuple(f"allocator.{key}" for key in parse_settings(environ[name]) or ())
     for name, keys in over.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from launcher.codec import KEY, OBJECT, ONLY, OPTIONAL, DecodeError, convert, parse_json, to_plain
+from launcher.codec import KEY, OBJECT, ONLY, OPTIONAL, convert, parse_json, to_plain
 from launcher.cpulist import format_cpulist
 from launcher.errors import UsageError
 
@@ -379,7 +379,7 @@ class _NodeEntry:
 
 
 def machine_to_json(machine: Machine) -> dict[str, Any]:
-    """Return a machine as a snapshot holds it; `machine_from_json` reads it back.
+    """Return a machine as a snapshot holds it; `parse_machine` reads it back.
 
     Cores that are in one place stand together, and distances are a row without the nodes' numbers: files of
     machines with hundreds of CPUs stay short.
@@ -408,26 +408,15 @@ def parse_machine(text: str) -> Machine:
     Raises UsageError for what is not a whole snapshot of a known schema.
     """
     try:
-        data = parse_json(text)
-    except DecodeError as error:
-        raise UsageError(f"not a machine snapshot, or cut short ({error}): save it again") from error
-    return machine_from_json(data.get("machine") if isinstance(data, dict) and "ranks" in data else data)
-
-
-def machine_from_json(data: object) -> Machine:
-    """Read a snapshot's JSON value. Raises UsageError as `parse_machine` does."""
-    if not isinstance(data, dict) or data.get("kind") != KIND:
-        shown = f"a {type(data).__name__}"
-        if isinstance(data, dict):
-            shown = f"an object with {', '.join(sorted(map(str, data))[:5]) or 'nothing in it'}"
-        raise UsageError(f"not a machine snapshot ({shown}): make one with `launch topo save=FILE`")
-    schema = data.get("schema")
-    if isinstance(schema, bool) or schema != SCHEMA:
-        raise UsageError(
-            f"the machine snapshot has schema {schema!r}, and this version reads {SCHEMA}: "
-            "update launch, or save it again"
-        )
-    try:
+        data: Any = parse_json(text)
+        data = data.get("machine") if isinstance(data, dict) and "ranks" in data else data
+        if not isinstance(data, dict) or data.get("kind") != KIND:
+            raise ValueError(f"its kind is not {KIND}")
+        if data.get("schema") != SCHEMA:
+            raise UsageError(
+                f"the machine snapshot has schema {data.get('schema')!r}, and this version reads {SCHEMA}: "
+                "update launch, or save it again"
+            )
         groups = convert(tuple[_CoreGroup, ...], data.get("cores"), 0)
         entries = convert(tuple[_NodeEntry, ...], data.get("nodes"), 0)
         cpus = [
@@ -437,15 +426,14 @@ def machine_from_json(data: object) -> Machine:
             for pu in core
         ]
         ids = [entry.id for entry in entries]
-        if not cpus or len({cpu.id for cpu in cpus}) < len(cpus):
-            raise ValueError("no CPUs, or one twice")
-        if len(set(ids)) < len(ids):
-            raise ValueError("a node twice")
+        if not cpus or len({cpu.id for cpu in cpus}) < len(cpus) or len(set(ids)) < len(ids):
+            raise ValueError("no CPUs, or a CPU or a node twice")
         nodes = [
             NumaNode(entry.id, entry.memory_kib, entry.normal, tuple(zip(ids, entry.distances, strict=True)))
             for entry in entries
         ]
         machine = convert(Machine, {**data, "cpus": [], "nodes": []}, 0)
     except ValueError as error:
-        raise UsageError(f"the machine snapshot is incomplete or damaged ({error}): save it again") from error
+        why = "not a machine snapshot, or damaged or cut short"
+        raise UsageError(f"{why} ({error}): make one with `launch topo save=FILE`") from error
     return replace(machine, cpus=tuple(sorted(cpus, key=lambda cpu: cpu.id)), nodes=tuple(nodes))

@@ -76,6 +76,11 @@ class Cores:
     is_limited: bool = False
     """The CPU quota of the cgroup is less than the time of these cores."""
 
+    @property
+    def room(self) -> int:
+        """DataLoader workers that they are enough for: one core for the process, one for each worker."""
+        return int(self.own_cores + self.worker_cores + ROUNDING) - 1
+
     def within(self, share: float | None) -> "Cores":
         """What there is of them within a share of a cgroup's CPU quota; None is no quota.
 
@@ -89,12 +94,6 @@ class Cores:
             cpus=min(self.cpus, share),
             is_limited=share < self.own_cores + self.worker_cores,
         )
-
-    def bound_workers(self) -> "WorkerLimit":
-        """Workers by the rank's own cores: one core for its process, one for each worker."""
-        total = self.own_cores + self.worker_cores
-        what = f"its {total:.3g} {'CPUs of time' if self.is_limited else 'cores'}"
-        return WorkerLimit(int(total + ROUNDING) - 1, "its one core" if total == 1 else what)
 
 
 def count_cores(topology: Topology, sets: Sequence[CpuSets]) -> tuple[Cores, ...]:
@@ -133,121 +132,91 @@ class WorkerLimit:
     """The resource and its amount, for people."""
     rule: str = ""
     """Of the warning if it bounds a job; empty for cores, of which a job has what it asks for."""
-    enough_gib: int = 0
-    """How much would be enough."""
 
 
-def limit_workers(
-    loader: DataloaderConfig, machine: Machine, ranks: int, workers: int
-) -> Iterator[WorkerLimit]:
-    """Limits by memory, shared memory and descriptors on the `workers` that each rank would like.
+def limit_workers(loader: DataloaderConfig, machine: Machine, ranks: int) -> Iterator[WorkerLimit]:
+    """Limits by memory, shared memory and descriptors.
 
     Half of the memory that the job may use: the rest is for ranks, page cache and checkpoints. What is in
     /dev/shm counts as memory too, and against a cgroup's limit. Half of /dev/shm, through which batches come:
     the rest is for NCCL and a second DataLoader. Descriptors of a rank's process, whose soft limit is raised
     to the hard one at its start.
     """
-    gib, limits = count_memory_kib(machine) / (1 << 20), machine.limits
-    if gib and loader.worker_gib:
-        each = loader.worker_gib + loader.worker_shm_mib / 1024
-        what = f"{gib:.3g} GiB of memory, {each:.3g} GiB for each worker"
-        yield WorkerLimit(int(min(MEMORY_SHARE * gib / (each * ranks), 1e6)), what, "workers_memory")
-    each = loader.worker_shm_mib
-    if limits.shm_kib is not None and each:
-        mib = limits.shm_kib / 1024
-        what = f"{mib:.3g} MiB of /dev/shm, {each:.3g} MiB for each worker"
-        enough = int(min(workers * ranks * each / MEMORY_SHARE / 1024, 1e6)) + 1
-        most = int(min(MEMORY_SHARE * mib / (each * ranks), 1e6))
-        yield WorkerLimit(most, what, "workers_shm", enough)
+    limits, shm = machine.limits, loader.worker_shm_mib / 1024
+    memory = loader.worker_gib and loader.worker_gib + shm
+    for rule, what, kib, each in (
+        ("workers_memory", "memory", count_memory_kib(machine) or None, memory),
+        ("workers_shm", "/dev/shm", limits.shm_kib, shm),  # noqa: S108 - a name in a text
+    ):
+        if kib is not None and each:
+            gib = kib / (1 << 20)
+            most = int(min(MEMORY_SHARE * gib / (each * ranks), 1e6))
+            yield WorkerLimit(most, f"{gib:.3g} GiB of {what}, {each:.3g} GiB for each worker", rule)
     if limits.files is not None:
         most = max(0, limits.files - FILES_RANK) // FILES_WORKER
         yield WorkerLimit(most, f"{limits.files} open files", "workers_files")
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerBudget:
-    """The requested DataLoader workers, and the limits that all ranks of a node share."""
+    """The requested DataLoader workers, and the limits that all ranks of a node share.
 
-    source: str
-    """Where the request comes from: the workload, `dataloader.num_workers`, or the user's variable."""
-    requested: int
-    is_limited: bool
-    """False if the user has set or measured the number: then it is taken as it is."""
-    limits: tuple[WorkerLimit, ...]
-    """The limit by the node's cores comes first."""
+    The node's cores: `cores = ranks * (workers + 1) + 4`; a CPU quota counts as cores. Source: S. Bekman,
+    Machine Learning Engineering Open Book, chapter on CPUs. A number that the user has set or measured is
+    taken as it is.
+    """
+
+    def __init__(self, request: Request, machine: Machine, cores: Sequence[Cores]) -> None:
+        """Find the limits; `cores` are those of each rank."""
+        loader, ranks, usable_cpus = request.dataloader, len(cores), find_usable(machine)
+        usable = len({cpu.core for cpu in machine.cpus if cpu.id in usable_cpus})
+        total = min(usable, machine.limits.cpus or usable)
+        left = int(total - ranks - count_system_cores(ranks) + ROUNDING)
+        rooms = [max(0, each.room) for each in cores]
+        numbers = range(max(rooms), 0, -1)
+        most = next((n for n in numbers if sum(min(n, room) for room in rooms) <= left), 0)
+        by_cores = WorkerLimit(most, f"{total:g} cores and {ranks} rank{'' if ranks == 1 else 's'}")
+        self.limits = (by_cores, *limit_workers(loader, machine, ranks))
+        self.requested, self.cores, self.is_measured = (
+            count_requested_workers(request),
+            cores,
+            loader.measured,
+        )
+        usual = WORKLOADS.get(loader.workload, loader.num_workers if loader.workload else None)
+        self.source = f"dataloader={loader.workload}" if loader.num_workers == usual else WORKERS_KEY
+        if read_variable_count(request.environ, LAUNCH_NUM_WORKERS) is not None:
+            self.source = LAUNCH_NUM_WORKERS
+        self.is_limited = self.source.startswith("dataloader=") and not loader.measured
 
     def choose(self, cores: Cores) -> tuple[int, str]:
         """The number of a rank's DataLoader workers, and why it is that.
 
         At least one, unless none are asked for: without one the GPU waits for every batch.
         """
-        limit = min((cores.bound_workers(), *self.limits), key=lambda limit: limit.max_workers)
+        own = WorkerLimit(cores.room, f"its {cores.own_cores + cores.worker_cores:.3g} cores")
+        limit = min((own, *self.limits), key=lambda limit: limit.max_workers)
         most = max(0, limit.max_workers)
         workers = min(self.requested, max(1, most)) if self.is_limited else self.requested
-        note = f"num_workers={workers}: {self.source} asks for {self.requested}"
-        note += f"; at most {most} for {limit.what}" if self.requested else ""
-        note += ", yet at least 1" if self.is_limited and workers > most else ""
-        return workers, note
+        bound = f"; at most {most} for {limit.what}" if self.requested else ""
+        return workers, f"num_workers={workers}: {self.source} asks for {self.requested}{bound}"
 
-    def find_shortages(self, cores: Sequence[Cores], *, measured: bool) -> Iterator[PlanWarning]:
+    def find_shortages(self) -> Iterator[PlanWarning]:
         """Warn if resources allow fewer workers; about cores only if the user set a number (unmeasured)."""
-        by_rank = [each.bound_workers().max_workers for each in cores]
-        room = max(0, min(self.limits[0].max_workers, *by_rank))
+        room = max(0, min(self.limits[0].max_workers, *(each.room for each in self.cores)))
         planned = min(self.requested, max(1, room)) if self.is_limited else self.requested
-        has_quota = any(each.is_limited for each in cores)  # a quota has a warning of its own
-        is_own = self.source == WORKERS_KEY and not (has_quota or measured)
+        has_quota = any(each.is_limited for each in self.cores)  # a quota has a warning of its own
+        is_own = self.source == WORKERS_KEY and not (has_quota or self.is_measured)
         if is_own and max(1, room) < self.requested:
             yield warn("workers", requested=self.requested, room=room, what=self.limits[0].what)
         for limit in self.limits:
             if limit.rule and limit.max_workers < planned:
-                yield warn(
-                    limit.rule,
-                    source=self.source,
-                    requested=self.requested,
-                    ranks=len(cores),
-                    room=limit.max_workers,
-                    what=limit.what,
-                    enough=limit.enough_gib,
-                )
+                values = {"source": self.source, "requested": self.requested, "ranks": len(self.cores)}
+                yield warn(limit.rule, **values, room=limit.max_workers, what=limit.what)
 
 
 def count_requested_workers(request: Request) -> int:
     """DataLoader workers that each rank would like; the user's LAUNCH_NUM_WORKERS wins."""
-    asked = read_variable_count(request.environ, LAUNCH_NUM_WORKERS, 0)
+    asked = read_variable_count(request.environ, LAUNCH_NUM_WORKERS)
     return request.dataloader.num_workers if asked is None else asked
-
-
-def budget_workers(request: Request, machine: Machine, cores: Sequence[Cores]) -> WorkerBudget:
-    """Return the requested workers and the node's limits; `cores` are those of each rank.
-
-    The node's cores: `cores = ranks * (workers + 1) + 4`; a CPU quota counts as cores. Source: S. Bekman,
-    Machine Learning Engineering Open Book, chapter on CPUs.
-    """
-    loader, ranks, quota = request.dataloader, len(cores), machine.limits.cpus
-    usable_cpus = find_usable(machine)
-    usable = len({cpu.core for cpu in machine.cpus if cpu.id in usable_cpus})
-    total, named = (usable, "cores") if quota is None or quota >= usable else (quota, "CPUs of time")
-    # The largest number w with `sum(min(w, m) for m in max_by_rank) <= left`.
-    left = int(total - ranks - count_system_cores(ranks) + ROUNDING)
-    max_by_rank = sorted(max(0, each.bound_workers().max_workers) for each in cores)
-    most = max_by_rank[-1]
-    for at, room in enumerate(max_by_rank):
-        share = left // (ranks - at)
-        if share < room:
-            most = max(0, share)
-            break
-        left -= room
-    wanted = count_requested_workers(request)
-    by_cores = WorkerLimit(most, f"{total:g} {named} and {ranks} rank{'' if ranks == 1 else 's'}")
-    usual = WORKLOADS.get(loader.workload, loader.num_workers if loader.workload else None)
-    source, is_limited = f"dataloader={loader.workload}", not loader.measured
-    if read_variable_count(request.environ, LAUNCH_NUM_WORKERS, 0) is not None:
-        source, is_limited = LAUNCH_NUM_WORKERS, False
-    elif loader.num_workers != usual:
-        source, is_limited = WORKERS_KEY, False
-    return WorkerBudget(
-        source, wanted, is_limited, (by_cores, *limit_workers(loader, machine, ranks, wanted))
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,13 +256,12 @@ def build_rank_plan(
     gpu_variable: tuple[str, str] | None,
     *,
     cores: Cores,
-    budget: WorkerBudget,
+    workers: tuple[int, str],
     why: str,
 ) -> RankPlan:
-    """Add workers, threads and variables to a placed rank; what the user has set wins.
+    """Add threads and variables to a placed rank with its workers; what the user has set wins.
 
-    `gpu_variable` and its value show the rank's GPU, `budget` has the limits of its workers. `kernel` is the
-    release of the node's kernel.
+    `gpu_variable` and its value show the rank's GPU. `kernel` is the release of the node's kernel.
 
     OMP_NUM_THREADS alone is set, as torchrun does: MKL and OpenBLAS take it too, and a number of their own
     would win over an OMP_NUM_THREADS that the program sets before it imports torch. Inductor's compile
@@ -302,46 +270,39 @@ def build_rank_plan(
     (github.com/pytorch/pytorch/issues/190941).
     """
     environ, gpu, link = request.environ, placement.gpu, placement.link
-    workers, note = budget.choose(cores)
-    notes = [why, note]
+    num_workers, notes = workers[0], [why, workers[1]]
     # The rank's own cores, less those that workers need beyond the spare ones; at least one.
     spare = int(cores.worker_cores + ROUNDING)
-    threads = max(1, int(cores.own_cores + ROUNDING) - max(0, workers - spare))
-    threads = read_variable_count(environ, "OMP_NUM_THREADS", 1) or threads
-    max_threads = read_variable_count(environ, "NUMEXPR_MAX_THREADS", 1) or MAX_NUMEXPR_THREADS
+    threads = max(1, int(cores.own_cores + ROUNDING) - max(0, num_workers - spare))
+    threads = read_variable_count(environ, "OMP_NUM_THREADS") or threads
+    max_threads = read_variable_count(environ, "NUMEXPR_MAX_THREADS") or MAX_NUMEXPR_THREADS
+    has_own = request.devices != "all"
     env = {
-        LAUNCH_NUM_WORKERS: str(workers),
+        LAUNCH_NUM_WORKERS: str(num_workers),
         LAUNCH_GC: render_gc(request.gc),
         "OMP_NUM_THREADS": str(threads),
         "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, min(MAX_COMPILE_THREADS, int(cores.cpus + ROUNDING)))),
+        LAUNCH_LOADER_DEFAULT: "1" if request.dataloader.default else "",
+        "NUMEXPR_NUM_THREADS": str(max_threads) if threads > max_threads else "",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID" if gpu and gpu.vendor != "amd" else "",
+        LAUNCH_NIC: link.nic.name if link else "",
+        # PyTorch's compilers keep there what they have made; a node's ranks share it.
+        "TORCHINDUCTOR_CACHE_DIR": f"{request.caches}/inductor" if request.caches else "",
+        "TRITON_CACHE_DIR": f"{request.caches}/triton" if request.caches else "",
     }
-    if request.dataloader.default:
-        env[LAUNCH_LOADER_DEFAULT] = "1"
-    if threads > max_threads:
-        env["NUMEXPR_NUM_THREADS"] = str(max_threads)
-    if gpu is not None and gpu.vendor != "amd":
-        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    if gpu_variable is not None and request.devices != "all":
+    env = {name: value for name, value in env.items() if value}
+    if gpu_variable is not None and has_own:
         env[gpu_variable[0]] = gpu_variable[1]
-    if link is not None:
-        env[LAUNCH_NIC] = link.nic.name
-    if link is not None and request.binding.nic:
+    if link is not None and request.binding.nic and link.is_verbs:
         # `=` is the form for an exact name: `mlx5_1` alone is a prefix that selects mlx5_10 too (NCCL's
         # documentation, "Environment Variables").
-        if link.is_verbs:
-            env["NCCL_IB_HCA"] = f"={link.nic.name}"
-        else:
-            notes.append(
-                f"NCCL_IB_HCA is not set: {link.nic.name} is an EFA device, which NCCL reaches by libfabric"
-            )
+        env["NCCL_IB_HCA"] = f"={link.nic.name}"
+    elif link is not None and request.binding.nic:
+        notes.append(f"NCCL_IB_HCA is not set: NCCL reaches {link.nic.name}, an EFA device, by libfabric")
     for variables, more in (set_allocator(request, gpu, kernel), set_malloc(request)):
         env |= variables
         notes += more
-    if request.caches:  # PyTorch's compilers keep there what they have made; a node's ranks share it
-        env["TORCHINDUCTOR_CACHE_DIR"] = f"{request.caches}/inductor"
-        env["TRITON_CACHE_DIR"] = f"{request.caches}/triton"
-    decided = env if request.devices != "all" else {}
-    kept = [name for name in HONOURED if name in environ and is_kept(environ, name, decided)]
+    kept = [name for name in HONOURED if name in environ and is_kept(environ, name, env if has_own else ())]
     notes += [f"{name}={environ[name]} kept, set by the user" for name in kept]
     env = {name: env[name] for name in sorted(env) if name not in kept}
     return RankPlan(
@@ -350,7 +311,7 @@ def build_rank_plan(
         cpus=placement.sets.cpus,
         worker_cpus=placement.sets.worker_cpus,
         memory=placement.memory,
-        num_workers=workers,
+        num_workers=num_workers,
         omp_num_threads=threads,
         nic=link.nic.name if link else None,
         env=tuple(env.items()),

@@ -74,8 +74,22 @@ def build_topology(machine: Machine, reserve: int = 0) -> Topology:
     usable = find_usable(machine)
     if not usable:
         raise MachineError("this job may use none of the online CPUs: check the cpuset of its cgroup")
-    ordered = sorted(gather_cores(machine, usable), key=lambda core: (core.node, core.id))
-    by_node = group_cores(ordered, lambda core: core.node)
+    pus: dict[int, list[Cpu]] = {}
+    for cpu in sorted(machine.cpus, key=lambda cpu: cpu.id):
+        if cpu.id in usable:
+            pus.setdefault(cpu.core, []).append(cpu)
+    found_cores = [
+        Core(
+            first.id,
+            first.node,
+            first.package,
+            first.l3,
+            first.capacity,
+            (first.id, *(cpu.id for cpu in rest)),
+        )
+        for first, *rest in pus.values()
+    ]
+    by_node = group_cores(sorted(found_cores, key=lambda core: (core.node, core.id)), lambda core: core.node)
     for _ in range(reserve):
         largest = max(by_node, key=lambda node: (len(by_node[node]), -node))
         if len(by_node[largest]) == 1:
@@ -93,18 +107,6 @@ def find_usable(machine: Machine) -> frozenset[int]:
     """Allowed and online CPUs, without the isolated ones unless nothing else is left."""
     allowed = machine.allowed_cpus.intersection(cpu.id for cpu in machine.cpus)
     return allowed - machine.isolated or allowed
-
-
-def gather_cores(machine: Machine, usable: frozenset[int]) -> Iterable[Core]:
-    """Put the usable PUs of each physical core together."""
-    pus: dict[int, list[Cpu]] = {}
-    for cpu in sorted(machine.cpus, key=lambda cpu: cpu.id):
-        if cpu.id in usable:
-            pus.setdefault(cpu.core, []).append(cpu)
-    for threads in pus.values():
-        first = threads[0]
-        ids = tuple(cpu.id for cpu in threads)
-        yield Core(first.id, first.node, first.package, first.l3, first.capacity, ids)
 
 
 def group_cores(cores: Iterable[Core], key_of: Callable[[Core], int]) -> dict[int, list[Core]]:

@@ -1,12 +1,12 @@
 """The variables of a rank: the user's that the plan keeps, who set each one, the allocators' settings.
 
 Sources for the allocator: `getKeys` and the parsers of c10/core/AllocatorConfig and
-c10/cuda/CUDAAllocatorConfig in PyTorch's releases 2.6 to 2.15.
+c10/cuda/CUDAAllocatorConfig in PyTorch's releases 2.6 to 2.13.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher.plan.model import GC_POLICIES, GcConfig, Gpu, Request, Variable
@@ -26,13 +26,12 @@ MALLOC_LIBRARIES = ("tcmalloc", "jemalloc", "mimalloc")
 """Parts of the names of libraries that replace malloc."""
 GRAPHS = ("--enable-cuda-graph", "--external-cuda-graph")
 """Options of Megatron-LM's for CUDA graphs; `--cuda-graph-impl` has a value, which may be `none`."""
-HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 SHARING = ("verl", "openrlhf", "skyrl_train", "skyrl", "nemo_rl", "slime", "miles")
 """Packages that hand weights from process to process by CUDA IPC, on one GPU."""
 
 Version = tuple[int, int]
 """Major and minor number of a torch."""
-OLDEST, NEWEST = (2, 6), (2, 15)
+OLDEST, NEWEST = (2, 6), (2, 13)
 """The releases that the table is of."""
 KEYS: dict[str, tuple[str, Version]] = {
     EXPANDABLE: ("bool", OLDEST),
@@ -55,8 +54,6 @@ KEYS: dict[str, tuple[str, Version]] = {
     "throw_on_cudamalloc_oom": ("bool", (2, 12)),
     "pinned_max_round_threshold_mb": ("number", (2, 13)),
     "pinned_max_cached_size_mb": ("number", (2, 13)),
-    "expandable_segments_reserve": ("reserve", (2, 15)),
-    "expandable_segments_reserve_by_class": ("reserves", (2, 15)),
 }
 """For each setting the kind of its value, a key of `KINDS`, and the first release that knows it; those before
 `OLDEST` are not told apart."""
@@ -64,7 +61,6 @@ KEYS: dict[str, tuple[str, Version]] = {
 
 POWER = "|".join(str(1 << bits) for bits in range(30))
 DECIMAL = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?"
-RESERVE = rf"(?=[0.]*[1-9]){DECIMAL}[gG]?"
 WHOLE = "[0-9]{1,9}"
 """Plain digits; torch takes `64abc` and `-1`, too."""
 SETTING = r"([^:,\[\]]+):(\[[^\[\]]*\]|[^:,\[\]]+)(?:,|$)"
@@ -80,11 +76,6 @@ KINDS: dict[str, tuple[str, str]] = {
     "divisions": (
         rf"{POWER}|\[(?:(?:>|{POWER}):(?:0|{POWER})(?:,(?!\])|(?=\])))+\]",
         "a power of two such as 4, or one for each size, [256:1,512:2,>:8]",
-    ),
-    "reserve": (RESERVE, "a share of the GPU's memory such as 0.5, or a size such as 40G"),
-    "reserves": (
-        rf"\[(?:[^\[\]:,]+:{RESERVE}(?:,(?!\])|(?=\])))+\]",
-        "reserves by class, [serving:0.25,capture:8G]",
     ),
 }
 """For each kind what a value of it looks like, and what it is for people."""
@@ -170,42 +161,20 @@ def set_allocator(request: Request, gpu: Gpu | None, kernel: str) -> tuple[dict[
     own = parse_settings(environ[name]) if name else {}
     if own is None or any(key not in KEYS or find_fault(key, value) for key, value in own.items()):
         return {}, [f"{name}={environ[name]} kept as the user has it: torch may not take it"]
-    configured, notes = read_settings(request.allocator), []
-    merged = dict(configured)
-    for key, value in configured.items():
-        if why := _find_reason(key, configured | own, gpu, kernel):
-            del merged[key]
-            notes += [] if key in own else [f"{key}:{value} left out: {why}"]
+    merged, notes = read_settings(request.allocator), []
+    if merged.get(EXPANDABLE) == "True" and EXPANDABLE not in own:
+        why = ""
+        if gpu.vendor == "amd":
+            why = f"AMD GPUs have it from ROCm 7 and torch 2.12 on: {SET_VARIABLES[0]} asks for it"
+        elif "microsoft" in kernel.lower():
+            why = "on WSL2 the first allocation may fail (github.com/pytorch/pytorch/issues/192330)"
+        if why:
+            del merged[EXPANDABLE]
+            notes.append(f"{EXPANDABLE} left out: {why}")
     merged |= own
     if own:
         notes.append(f"{name}: {format_settings(own)} kept, set by the user")
-    for other in ALLOCATOR_VARIABLES[ALLOCATOR_VARIABLES.index(name) + 1 :] if name else ():
-        if environ.get(other, "").strip() and environ[other] != environ[name]:
-            notes.append(
-                f"{other}={environ[other]} is not heard: torch takes {name} alone where both are set"
-            )
-    # Under the new name alone, a CUDA build that knows neither the name nor the settings ignores them.
-    is_newer = name == SET_VARIABLES[1] and any(KEYS[key][1] > OLDEST for key in own)
-    names = SET_VARIABLES[1:] if is_newer else SET_VARIABLES
-    return dict.fromkeys(names, format_settings(merged)) if merged else {}, notes
-
-
-def _find_reason(key: str, settings: Mapping[str, str], gpu: Gpu, kernel: str) -> str:
-    """Say why a setting of the configuration's is not for this rank; empty if it is."""
-    if settings.get("backend") in BACKENDS[1:] and _is_native(key):
-        return f"backend:{settings['backend']} ignores it"
-    if key != EXPANDABLE or settings[key] != "True":
-        return ""
-    if gpu.vendor == "amd":
-        return f"AMD GPUs have it from ROCm 7 and torch 2.12 on: {SET_VARIABLES[0]}={key}:True asks for it"
-    if "microsoft" in kernel.lower():
-        return "on WSL2 the first allocation may fail with it (github.com/pytorch/pytorch/issues/192330)"
-    return ""
-
-
-def _is_native(key: str) -> bool:
-    """Whether a setting is for torch's own pools of GPU memory, which `backend` can replace."""
-    return key != "backend" and not key.startswith("pinned_")
+    return dict.fromkeys(SET_VARIABLES, format_settings(merged)) if merged else {}, notes
 
 
 def set_malloc(request: Request) -> tuple[dict[str, str], list[str]]:
@@ -238,8 +207,6 @@ def find_conflicts(
     # NCCL registers buffers, and then segments grow.
     if "--use-nccl-ub" in words:
         yield "--use-nccl-ub: Megatron-LM refuses NCCL user buffers with expandable_segments", ""
-    if environ.get(HOOK, "").lower() in ("1", "true", "y", "yes"):
-        yield f"{HOOK}: torch switches it off with expandable_segments (ProcessGroupNCCL.cpp)", ""
     graphs = [option for option in GRAPHS if option in words]
     if "--cuda-graph-impl" in words[:-1] and words[words.index("--cuda-graph-impl") + 1] != "none":
         graphs.append("--cuda-graph-impl")
@@ -328,12 +295,12 @@ def find_binders(environ: Mapping[str, str]) -> Iterator[str]:
             yield name
 
 
-def read_variable_count(environ: Mapping[str, str], name: str, minimum: int) -> int | None:
+def read_variable_count(environ: Mapping[str, str], name: str) -> int | None:
     """The number in a variable, the first of a list (`OMP_NUM_THREADS=8,4`); None if there is none."""
     text = environ.get(name, "").split(",")[0].strip()
     # Longer numbers are no count of anything here, and int() refuses some thousands of digits.
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
-    return number if number >= minimum else None
+    return number if number >= COUNTS.get(name, 1) else None
 
 
 def render_gc(config: GcConfig) -> str:
@@ -342,29 +309,13 @@ def render_gc(config: GcConfig) -> str:
     return ",".join([config.policy, *steps, *(["log"] if config.log else [])])
 
 
-def find_gc_fault(text: str) -> str:
-    """What is wrong with a user's LAUNCH_GC, which has the form of `render_gc`; empty if nothing is.
-
-    The hook in the rank's interpreter has a parser of its own, and a test compares the two.
-    """
-    name, *options = text.split(",")
-    if name not in GC_POLICIES:
-        return f"there is no policy {name!r}"
-    for option in options:
-        key, _, value = option.partition("=")
-        is_number = value.isascii() and value.isdigit() and len(value) < 10
-        if option != "log" and not (key in ("warmup", "every") and is_number):
-            return f"{option!r} is neither log nor a number of steps, warmup=N or every=N"
-    return ""
-
-
-def is_kept(environ: Mapping[str, str], name: str, decided: Mapping[str, str]) -> bool:
+def is_kept(environ: Mapping[str, str], name: str, decided: Collection[str] = ()) -> bool:
     """Whether a variable stays as the user has it: not if it holds a number that no program could read.
 
     `decided` are the plan's variables that show GPUs. An empty value is as good as none unless it hides GPUs.
     """
     if name in COUNTS:
-        return read_variable_count(environ, name, COUNTS[name]) is not None
+        return read_variable_count(environ, name) is not None
     if name in BINDERS or name in MERGED or (name in VISIBLE_DEVICES[:2] and name in decided):
         return False
     return bool(environ[name]) or name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -381,11 +332,8 @@ def list_variables(request: Request, env: Mapping[str, str]) -> tuple[Variable, 
         reason = REASONS.get(name, "")
         if name in VISIBLE_DEVICES[:2]:
             reason = f"devices={request.devices}"
-        old, before = request.environ.get(name, ""), ""
+        old = request.environ.get(name, "")
         if old and old != value:
-            whose = "the configuration's" if name in request.configured else "the user's"
-            parts = value.replace(",", ":").split(":")
-            taken = all(part in parts for part in old.replace(",", ":").split(":"))
-            before = f"with {whose} {old} in it" if taken else f"in place of {whose} {old}"
-        found[name] = Variable(name, value, "plan", ", ".join(filter(None, [reason, before])))
+            reason += f", {'the configuration' if name in request.configured else 'the user'} has {old}"
+        found[name] = Variable(name, value, "plan", reason)
     return tuple(found[name] for name in sorted(found))

@@ -186,7 +186,7 @@ def find_max_workers(config: "Settings", plan: Plan) -> tuple[int, str]:
     quota = [] if machine.limits.cpus is None else [machine.limits.cpus / ranks]
     cores = min(len(set().union(*sets)) / ranks, *map(len, sets), *quota)
     highest = min(MAX_WORKERS, max(MIN_WORKERS, int(WORKERS_PER_CORE * cores)))
-    bounds = limit_workers(config.dataloader, machine, ranks, highest)
+    bounds = limit_workers(config.dataloader, machine, ranks)
     tight = min(bounds, key=lambda bound: bound.max_workers, default=None)
     if tight is not None and tight.max_workers < highest:
         return max(1, tight.max_workers), tight.what

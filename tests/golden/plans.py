@@ -6,13 +6,13 @@
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.machines.build import NAMES as SHIPPED
 from tests.plan.lab_machines import NAMES as LAB
 from tests.plan.lab_machines import fsroot, load
+from tests.probe.machine_trees import short_lived
 from tests.seam import run_inside
 
 FOLDER = Path(__file__).parent / "plans"
@@ -39,7 +39,7 @@ def choose(case: str) -> Iterator[list[str]]:
         yield [f"machine={name}"]
         return
     data = load(name)
-    with tempfile.TemporaryDirectory() as folder:
+    with short_lived() as folder:
         fsroot.materialize(data, folder)
         yield [f"machine.root={folder}", f"nproc_per_node={len(data['gpus']) or 8}"]
 

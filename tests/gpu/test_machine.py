@@ -139,7 +139,6 @@ def list_forms(gpus: Sequence[Gpu]) -> dict[str, str | None]:
         "two indices, the second of no GPU": f"0,{len(gpus)}",
         "index of no GPU": str(len(gpus)),
         "index twice": "0,0",
-        "index with text behind it": "0gpu",
         "UUID": last.uuid,
         "prefix of a UUID": last.uuid[:12],
         "UUID, then a number": f"{first.uuid},0",

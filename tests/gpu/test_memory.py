@@ -6,11 +6,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from launcher.plan.variables import ALLOCATOR_VARIABLES, KEYS, find_fault
+from launcher.plan.variables import KEYS, find_fault
 from tests.gpu.proof import PROGRAMS, Proof, together
-from tests.plan.test_allocator_keys import CORE, LAX, RIGHT, WRONG
+from tests.plan.test_variables import CORE, LAX, RIGHT, WRONG
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Torch reads the first that is set."""
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 KNOWN = {name: kind for name, (kind, since) in KEYS.items() if since <= VERSION}
 """Settings that this torch knows, with the kinds of their values."""

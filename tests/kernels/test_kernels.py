@@ -1,5 +1,6 @@
 """On real kernels: the machine as probed is the one that was booted, and every rank has what was planned."""
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from launcher.cpulist import format_cpulist, parse_cpulist
-from launcher.plan.model import Machine, machine_from_json
+from launcher.plan.model import Machine, parse_machine
 from tests.plan.lab_machines import convert, score
 
 from .conftest import Report
@@ -37,7 +38,7 @@ def case(request: pytest.FixtureRequest, report_of: Callable[[Shape], Report]) -
 @pytest.fixture
 def machine(case: Case) -> Machine:
     """The machine as the probe found it in the guest."""
-    return machine_from_json(case[2]["plan"]["machine"])
+    return parse_machine(json.dumps(case[2]["plan"]["machine"]))
 
 
 def test_the_probe_finds_the_cpus_that_were_booted(case: Case, machine: Machine) -> None:

@@ -184,7 +184,7 @@ def plan_eight(limits: Limits) -> Plan:
         (Limits(cpus=24), 6, "2 for each"),
         (Limits(cpus=8), 4, "at least 4"),
         (Limits(memory_kib=256 << 20), 16, "256 GiB of memory"),
-        (Limits(shm_kib=8 << 20), 5, "8.19e+03 MiB of /dev/shm"),
+        (Limits(shm_kib=8 << 20), 5, "8 GiB of /dev/shm"),
         (Limits(files=1024), 8, "1024 open files"),
         (Limits(files=64), 1, "64 open files"),
     ],
