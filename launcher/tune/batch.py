@@ -6,9 +6,10 @@ size along a line, so that two trials tell what a third one needs; what the mach
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from launcher.text import describe_time, format_size
-from launcher.tune.trials import FITS, TOO_LARGE, Conclusion, MeasureError, Record, Trial, measure
+from launcher.tune.trials import FITS, TOO_LARGE, VERDICTS, Conclusion, MeasureError, Trial, read_measurements
 
 FIRST_BATCH = 8
 """Size of the first trial if nothing else is known."""
@@ -44,13 +45,8 @@ class BatchSearch:
     def bounds(self) -> str:
         """What is tried at most."""
         memory = f", within {format_size(self.memory_kib)} of memory" if self.memory_kib else ""
-        return f"{self.argument(self.start)} first, at most {self.max_batch}{memory}"
-
-    @property
-    def preview(self) -> str:
-        """What a dry run says of the search."""
-        first, _, most = self.bounds.partition(" first, at most ")
-        return f"{first}, then twice as much until it does not fit, up to {most}"
+        first = self.argument(self.start)
+        return f"{first}, then twice as much until it does not fit, up to {self.max_batch}{memory}"
 
     def argument(self, value: int) -> str:
         """Return a size as it is typed."""
@@ -87,18 +83,18 @@ class BatchSearch:
         near = any(2 * largest <= 3 * size for size in tried if size < largest)
         return None if largest % 4 or near or self._has_margin(fitting[-1]) else largest - largest // 4
 
-    def measure(self, records: Sequence[Record], value: int, ranks: int) -> Trial:
+    def measure(self, folder: Path, value: int, ranks: int) -> Trial:
         """Return what a size that fits has measured; raises MeasureError if that says nothing.
 
         A program that came to its end after a few steps fits, and has no throughput.
         """
-        trial = measure(records, value, ranks)
+        measured = read_measurements(folder, value, ranks)
+        trial, loader = measured.trial, measured.loader
         if trial.steps < 2:
             raise MeasureError(f"{trial.reason}: it has too little data to be tried")
-        slowest = max(records, key=lambda record: record.step_seconds)
-        loaders = [loader for record in records for loader in record.loaders]
+        slowest = max(measured.records, key=lambda record: record.step_seconds)
         # A loader of single items may give whole batches as such: its size of 1 says nothing.
-        size = max(loaders, key=lambda loader: loader.batches).batch_size if loaders else None
+        size = loader.batch_size if loader else None
         loader_batch = size if size is not None and size > 1 else 0
         per_step = slowest.batches / len(slowest.times) if slowest.times else 0.0
         rate = trial.rate * ranks * (loader_batch or value) * (per_step or 1.0)
@@ -106,14 +102,13 @@ class BatchSearch:
 
     def conclude(self) -> Conclusion:
         """Choose the fastest of the sizes that fit with memory to spare, else of all that fit."""
-        fitting, batch = self._list_fitting(), None
+        fitting = self._list_fitting()
         safe = [trial for trial in fitting if self._has_margin(trial)]
         largest = fitting[-1].value if fitting else None
         largest_safe = safe[-1].value if safe else None
-        fastest, limit = _find_fastest(fitting), None
-        if fitting:
-            batch = _find_fastest(safe or fitting) or (safe or fitting)[-1].value
-            limit = self._name_limit(fitting)
+        fastest = _find_fastest(fitting)
+        batch = _find_fastest(safe or fitting) or largest_safe or largest
+        limit = self._name_limit(fitting) if fitting else None
         facts = {
             "option": self.option,
             "batch": batch,
@@ -131,27 +126,24 @@ class BatchSearch:
                 " a smaller model or shorter sequences, activation checkpointing, or more sharding"
             )
             return Conclusion(None, facts, [why], {})
-        names = {"largest": largest, "largest with 5% to spare": largest_safe, "fastest": fastest}
         lines = [
             f"largest micro-batch that fits: {largest} ({limit})",
             f"with 5% of the memory to spare: {largest_safe or 'none is known to have 5% to spare'};"
             f" fastest: {fastest or 'not measured'}; use {batch}",
         ]
-        sizes = {trial.value for trial in self.trials}
-        return Conclusion(
-            batch,
-            facts,
-            lines,
-            {size: ", ".join(name for name, found in names.items() if found == size) for size in sizes},
-        )
+        names = {"largest": largest, "largest with 5% to spare": largest_safe, "fastest": fastest}
+        remarks = {
+            trial.value: ", ".join(name for name, found in names.items() if found == trial.value)
+            for trial in self.trials
+        }
+        return Conclusion(batch, facts, lines, remarks)
 
     def _name_limit(self, fitting: Sequence[Trial]) -> str:
         """Say why no size is larger."""
         largest = fitting[-1].value
         larger = (trial for trial in self.trials if trial.value > largest)
         if above := min(larger, key=lambda trial: trial.value, default=None):
-            how = "does not fit" if above.verdict == TOO_LARGE else "fails, not for memory"
-            return f"{above.value} {how}: {above.reason}"
+            return f"{above.value} {VERDICTS[above.verdict]}: {above.reason}"
         size = min((size for size in _list_larger(largest) if size <= self.max_batch), default=None)
         if size is None:
             return f"tune.max_batch={self.max_batch}"

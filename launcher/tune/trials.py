@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.codec import load
+from launcher.errors import UsageError
 from launcher.files import LARGEST, read_file
 from launcher.text import strip_sequences
 
 FITS, TOO_LARGE, FAILED = "fits", "does_not_fit", "failed"
-"""Verdicts on a value; `failed` is for another reason than memory."""
+VERDICTS = {FITS: "fits", TOO_LARGE: "does not fit", FAILED: "fails, not for memory"}
+"""Verdicts on a value, and their words."""
 UNITS = {"step": "steps", "batch": "batches"}
 """What is counted, steps of the optimizer or batches if there is none, with the plural."""
 FEWEST = 4
@@ -26,22 +28,18 @@ MEMORY_ERROR = re.compile(
 )
 """How PyTorch, CUDA, NumPy, Python and C++ say that an allocation has failed."""
 LONGEST_REASON = 120
-"""Characters of such a line that are shown."""
-LONGEST_PREFIX = 24
-"""Characters before the error that are shown with it."""
+"""Characters of such a line that are shown, from the error on."""
 
 
-class MeasureError(Exception):
-    """A trial that says nothing; the text says why, and what to do."""
+class MeasureError(UsageError):
+    """A trial that says nothing, for a reason that may be the value; the text says why, and what to do."""
 
-    def __init__(self, text: str, status: int | None = None) -> None:
+    def __init__(self, text: str, status: int = UsageError.exit_code, lines: Sequence[str] = ()) -> None:
         super().__init__(text)
-        self.status = status
-        """The exit code of a program that failed; the text is then how, in some lines."""
-
-
-class MismatchError(MeasureError):
-    """The program's DataLoader has another number of workers than was to be tried."""
+        self.exit_code = status
+        """The program's own if it has failed."""
+        self.lines = lines
+        """What else there is to say of a program that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,48 +140,50 @@ class Record:
         return sum(self.times) / len(self.times) if self.times else 0.0
 
 
-def read_records(folder: Path) -> list[Record]:
-    """Return the records in a folder, by rank; raises MeasureError for a damaged one."""
-    records = []
-    for path in folder.glob("rank-*.json"):
-        try:
-            records.append(load(Record, read_file(path, LARGEST)))
-        except (OSError, ValueError) as error:
-            raise MeasureError(f"{path} cannot be read ({error})") from None
-    return sorted(records, key=lambda record: record.rank)
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What all ranks have measured of a value."""
+
+    trial: Trial
+    """As slow as the slowest rank; without a rate after too few steps, for which there is a reason."""
+    records: Sequence[Record]
+    loader: Loader | None
+    """The one that gave most batches."""
 
 
-def measure(records: Sequence[Record], value: int, ranks: int) -> Trial:
-    """Return what the ranks have measured, as slow as the slowest; without a rate after too few steps."""
-    missing = sorted(set(range(ranks)) - {record.rank for record in records})
-    if len(missing) == ranks:
+def read_measurements(folder: Path, value: int, ranks: int) -> Measured:
+    """Read the ranks' records; raises MeasureError if one is missing or damaged."""
+    try:
+        records = [load(Record, read_file(path, LARGEST)) for path in sorted(folder.glob("rank-*.json"))]
+    except (OSError, ValueError) as error:
+        raise MeasureError(f"what was measured in {folder} cannot be read ({error})") from None
+    if missing := sorted(set(range(ranks)) - {record.rank for record in records}):
         raise MeasureError(
-            "no rank trains or loads data by PyTorch: give a Python program that does, without the"
-            " options -I, -E and -S"
-        )
-    if missing:
-        raise MeasureError(
-            f"rank {missing[0]} of {ranks} measured nothing: it has neither an optimizer nor a DataLoader"
+            f"rank {missing[0]} of {ranks} measured nothing, as it has neither an optimizer nor a DataLoader"
+            " of PyTorch: tune a Python program that does, without Python's options -I, -E and -S"
         )
     short = min(records, key=lambda record: len(record.times))
     slowest = max(records, key=lambda record: record.step_seconds)
     fullest = max(records, key=lambda record: record.gpu_reserved_kib + record.gpu_other_kib)
-    is_timed = len(short.times) >= FEWEST
     trial = Trial(
         value,
-        steps=max(record.steps for record in records) if is_timed else short.steps,
+        steps=max(record.steps for record in records),
         memory_kib=sum(record.peak_kib for record in records),
         unit=UNITS[short.unit],
         gpu_kib=fullest.gpu_reserved_kib + fullest.gpu_other_kib,
         gpu_total_kib=fullest.gpu_total_kib,
     )
-    if not is_timed:
+    if len(short.times) >= FEWEST:
+        seconds = slowest.step_seconds
+        off = statistics.stdev(slowest.times) / seconds / math.sqrt(len(slowest.times))
+        wait = _share_wait(records)
+        trial = replace(trial, rate=1 / seconds, step_seconds=seconds, error=off, wait=wait)
+    else:
         unit = short.unit if short.steps == 1 else UNITS[short.unit]
         few = f"the program ended after {short.steps} {unit} of rank {short.rank}, too few"
-        return replace(trial, reason=few)
-    times, seconds = slowest.times, slowest.step_seconds
-    error = statistics.stdev(times) / seconds / math.sqrt(len(times))
-    return replace(trial, rate=1 / seconds, step_seconds=seconds, error=error, wait=_share_wait(records))
+        trial = replace(trial, steps=short.steps, reason=few)
+    loaders = [loader for record in records for loader in record.loaders]
+    return Measured(trial, records, max(loaders, key=lambda loader: loader.batches, default=None))
 
 
 def _share_wait(records: Sequence[Record]) -> float:
@@ -201,9 +201,6 @@ def _share_wait(records: Sequence[Record]) -> float:
 
 def find_memory_error(lines: Iterable[str]) -> str:
     """Return what the first line says that tells of memory which ran out; empty if there is none."""
-    for line in lines:
-        plain = strip_sequences(line).strip()
-        if found := MEMORY_ERROR.search(plain):
-            said = plain[found.start() :] if found.start() > LONGEST_PREFIX else plain
-            return said if len(said) <= LONGEST_REASON else f"{said[: LONGEST_REASON - 1]}…"
-    return ""
+    plain = (strip_sequences(line).strip() for line in lines)
+    found = next(filter(None, map(MEMORY_ERROR.search, plain)), None)
+    return "" if found is None else found.string[found.start() :][:LONGEST_REASON]

@@ -5,16 +5,17 @@ further worker brings no more than the one before it: throughput is concave. So 
 what has not been, and a number that cannot be better is not tried.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.errors import UsageError
 from launcher.plan.model import Plan
 from launcher.plan.resources import limit_workers
 from launcher.text import count_things
-from launcher.tune.trials import FITS, Conclusion, MeasureError, MismatchError, Record, Trial, measure
+from launcher.tune.trials import FITS, Conclusion, MeasureError, Trial, read_measurements
 
 if TYPE_CHECKING:
     from launcher.config.settings import Settings
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 GAIN = 1.02
 """Anything below is not worth a further trial, nor to be told from noise."""
 DEAR_GAIN = 1.04
-"""The same, once the search has become dear."""
+"""The same, once a further trial would exceed half of what trying all numbers takes."""
 NEAR = 0.985
 """Share of the best throughput from which fewer workers are as good."""
 ERROR = 0.02
@@ -45,10 +46,10 @@ class WorkersSearch:
     """Tries the most telling number of DataLoader workers until it is clear which one is best."""
 
     max_workers: int
+    steps: int
+    """Measured steps of a trial at most."""
     why: str = ""
-    """Why there are no more."""
-    thrift: float = math.inf
-    """Steps above which a further trial has to promise more, and none is made for fewer workers alone."""
+    """Why there are no more workers."""
     trials: list[Trial] = field(default_factory=list)
     subject: str = "dataloader"
     title: str = "workers"
@@ -56,12 +57,7 @@ class WorkersSearch:
     @property
     def bounds(self) -> str:
         """What is tried at most."""
-        return f"with 0 to {self.max_workers} workers each ({self.why})"
-
-    @property
-    def preview(self) -> str:
-        """What a dry run says of the search."""
-        return f"0 workers, then up to {self.max_workers} ({self.why}) until it is clear"
+        return f"0 workers each, then up to {self.max_workers} ({self.why})"
 
     def argument(self, value: int) -> str:
         """Return a value as people read it."""
@@ -75,8 +71,10 @@ class WorkersSearch:
         most = min([self.max_workers, *(trial.value - 1 for trial in trials if trial.verdict != FITS)])
         tried = {trial.value for trial in trials}
         best = max(trial.rate for trial in measured)
-        is_dear = sum(trial.steps for trial in trials) + trials[-1].steps > self.thrift
-        bounds = {count: bound_rate(measured, count) for count in range(1, most + 1) if count not in tried}
+        # Steps of trying all numbers; before the measured ones, each worker has two batches prefetched.
+        price = sum(self.steps + WARMUP + 2 * count for count in range(self.max_workers + 1))
+        is_dear = sum(trial.steps for trial in trials) + trials[-1].steps > price / 2
+        bounds = {count: _bound_rate(measured, count) for count in range(1, most + 1) if count not in tried}
         worth = best * (DEAR_GAIN if is_dear else GAIN)
         open_counts = [count for count, bound in bounds.items() if bound > worth]
         highest = measured[-1].value
@@ -102,34 +100,27 @@ class WorkersSearch:
     def _list_measured(self) -> list[Trial]:
         return sorted((trial for trial in self.trials if trial.rate), key=lambda trial: trial.value)
 
-    def measure(self, records: Sequence[Record], value: int, ranks: int) -> Trial:
+    def measure(self, folder: Path, value: int, ranks: int) -> Trial:
         """Return what a number of workers has measured; raises MeasureError if that says nothing.
 
-        MismatchError if the number is not the launcher's to choose.
+        UsageError if the number is not the launcher's to choose.
         """
-        trial = measure(records, value, ranks)
-        loaders = [loader for record in records for loader in record.loaders]
-        if not loaders:
+        measured = read_measurements(folder, value, ranks)
+        loader, trial = measured.loader, measured.trial
+        if loader is None:
             raise MeasureError(
                 "the program reads from no torch.utils.data.DataLoader: there is nothing to tune"
             )
-        loader = max(loaders, key=lambda loader: loader.batches)
-        if loader.workers != value and loader.iterable:
-            raise MismatchError(
-                f"the DataLoader of an IterableDataset has num_workers={loader.workers}, and is given no"
-                " other number, since a dataset that does not shard by worker would return everything once"
-                " for each: let the program take it, from LAUNCH_NUM_WORKERS or by `{num_workers}` among its"
-                " arguments"
-            )
         if loader.workers != value:
-            raise MismatchError(
-                f"the program sets num_workers={loader.workers} itself, and cannot be tuned so: leave"
-                " num_workers out of its DataLoader(...), or let it take LAUNCH_NUM_WORKERS or"
-                " `{num_workers}` among its arguments"
+            which = "the DataLoader of an IterableDataset has" if loader.iterable else "the program sets"
+            why = ", and gets no other, as its dataset may not shard by worker" if loader.iterable else ""
+            raise UsageError(
+                f"{which} num_workers={loader.workers} itself{why}: leave num_workers out of DataLoader(...),"
+                " or let it take LAUNCH_NUM_WORKERS or `{num_workers}` among the program's arguments"
             )
         if not trial.rate:
             raise MeasureError(f"{trial.reason} to measure: let it run for {2 * value + 20} at least")
-        return replace(trial, memory_kib=sum(record.memory_kib for record in records))
+        return replace(trial, memory_kib=sum(record.memory_kib for record in measured.records))
 
     def conclude(self) -> Conclusion:
         """Choose the fewest workers whose throughput is the best's within noise."""
@@ -138,40 +129,29 @@ class WorkersSearch:
         chosen = next((trial.value for trial in measured if trial.rate >= NEAR * best), None)
         facts = {"max_workers": self.max_workers, "num_workers": chosen}
         if chosen is None:
-            failed = "".join(f": {self.argument(trial.value)}: {trial.reason}" for trial in self.trials[-1:])
-            return Conclusion(None, facts, [f"nothing could be measured{failed}"], {})
+            why = "".join(f": {trial.reason}" for trial in self.trials)
+            return Conclusion(None, facts, [f"nothing could be measured{why}"], {})
         return Conclusion(chosen, facts, [f"fastest with {self.argument(chosen)}"], {chosen: "chosen"})
 
 
-def bound_rate(measured: Sequence[Trial], count: int) -> float:
-    """Return what steps per second a number of workers can have at most, by the trials with fewer."""
-    return min(_list_bounds([trial for trial in measured if trial.value < count], count), default=math.inf)
+def _bound_rate(measured: Sequence[Trial], count: int) -> float:
+    """Return what steps per second a number of workers can have at most, by the trials with fewer.
 
-
-def _list_bounds(fewer: Sequence[Trial], count: int) -> Iterator[float]:
-    """Bounds by each trial, as much again from each worker, and by the line through two next to each other.
-
-    By the last, there is nothing to wait for any more: computing is no faster beside more workers. If it has
-    been, something else slowed the earlier trial.
+    By the last of them, there is nothing to wait for any more: computing is no faster beside more workers; if
+    it has been, something else slowed the earlier trial. By each, as much again from each worker; and by the
+    line through two next to each other, as steep as noise allows.
     """
-    for trial in fewer[-1:]:
-        yield trial.rate / (1 - min(trial.wait, MOST_WAIT))
+    fewer = [trial for trial in measured if trial.value < count]
+    bounds = [trial.rate / (1 - min(trial.wait, MOST_WAIT)) for trial in fewer[-1:]]
     for trial in fewer:
         if trial.value:
-            yield trial.rate * (1 + ERROR) * count / trial.value
+            bounds.append(trial.rate * (1 + ERROR) * count / trial.value)
         elif trial.wait:
-            yield count * (1 + LOADING) * trial.rate / trial.wait
-    for low, high in pairwise(trial for trial in fewer if trial.value):  # as steep as noise allows
+            bounds.append(count * (1 + LOADING) * trial.rate / trial.wait)
+    for low, high in pairwise(trial for trial in fewer if trial.value):
         rise = high.rate * (1 + ERROR) - low.rate * (1 - ERROR)
-        yield high.rate * (1 + ERROR) + rise / (high.value - low.value) * (count - high.value)
-
-
-def price_all(max_workers: int, steps: int) -> int:
-    """Return the steps of a search that tries 0 to `max_workers` workers, each for so many measured steps.
-
-    Before them are those that use up what was prefetched, two batches for each worker (torch's default).
-    """
-    return sum(steps + WARMUP + 2 * count for count in range(max_workers + 1))
+        bounds.append(high.rate * (1 + ERROR) + rise / (high.value - low.value) * (count - high.value))
+    return min(bounds)
 
 
 def find_max_workers(config: "Settings", plan: Plan) -> tuple[int, str]:

@@ -1,18 +1,210 @@
-"""`launch tune`: real ranks, real workers, real allocations that fail."""
+"""`launch tune`: what a trial says, and real ranks, real workers, real allocations that fail."""
 
 import json
 import os
 import signal
 import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from launcher.cli.tune import check_choice_file, describe_use, write_choice
-from launcher.config.settings import Settings
+import launcher.inprocess
+from launcher.errors import UsageError
 from launcher.probe import limits
+from launcher.tune.batch import BatchSearch
+from launcher.tune.trials import Trial, find_memory_error
+from launcher.tune.workers import WorkersSearch
+from tests.inprocess.hooked import WITHOUT_COMPILER
 from tests.seam import LAUNCH, Launch, clean_environ, run_outside
-from tests.tune.test_measured import ALONE, BATCHES, TRAINING, list_living
+
+_TEXTS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
+LOADING, _TRAINING, _ALONE, BATCHES = (
+    _TEXTS[name].replace("WITHOUT_COMPILER", WITHOUT_COMPILER)
+    for name in ("loading", "training", "alone", "batches")
+)
+TRAINING, ALONE = LOADING + _TRAINING, LOADING + _ALONE
+
+
+# What the ranks' records say
+
+
+class Records:
+    """Makes the records that the ranks of a trial leave, and has them measured."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, *ranks: Mapping[str, Any]) -> None:
+        for path in self.folder.glob("rank-*.json"):
+            path.unlink()
+        loader = {"workers": 2, "iterable": False, "batches": 9}
+        usual = {"unit": "step", "steps": 10, "first": 4, "times": [1.0] * 5, "waits": [0.5] * 5}
+        usual |= {"loaders": [loader], "memory_kib": 7, "ended": False}
+        for rank, more in enumerate(ranks):
+            record = {"rank": rank, **usual, **more}
+            record["loaders"] = [{**loader, **each} for each in record["loaders"]]
+            (self.folder / f"rank-{rank}.json").write_text(json.dumps(record))
+
+    def workers(self, *ranks: Mapping[str, Any], value: int = 2) -> Trial:
+        self.write(*ranks)
+        return WorkersSearch(9, 48).measure(self.folder, value, max(1, len(ranks)))
+
+    def batch(self, *ranks: Mapping[str, Any], value: int = 4) -> Trial:
+        self.write(*ranks)
+        return BatchSearch("--b", 8, 4096, 0, 60, 900).measure(self.folder, value, len(ranks))
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    return Records(tmp_path)
+
+
+def test_a_trial_is_as_slow_as_its_slowest_rank_and_waits_for_each(records: Records) -> None:
+    waits = [[0.5, 0.0, 0.5, 0.0, 0.0], [0.0, 0.5, 0.0, 0.5, 0.0]]
+    trial = records.workers(*({"waits": each} for each in waits))
+    assert (trial.rate, trial.wait, trial.memory_kib, trial.steps) == (1.0, 0.4, 14, 10)
+    own = {"loaders": [{"iterable": True}]}  # an IterableDataset that takes the number
+    assert records.workers(own).rate == 1.0
+    apart = records.workers({"waits": waits[0]}, {"first": 100, "waits": [0.2] * 5})
+    assert apart.wait == pytest.approx(0.2)
+
+
+def test_what_says_nothing_is_told(records: Records) -> None:
+    for ranks, part in (
+        ([{"loaders": []}], "nothing to tune"),
+        ([{"loaders": [{"workers": 4}]}], "num_workers=4 itself"),
+        ([{"loaders": [{"workers": 0, "iterable": True}]}], "IterableDataset"),
+        ([{"times": [1.0], "waits": [0.0], "steps": 5}], "ended after 5 steps"),
+        ([{"times": [], "waits": [], "steps": 1, "first": None, "unit": "batch"}], "1 batch"),
+        ([{"rank": 1}], "rank 0 of 1 measured nothing"),
+        ([{"steps": "many"}], "cannot be read"),
+        ([], "neither an optimizer nor a DataLoader"),
+    ):
+        with pytest.raises(UsageError, match=part):
+            records.workers(*ranks)
+
+
+LINES = tomllib.loads(Path(__file__).with_name("memory_errors.toml").read_text())
+
+
+def test_memory_that_ran_out_is_seen() -> None:
+    for line in LINES["memory_ran_out"]:
+        found = find_memory_error([*LINES["others"], line, "torch.OutOfMemoryError: a later one"])
+        assert found and len(found) <= 120 and "later" not in found and "\x1b" not in found, line
+    assert find_memory_error(LINES["others"]) == ""
+
+
+def test_sequences_are_those_of_all_ranks_and_micro_steps(records: Records) -> None:
+    """Ten loader batches of 4 in five steps of a second, on two ranks: 16 sequences a step."""
+    more = {"loaders": [{"batches": 20, "batch_size": 4}], "batches": 10, "peak_kib": 100}
+    uneven = {**more, "times": [0.5, 1.0, 1.5, 1.0, 1.0]}
+    trial = records.batch(more, uneven)
+    assert (trial.rate, trial.step_seconds, trial.memory_kib, trial.loader_batch) == (16, 1.0, 200, 4)
+    assert trial.error == 0
+    assert records.batch(uneven, more).rate == 16
+    trial = records.batch(
+        *({"gpu_total_kib": 80, "gpu_reserved_kib": 50, "gpu_other_kib": number} for number in (1, 9))
+    )
+    assert (trial.gpu_kib, trial.gpu_total_kib) == (59, 80), "the fullest GPU counts"
+    short = {"times": [1.0], "waits": [0.0], "steps": 5, "ended": True}
+    trial = records.batch(short, value=64)
+    assert (trial.verdict, trial.rate) == ("fits", 0.0) and "after 5 steps" in trial.reason
+    with pytest.raises(UsageError, match="after 1 step of rank 0, too few: it has too little data"):
+        records.batch({**short, "steps": 1}, value=64)
+
+
+# The meter in a rank's interpreter: a real torch, real workers
+
+
+HOOK = str(Path(launcher.inprocess.__file__).parent)
+
+
+def start(folder: Path, *words: str, **more: str) -> "subprocess.Popen[str]":
+    """Start the program as the shim does for a trial of `launch tune`."""
+    (folder / "alone.py").write_text(ALONE)
+    (folder / "measured").mkdir(exist_ok=True)
+    order = {"folder": str(folder / "measured"), "steps": 16, "seconds": 60}
+    environ = {"PYTHONPATH": HOOK, "LAUNCH_METER": json.dumps(order), "RANK": "0", "WORLD_SIZE": "1", **more}
+    return subprocess.Popen(
+        [sys.executable, "alone.py", *words],
+        cwd=folder,
+        env={**clean_environ(), **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def read_record(folder: Path, rank: int = 0) -> dict[str, Any]:
+    """What a rank has written."""
+    found: dict[str, Any] = json.loads((folder / f"measured/rank-{rank}.json").read_text())
+    return found
+
+
+def list_living(folder: Path) -> list[str]:
+    """Processes that work in a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        try:
+            found += [str(path)] if path.samefile(folder) else []
+        except OSError:
+            continue
+    return found
+
+
+def test_it_ends_a_program_with_workers_and_says_what_it_waited_for(tmp_path: Path) -> None:
+    assert finish(start(tmp_path, "{'num_workers': 1}")) == (0, "", "")
+    assert list_living(tmp_path) == []
+    record = read_record(tmp_path)
+    (loader,) = record["loaders"]
+    found = record["unit"], record["ended"], loader["workers"], loader["iterable"]
+    assert found == ("step", False, 1, False)
+    assert record["steps"] == record["first"] + 1 + len(record["times"])
+    assert 12 <= len(record["times"]) <= 20
+    trial = WorkersSearch(9, 48).measure(tmp_path / "measured", 1, 1)
+    assert 0 < trial.wait < 1 and 0 < trial.rate <= 1 / 0.01 * 1.01
+    assert trial.memory_kib > 50_000
+
+
+def test_without_an_optimizer_batches_count_and_the_end_of_a_short_program_is_its_own(tmp_path: Path) -> None:
+    code, out, err = finish(start(tmp_path, "{}", "eval", "7"))
+    assert (code, out, err) == (0, "the end\n", "")
+    record = read_record(tmp_path)
+    found = record["unit"], record["ended"], record["steps"], len(record["times"])
+    assert found == ("batch", True, 8, 5)
+    # A batch of the main process is 10 ms of loading to 5 of computing.
+    assert WorkersSearch(9, 48).measure(tmp_path / "measured", 0, 1).wait > 0.3
+
+
+def test_what_one_loader_reads_from_another_is_counted_once(tmp_path: Path) -> None:
+    inner = "{'sampler': DataLoader(range(100), batch_size=None)}"
+    assert finish(start(tmp_path, inner, "eval", "7")) == (0, "the end\n", "")
+    record = read_record(tmp_path)
+    loader = {"workers": 0, "iterable": False, "batches": 8, "batch_size": 1}
+    assert (record["steps"], record["loaders"]) == (8, [loader])
+    assert sum(record["waits"]) < sum(record["times"])
+
+
+def test_a_rank_that_is_done_goes_on_until_all_are(tmp_path: Path) -> None:
+    quick = start(tmp_path, "{}", RANK="0", WORLD_SIZE="2", PACE="0.001")
+    slow = start(tmp_path, "{}", RANK="1", WORLD_SIZE="2", PACE="0.3")
+    assert finish(quick) == (0, "", "")
+    assert (tmp_path / "measured/rank-1.json").exists()
+    assert finish(slow) == (0, "", "")
+    assert sum(read_record(tmp_path, 0)["times"]) < sum(read_record(tmp_path, 1)["times"])
+    assert WorkersSearch(9, 48).measure(tmp_path / "measured", 0, 2).rate < 1 / 0.3
+
+
+# The command
 
 
 @pytest.mark.slow
@@ -20,7 +212,8 @@ from tests.tune.test_measured import ALONE, BATCHES, TRAINING, list_living
 def test_two_ranks_are_tuned_and_later_runs_use_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     words = ["tune", "dataloader", "nproc_per_node=2", "tune.max_workers=3", "tune.steps=16", "format=json"]
-    done = run_outside([*words, "--", "train.py"], tmp_path, timeout=300)
+    hostile = ["train.py", "b\nnum_workers: 99\rnum_workers: 98"]
+    done = run_outside([*words, "--", *hostile], tmp_path, timeout=300)
     assert done.code == 0, done
     result = json.loads(done.out)
     chosen = result["num_workers"]
@@ -29,7 +222,10 @@ def test_two_ranks_are_tuned_and_later_runs_use_it(tmp_path: Path) -> None:
     assert trials[0]["wait"] > 0.5
     assert trials[chosen]["rate"] > 1.5 * trials[0]["rate"]
     assert f"fastest with {chosen} workers" in done.err
-    assert "conf/dataloader/tuned.yaml written: `launch dataloader=tuned -- train.py` uses it" in done.err
+    assert "conf/dataloader/tuned.yaml written: `launch dataloader=tuned -- train.py" in done.err
+    assert "train.py" in (tmp_path / "conf/dataloader/tuned.yaml").read_text()
+    again = run_outside(["tune", "dataloader", "dry_run=true", "train.py"], tmp_path)
+    assert again.code == 0, "a file of ours is replaced"
     assert list_living(tmp_path) == []
     (run,) = tmp_path.glob("runs/train-tune/*")
     assert json.loads((run / "manifest.json").read_text())["outcome"] == {
@@ -124,21 +320,6 @@ def test_a_file_of_the_user_s_is_kept(launch: Launch, here: Path) -> None:
     assert launch("tune", "dataloader", "save=conf/dataloader/other.yaml", "dry_run=true").code == 0
 
 
-def test_the_file_is_an_option_and_is_replaced(launch: Launch, here: Path) -> None:
-    where, target = (
-        "train.py --a 'b\nnum_workers: 99\rnum_workers: 98', 2 ranks",
-        "conf/dataloader/tuned.yaml",
-    )
-    rows = [("workers", "steps/s"), ("5", "4")]
-    write_choice(target, rows, where, 5, Settings())
-    check_choice_file(target, replaces=False)
-    assert "train.py" in (here / target).read_text()
-    plan = launch("plan", "dataloader=tuned", "format=json", "nproc_per_node=1")
-    assert json.loads(plan.out)["ranks"][0]["num_workers"] == 5
-    assert "`launch dataloader=x -- a.py`" in describe_use("conf/dataloader/x.yaml", " -- a.py")
-    assert "put it into conf/dataloader/" in describe_use("x.txt", " -- a.py")
-
-
 WORDS = ["tune", "batch", "tune.option=--batch-size", "tune.steps=12"]
 
 
@@ -193,7 +374,7 @@ def test_another_failure_is_shown_with_its_last_lines(
     done = run_outside(["tune", "batch", "nproc_per_node=1", *words], tmp_path)
     assert (done.code, done.out) == (code, "")
     assert part in done.err and f"it exited with code {code}" in done.err
-    assert "does not fit" not in done.err
+    assert "does not fit (" not in done.err
     (run,) = tmp_path.glob("runs/train-tune/*")
     assert json.loads((run / "manifest.json").read_text())["outcome"]["state"] == "failed"
 
@@ -212,20 +393,37 @@ def test_a_trial_is_ended_before_the_machine_swaps(
     assert list_living(here) == [f"/proc/{os.getpid()}/cwd"]
 
 
-def test_a_dry_run_of_batches_starts_nothing(launch: Launch, here: Path) -> None:
-    (here / "train.py").touch()
-    done = launch(*WORDS, "nproc_per_node=1", "dry_run=true", "--", "train.py")
-    assert done.code == 0
-    assert "would try --batch-size 8, then twice as much" in done.out
-    assert done.out.endswith("train.py --batch-size 8\n")
+@pytest.mark.parametrize(
+    ("line", "option", "value", "then"),
+    [
+        ("a.py --lr 1", "--batch-size", 8, "a.py --lr 1 --batch-size 8"),
+        ("a.py --batch-size 4 --lr 1", "--batch-size", 4, "a.py --batch-size 4 --lr 1"),
+        ("a.py --batch-size=4 --lr 1", "--batch-size", 4, "a.py --batch-size=4 --lr 1"),
+        ("a.py --lr 1", "--batch-size=", 8, "a.py --lr 1 --batch-size=8"),
+        ("a.py -b 4 -b 5", "-b", 5, "a.py -b 5 -b 5"),
+        ("a.py data.batch_size=4", "data.batch_size=", 4, "a.py data.batch_size=4"),
+        ("a.py --batch-size-eval 4", "--batch-size", 8, "a.py --batch-size-eval 4 --batch-size 8"),
+        ("a.py --batch-size", "--batch-size", 8, "a.py --batch-size --batch-size 8"),
+        ("a.py --micro-batch-size 2", None, 2, "a.py --micro-batch-size 2"),
+    ],
+)
+def test_a_dry_run_sets_the_option_and_starts_nothing(
+    launch: Launch, here: Path, line: str, option: str | None, value: int, then: str
+) -> None:
+    (here / "a.py").touch()
+    named = [f"tune.option={option}"] if option else []
+    done = launch("tune", "batch", "nproc_per_node=1", "dry_run=true", *named, "--", *line.split())
+    assert done.code == 0 and done.out.endswith(f"{then}\n"), done
+    name = option or "--micro-batch-size"
+    joined = "" if name.endswith("=") else " "
+    assert f"would try {name}{joined}{value}, then twice as much" in done.out
+    assert not (here / "runs").exists() and not (here / "conf").exists()
+
+
+def test_a_dry_run_of_the_bundled_program(launch: Launch) -> None:
     bundled = launch("tune", "batch", "nproc_per_node=1", "dry_run=true")
     assert "would try program.batch_size=8" in bundled.out and "--batch-size=8" in bundled.out
     launch("tune", "batch", "save=conf/program/x.yaml").assert_error(2, "writes no file")
-    hydra = launch("tune", "batch", "tune.option=data.bs=", "dry_run=true", "--", "train.py", "data.bs=32")
-    assert hydra.out.endswith("train.py data.bs=32\n")
-    known = launch("tune", "batch", "dry_run=true", "--", "train.py", "--micro-batch-size", "2")
-    assert "would try --micro-batch-size 2, then" in known.out
-    assert not (here / "runs").exists() and not (here / "conf").exists()
 
 
 def test_the_bundled_program_is_tuned_by_its_key(here: Path) -> None:
