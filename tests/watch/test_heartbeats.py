@@ -9,6 +9,7 @@ from time import monotonic
 
 import pytest
 
+from launcher.files import read_stat
 from launcher.inprocess.launch_inprocess import heartbeat
 from launcher.watch.ranks import read_heartbeat
 
@@ -133,7 +134,7 @@ def test_what_is_read_between_two_writes_is_sound(beat: heartbeat.Heartbeat, pat
     child = os.fork()
     if not child:
         beat.file.pid = os.getpid()
-        beat.file.start_time = int(heartbeat._read_stat_fields("self")[22 - 3])
+        beat.file.start_time = int(read_stat("self")[1][22 - 3])
         for step in range(1, 1 << 40):
             beat.end_step(step)
     try:

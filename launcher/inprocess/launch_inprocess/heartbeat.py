@@ -50,8 +50,6 @@ DUMP_OFFSET = 8
 """From SIGRTMIN; programs use SIGUSR1 and SIGUSR2, and the C library's first real-time signals."""
 SAVERS = ("torch.serialization", "torch.distributed.checkpoint.state_dict_saver", "safetensors.torch")
 """Modules with functions that save."""
-MAX_PATH = 107
-"""Bytes of a Unix socket's path (unix(7))."""
 LOG_LEVELS = ("FLAGS_caffe2_log_level", "_ZN3c1022FLAGS_caffe2_log_levelE")
 """Names of libc10's variable below which its messages are not printed; the second one is in a namespace."""
 ERROR = 2
@@ -118,10 +116,7 @@ class Heartbeat:
         os.register_at_fork(after_in_child=self.stop)
         self.phase_since = monotonic()
         self.map_file()
-        try:
-            self._offer_dump()
-        except Exception as error:
-            self.add_note(f"no stacks by a signal: {type(error).__name__}: {error}"[:200])
+        self.try_or_tell("no stacks by a signal", self._offer_dump)
         call_safely(note_phases, self)
         atexit.register(self.set_base, ENDED)
 
@@ -234,6 +229,13 @@ class Heartbeat:
         if self.dump_signal and getsignal(self.dump_signal) is not self.found_handler:
             self.dump_signal = self.file.dump_signal = 0
 
+    def try_or_tell(self, what: str, action: Callable[[], object]) -> None:
+        """Do something whose failure is told."""
+        try:
+            action()
+        except Exception as error:
+            self.add_note(f"{what}: {type(error).__name__}: {error}"[:200])
+
     def add_note(self, text: str) -> None:
         """Tell what could not be set up."""
         self.notes.append(text)
@@ -252,17 +254,14 @@ class Heartbeat:
 
         self.file = load_structure()()  # where it is written to if there is no other
         path, draft = (os.path.join(self.folder, f"{dot}rank-{self.rank}.beat") for dot in ("", "."))
-        if _is_taken(path):
-            raise FileExistsError(path)
-        if os.path.lexists(draft):
-            os.unlink(draft)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(draft, flags, 0o600)
         try:
             size = memoryview(self.file).nbytes
             os.posix_fallocate(descriptor, 0, size)
             file = load_structure().from_buffer(mmap.mmap(descriptor, size))
-            fields = _read_stat_fields("self")
+            with open("/proc/self/stat", "rb") as stat:
+                fields = stat.read().rpartition(b")")[2].split()
             file.magic, file.layout, file.pid = MAGIC, LAYOUT, os.getpid()
             file.start_time, file.start_stack = (int(fields[number - 3]) for number in (22, 28))
             file.rank, file.local_rank = self.rank, self.local_rank
@@ -277,38 +276,14 @@ class Heartbeat:
         self.file = file
 
 
-def _is_taken(path: str) -> bool:
-    """Tell whether another process of this rank, as of a shell script, steps and has its heartbeat here."""
-    try:
-        with open(path, "rb") as file:
-            layout = load_structure()
-            found = layout.from_buffer_copy(file.read(memoryview(layout()).nbytes))
-        if found.magic != MAGIC or found.layout != LAYOUT or not found.step:
-            return False
-        if found.pid == os.getpid():
-            return False
-        return bool(_read_stat_fields(found.pid)[22 - 3] == str(found.start_time))
-    except (OSError, ValueError, IndexError):  # none, or no heartbeat
-        return False
-
-
-def _read_stat_fields(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third on (proc(5)); raises OSError."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().decode("ascii", "replace").rpartition(")")[2].split()
-
-
 def keep_forever(kept: object) -> None:
     """Have an object never freed, not even at the interpreter's end.
 
     A mapping closes its descriptor then, which may be another file's if the program has closed all of ours.
     """
-    try:
-        import ctypes  # torch has imported it by now
+    import ctypes  # torch has imported it by now
 
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-    except (ImportError, AttributeError):  # an interpreter without it
-        return
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def note_phases(beat: Heartbeat) -> None:
@@ -316,14 +291,7 @@ def note_phases(beat: Heartbeat) -> None:
 
     def watch(name: str, action: Callable[[ModuleType], object]) -> None:
         """Run an action with a module once it is imported; tell if the module is not as expected."""
-
-        def act_or_tell(module: ModuleType) -> None:
-            try:
-                action(module)
-            except Exception as error:
-                beat.add_note(f"{name} is not watched: {type(error).__name__}: {error}"[:200])
-
-        when_imported(name, act_or_tell)
+        when_imported(name, lambda module: beat.try_or_tell(f"{name} is not watched", lambda: action(module)))
 
     def begin_saving() -> None:
         """A phase that lasts until a batch is drawn or a step ends; other threads' savings are none."""
@@ -338,7 +306,7 @@ def note_phases(beat: Heartbeat) -> None:
         """Start torch's server before the first process group."""
         if beat.world_size > 1 and not beat.has_joined:
             beat.has_joined = True
-            _start_server(beat)
+            beat.try_or_tell("no server of torch's", lambda: _start_server(beat))
         beat.set_phase(JOINING)
 
     def return_to_base() -> None:
@@ -354,9 +322,6 @@ def note_phases(beat: Heartbeat) -> None:
         surround(module.callback_handler, "run_start_callbacks", lambda: beat.set_phase(COMPILING))
         surround(module.callback_handler, "run_end_callbacks", return_to_base)
 
-    def watch_joining(module: ModuleType) -> None:
-        surround(module, "init_process_group", begin_joining, return_to_base)
-
     for name in SAVERS:
         watch(name, watch_savers)
     watch_waits(watch, beat.begin_loading, beat.end_loading)
@@ -366,7 +331,10 @@ def note_phases(beat: Heartbeat) -> None:
         lambda module: watch("torch.compiler", lambda compiler: _replace_train(beat, module, compiler)),
     )
     watch("torch._dynamo.callback", watch_compiling)
-    watch("torch.distributed.distributed_c10d", watch_joining)
+    watch(
+        "torch.distributed.distributed_c10d",
+        lambda module: surround(module, "init_process_group", begin_joining, return_to_base),
+    )
 
 
 def _replace_train(beat: Heartbeat, module: ModuleType, compiler: ModuleType) -> None:
@@ -392,28 +360,19 @@ def _start_server(beat: Heartbeat) -> None:
     started without torch's warnings that it listens, and that it ends; and it is never freed: its end would
     print more, and wait for its threads.
     """
-    try:
-        path = os.path.join(beat.folder, f"rank-{beat.rank}.sock")
-        if len(os.fsencode(path)) > MAX_PATH:
-            raise OSError(f"its path has more than {MAX_PATH} bytes")
-        if os.path.lexists(path):  # of an earlier program of this rank
-            os.unlink(path)
-        import ctypes
+    import ctypes
 
-        torch = sys.modules["torch"]
-        server_class = torch._C._distributed_c10d._WorkerServer
-        file = os.path.join(os.path.dirname(str(torch.__file__)), "lib", "libc10.so")
-        library = ctypes.CDLL(file, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        names = [name for name in LOG_LEVELS if hasattr(library, name)]
-        if not names:
-            raise AttributeError("libc10 has no level for its messages that is known")
-        level = ctypes.c_int.in_dll(library, names[0])
-        before = level.value
-        level.value = max(before, ERROR)
-        try:
-            server = server_class(path)
-        finally:
-            level.value = before
-        keep_forever(server)
-    except Exception as error:
-        beat.add_note(f"no server of torch's: {type(error).__name__}: {error}"[:200])
+    path = os.path.join(beat.folder, f"rank-{beat.rank}.sock")
+    if os.path.lexists(path):  # of an earlier program of this rank
+        os.unlink(path)
+    torch = sys.modules["torch"]
+    file = os.path.join(os.path.dirname(str(torch.__file__)), "lib", "libc10.so")
+    library = ctypes.CDLL(file, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    name = next(name for name in LOG_LEVELS if hasattr(library, name))
+    level = ctypes.c_int.in_dll(library, name)
+    before = level.value
+    level.value = max(before, ERROR)
+    try:
+        keep_forever(torch._C._distributed_c10d._WorkerServer(path))
+    finally:
+        level.value = before

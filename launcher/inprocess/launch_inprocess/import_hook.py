@@ -15,8 +15,6 @@ if TYPE_CHECKING:  # these would cost each start of an interpreter some millisec
     Argument = TypeVar("Argument")
     Function = Callable[..., Any]
 
-TORCH_ENTRIES = ("torch", "torch.nn", "torch.optim", "torch.distributed", "torch.utils.data")
-"""Modules of torch that programs import first; `from torch.nn import …` looks at `torch.nn` alone."""
 REPLACED: Mapping[str, tuple[str, ...]] = {
     "torch.serialization": ("save",),
     "torch.distributed.checkpoint.state_dict_saver": ("save", "async_save", "save_state_dict"),
@@ -96,33 +94,8 @@ def when_imported(name: str, action: Action) -> None:
 
 
 def when_framework_is_used(action: Action) -> None:
-    """Run an action once the program has begun to import torch, also in a rank forked with torch.
-
-    An import asks the spec of a module that it finds in `sys.modules` whether that is still being loaded
-    (PyImport_ImportModuleLevelObject in CPython's import.c): there, the spec gets a class of its own that
-    runs the action when it is asked.
-    """
-    if "torch" not in sys.modules:
-        when_imported("torch.version", action)  # the first module that torch imports
-        return
-    waiting = [action]
-
-    def watch(name: str) -> None:
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        if spec is None:
-            return
-        spec_class = type(spec)
-
-        def answer(asked: ModuleSpec) -> bool:
-            asked.__class__ = spec_class
-            if waiting:
-                call_safely(waiting.pop(), sys.modules[name])
-            return _is_loading(asked)
-
-        spec.__class__ = type(spec_class.__name__, (spec_class,), {"_initializing": property(answer)})
-
-    for name in TORCH_ENTRIES:
-        watch(name)
+    """Run an action once the program has begun to import torch; at once in a rank forked with torch."""
+    when_imported("torch" if "torch" in sys.modules else "torch.version", action)  # what torch imports first
 
 
 def _is_loading(spec: object) -> bool:

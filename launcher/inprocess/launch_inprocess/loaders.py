@@ -12,8 +12,6 @@ if TYPE_CHECKING:  # these would cost each start of an interpreter some millisec
     from types import ModuleType
     from typing import Any
 
-MAX_PASSES = 4
-"""Passes over a worker's threads: one may have started another before it was moved."""
 LOADER_CLASSES = {
     "torch.utils.data.dataloader": "DataLoader",
     "torchdata.stateful_dataloader.stateful_dataloader": "StatefulDataLoader",
@@ -116,34 +114,16 @@ class WorkerPlacement:
 
         The CPUs that workers get count, and so do those that the rank would have without us.
         """
-        max_workers = max(len(self._read_cpus("worker_cpus")), len(self._read_cpus("cpus_before")))
-        if max_workers:
-            name = "check_worker_number_rationality"
-            check = WorkerCountCheck(vars(module.DataLoader)[name], self, max_workers)
-            setattr(module.DataLoader, name, check)
+        most = max(len(self._read_cpus("worker_cpus")), len(self._read_cpus("cpus_before")))
+        original = module.DataLoader.check_worker_number_rationality
 
+        def check(loader: Any) -> None:  # noqa: ANN401  # torch's
+            is_own = os.getpid() == self.process and os.sched_getaffinity(0) == self.own_cpus
+            if loader.num_workers > most or not is_own:
+                original(loader)
 
-class WorkerCountCheck:
-    """torch's method that warns, left out if it would count the wrong CPUs.
-
-    It is a descriptor: a wrapping method would be where the warning points to, and filters for torch's
-    modules would miss it.
-    """
-
-    def __init__(self, method: Callable[..., None], placement: WorkerPlacement, max_workers: int) -> None:
-        self.method, self.placement, self.max_workers = method, placement, max_workers
-
-    def __get__(self, loader: object, owner: type | None = None) -> Callable[..., None]:
-        """Return the method of a loader, or one that does nothing.
-
-        This is so in the rank's own process, as long as it runs on the CPUs that it started on.
-        """
-        is_few = 0 < getattr(loader, "num_workers", 0) <= self.max_workers
-        is_own = os.getpid() == self.placement.process
-        if is_few and is_own and os.sched_getaffinity(0) == self.placement.own_cpus:
-            return lambda: None
-        method: Callable[..., None] = self.method.__get__(loader, owner)
-        return method
+        if most:
+            replace(module.DataLoader, "check_worker_number_rationality", check)
 
 
 def _move_process(pid: int, source: set[int], target: set[int]) -> None:
@@ -152,8 +132,7 @@ def _move_process(pid: int, source: set[int], target: set[int]) -> None:
     One that has ended or may not be moved stays. So does one that is not on `source`: somebody has bound it,
     or had bound the rank itself.
     """
-    for _ in range(MAX_PASSES):
-        has_moved = False
+    for _ in range(2):
         try:
             threads = os.listdir(f"/proc/{pid}/task")
         except OSError:  # it has ended
@@ -162,11 +141,8 @@ def _move_process(pid: int, source: set[int], target: set[int]) -> None:
             try:
                 if os.sched_getaffinity(thread) == source:
                     os.sched_setaffinity(thread, target)
-                    has_moved = True
             except OSError:
                 continue
-        if not has_moved:
-            return
 
 
 def _install_default(module: ModuleType, class_name: str, number: int) -> None:

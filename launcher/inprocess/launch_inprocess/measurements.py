@@ -55,9 +55,8 @@ def start_memory_record(environ: MutableMapping[str, str]) -> None:
         cuda = find_cuda()
         devices: list[dict[str, object]] = []
         for index in range(cuda.device_count()) if cuda else ():
-            reserved, allocated = cuda.max_memory_reserved(index), cuda.max_memory_allocated(index)
-            if reserved:
-                name = cuda.get_device_name(index)
+            if reserved := cuda.max_memory_reserved(index):
+                name, allocated = cuda.get_device_name(index), cuda.max_memory_allocated(index)
                 devices.append({"index": index, "name": name, "reserved": reserved, "allocated": allocated})
         resident = 1024 * _read_kib("/proc/self/status", "VmHWM:")
         record = {"schema": 1, "rank": int(rank), "steps": COUNTER.step, "resident": resident}
@@ -275,10 +274,9 @@ def _measure_gpu() -> dict[str, int]:
 
     All 0 if this process has not used one. What else is used is CUDA's own context, NCCL, other processes.
     """
-    found = {"gpu_total_kib": 0, "gpu_reserved_kib": 0, "gpu_other_kib": 0}
-    cuda = find_cuda()
+    found = dict.fromkeys(("gpu_total_kib", "gpu_reserved_kib", "gpu_other_kib"), 0)
     try:
-        if cuda:
+        if cuda := find_cuda():
             free, total = cuda.mem_get_info()
             found["gpu_total_kib"] = total >> 10
             found["gpu_reserved_kib"] = cuda.max_memory_reserved() >> 10
