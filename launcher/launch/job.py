@@ -1,6 +1,7 @@
 """A job as values: what is to run and where, its part on one node, and the agent's command there."""
 
 import os
+import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,7 +125,8 @@ def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
     """Return torchrun's command line for a node of a job."""
     config, cluster, environ = job.config, job.cluster, job.environ
     own = config.torchrun
-    conf = {**parse_pairs(environ.get("PET_RDZV_CONF", "")), **own.rdzv_conf}
+    pairs = (piece.partition("=") for piece in environ.get("PET_RDZV_CONF", "").split(",") if piece)
+    conf = {**{key.strip(): value.strip() for key, _, value in pairs}, **own.rdzv_conf}
     backend = own.rdzv_backend or (None if "PET_RDZV_BACKEND" in environ else "c10d")
     c10d = (backend or environ["PET_RDZV_BACKEND"]) == "c10d"
     options = {
@@ -160,12 +162,6 @@ def render_torchrun(options: Mapping[str, object], program: Sequence[str]) -> tu
             rendered.append(f"--{name.replace('_', '-')}={text}")
     torchrun = (sys.executable, "-P", "-m", "torch.distributed.run", *rendered, "--no-python", "--")
     return (*torchrun, sys.executable, "-I", "-S", str(SHIM), *program)
-
-
-def parse_pairs(text: str) -> dict[str, str]:
-    """Read torchrun's `key=value,key=value`, as in `PET_RDZV_CONF`."""
-    pairs = (piece.partition("=") for piece in text.split(",") if piece)
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def render_shim(program: Sequence[str]) -> tuple[str, ...]:
@@ -226,14 +222,13 @@ def build_agent_environ(
 
 def describe_job(job: Job, run: RunDir) -> tuple[str, ...]:
     """Say what was chosen and why."""
-    count = len(job.plan.ranks)
-    first = f", the first of {job.cluster.max_nodes} nodes" if job.cluster.kind in SLURM_KINDS else ""
-    ranks = (
-        f"{count} rank{'s' if count > 1 else ''} on {job.host}{first if job.cluster.max_nodes > 1 else ''}"
-    )
-    lines = [f"{ranks} (cluster={job.cluster.kind}: {job.cluster.why}), run directory {run.path}"]
-    if job.cluster.max_nodes > 1:
-        lines.append(f"the ranks start when {job.cluster.min_nodes} nodes have met at {job.cluster.endpoint}")
+    count, cluster = len(job.plan.ranks), job.cluster
+    ranks = f"{count} rank{'s' if count > 1 else ''} on {job.host}"
+    if cluster.max_nodes > 1 and cluster.kind in SLURM_KINDS:
+        ranks += f", the first of {cluster.max_nodes} nodes"
+    lines = [f"{ranks} (cluster={cluster.kind}: {cluster.why}), run directory {run.path}"]
+    if cluster.max_nodes > 1:
+        lines.append(f"the ranks start when {cluster.min_nodes} nodes have met at {cluster.endpoint}")
     return tuple(lines)
 
 
@@ -258,8 +253,7 @@ def find_free_port() -> int:
     OSError if there is none.
     """
     ports = list_ports(*read_client_ports())
-    for _ in range(TRIALS):
-        port = ports[int.from_bytes(os.urandom(4)) % len(ports)]
+    for port in random.SystemRandom().sample(ports, TRIALS):
         if is_port_free(port):
             return port
     raise OSError(f"no port of {ports.start} to {ports.stop - 1} is free")

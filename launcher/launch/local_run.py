@@ -163,9 +163,7 @@ def prepare_run(spec: JobSpec, argv: Sequence[str], hosts: Sequence[str]) -> tup
             hold_directory(run.path)
         write_manifest(run, manifest)
     except OSError as error:
-        if run and spec.run_key == "runs_dir":
-            remove_run(run)
-        raise refuse_run(spec, error) from None
+        raise refuse_run(spec, error, run) from None
     return run, manifest
 
 
@@ -174,21 +172,16 @@ def write_plan(spec: JobSpec, run: RunDir, host: str, plan: Mapping[str, object]
     try:
         write_json(run.plan_path(host), plan)
     except OSError as error:
-        if spec.run_key == "runs_dir":
-            remove_run(run)
-        raise refuse_run(spec, error) from None
+        raise refuse_run(spec, error, run) from None
 
 
-def refuse_run(spec: JobSpec, error: OSError) -> MachineError:
-    """Return the error for a run directory that cannot be written."""
+def refuse_run(spec: JobSpec, error: OSError, run: RunDir | None = None) -> MachineError:
+    """Return the error for a run directory that cannot be written, and leave nothing of a new one."""
+    if run and spec.run_key == "runs_dir":
+        shutil.rmtree(run.path, ignore_errors=True)
+        for folder in run.path.parents[:2]:
+            with contextlib.suppress(OSError):  # other runs are in it
+                folder.rmdir()
     target = spec.config.runs_dir if spec.run_key == "runs_dir" else spec.run_path
     where = f"{error.filename or target} ({error.strerror})"
     return MachineError(f"cannot write the run directory, {where}: set {spec.run_key}=DIR to another place")
-
-
-def remove_run(run: RunDir) -> None:
-    """Remove a run directory that could not be filled, and the folders above it that are left empty."""
-    shutil.rmtree(run.path, ignore_errors=True)
-    for folder in run.path.parents[:2]:
-        with contextlib.suppress(OSError):
-            folder.rmdir()

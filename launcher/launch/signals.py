@@ -9,9 +9,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the job; the ones that torchrun handles too."""
@@ -52,20 +51,16 @@ class SignalQueue:
     """Signals that have arrived and wait to be handled."""
 
     wakeup: int
-    """Descriptor that is readable when a signal has come."""
-    arrived: list[int] = field(default_factory=list)
+    """Descriptor that is readable when a signal has come, by its number (signal.set_wakeup_fd)."""
+    wanted: Collection[int]
 
     def take(self) -> list[int]:
         """Return the signals since the last call."""
+        taken = b""
         with contextlib.suppress(BlockingIOError):
-            while os.read(self.wakeup, 64):
-                pass
-        taken, self.arrived = self.arrived, []
-        return taken
-
-    def note(self, number: int, _frame: FrameType | None) -> None:
-        """Signal handler."""
-        self.arrived.append(number)
+            while part := os.read(self.wakeup, READ_SIZE):
+                taken += part
+        return [number for number in taken if number in self.wanted]
 
 
 @contextlib.contextmanager
@@ -75,20 +70,17 @@ def catch_signals(others: Iterable[int] = ()) -> Iterator[SignalQueue]:
     A signal that was ignored at the start (nohup, a shell's background job) stays ignored.
     """
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    inbox = SignalQueue(reading)
     wanted = [n for n in {*STOPPING, *FORWARDED, *others} if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, inbox.note) for number in wanted}
     old_wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    if early_signals:
-        inbox.arrived += early_signals
-        early_signals.clear()
-        os.write(writing, b"\0")
+    before = {number: signal.signal(number, lambda *_: None) for number in wanted}
+    os.write(writing, bytes(early_signals))
+    early_signals.clear()
     try:
-        yield inbox
+        yield SignalQueue(reading, wanted)
     finally:
-        signal.set_wakeup_fd(old_wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(old_wakeup)
         os.close(reading)
         os.close(writing)
 
@@ -165,7 +157,7 @@ class SignalChannel:
 
     def read_signals(self) -> list[int]:
         """Return the signals that the first node asks for; SIGTERM if its process is gone."""
-        found, self.added = self.added, []
+        found, self.added, data = self.added, [], b""
         if self.descriptor is None:
             return found
         try:
@@ -173,12 +165,13 @@ class SignalChannel:
         except BlockingIOError:
             return found
         except OSError:
-            data = b""
+            pass
         if not data:
             self.descriptor = None
             return [*found, signal.SIGTERM] if self.greeted else found
         *lines, self.partial = (self.partial + data).split(b"\n")
-        for word in (line.decode("ascii", "replace").strip() for line in lines):
+        for line in lines:
+            word = line.decode("ascii", "replace").strip()
             name, _, value = word.partition(" ")
             if word == GREETING:
                 self.greeted = True

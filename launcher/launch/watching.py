@@ -10,9 +10,9 @@ import json
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 DELAY = 3.0
 """Seconds from the first rank to the watcher's start, so that nothing of it slows the ranks' own."""
-MOST_WAITING = 1 << 20
-"""Bytes that it may have left to read, or have written without a line's end, before it is given up."""
 PATIENCE = 0.3
 """Seconds that it has to end by itself at the job's end; then it is killed."""
 LOG = "watcher.log"
@@ -131,14 +129,16 @@ class Watching:
     found: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"hangs": [], "stragglers": []})
     """What this node has told of, as `watch.model.Hang` and `watch.model.Straggler`."""
     process: "subprocess.Popen[bytes] | None" = None
-    channel: socket.socket | None = None
-    """The other end is its stdin and stdout."""
+    reader: threading.Thread | None = None
+    """Takes what it says, line by line."""
+    orders: list[WatcherMessage] = field(default_factory=list)
+    """Messages that ask for an action and were not taken yet."""
     begin: float = float("inf")
     """Monotonic time of its start."""
     given_up: bool = False
     told_deaths: int = 0
-    outbox: bytearray = field(default_factory=bytearray)
-    partial: bytes = b""
+    waiting: list[Mapping[str, object]] = field(default_factory=list)
+    """What it is told once it has started."""
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -162,58 +162,51 @@ class Watching:
                 self.tell({"ended": [{**asdict(one.process), "exit_code": one.exitcode} for one in fresh]})
             if self.process is None and not self.given_up and time.monotonic() >= self.begin:
                 self.start()
-            elif self.process and not self.given_up:
-                is_over = self.process.poll() is not None
-                self.flush()
-                orders = self.read_messages()
-                if is_over:
-                    said = [line.strip() for line in read_tail(Path(self.folder) / LOG, 1)]
-                    self.give_up(": ".join([f"it ended with code {self.process.returncode}", *said]))
-                return orders
+            elif self.process and not self.given_up and self.process.poll() is not None:
+                said = [line.strip() for line in read_tail(Path(self.folder) / LOG, 1)]
+                self.give_up(": ".join([f"it ended with code {self.process.returncode}", *said]))
         except Exception as error:
             self.give_up(repr(error))
-        return []
+        return [self.orders.pop(0) for _ in range(len(self.orders))]
 
     def start(self) -> None:
         """Start it in a session of its own, which a terminal's Ctrl-C does not reach."""
-        self.channel, other = socket.socketpair()
-        self.channel.setblocking(False)
-        with other, open(f"{self.folder}/{LOG}", "ab") as log:
+        with open(f"{self.folder}/{LOG}", "ab") as log:
             self.process = subprocess.Popen(
                 (sys.executable, "-P", "-m", "launcher.watch"),
-                stdin=other.fileno(),
-                stdout=other.fileno(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 stderr=log,
                 cwd="/",  # the working directory may be on a filesystem that hangs
                 # NumPy would start a thread for each core
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,
             )
-        self.outbox[:0] = json.dumps(self.settings).encode() + b"\n"
-        self.flush()
+        self.reader = threading.Thread(target=self.read_messages, daemon=True)
+        self.reader.start()
+        if self.process.stdin:
+            os.set_blocking(self.process.stdin.fileno(), False)
+        for message in (self.settings, *self.waiting):
+            self.tell(message)
 
     def tell(self, message: Mapping[str, object]) -> None:
-        """Send it a message, or keep it until the process takes it."""
-        if not self.given_up:
-            self.outbox += json.dumps(message).encode() + b"\n"
-
-    def flush(self) -> None:
-        """Write what the channel takes."""
-        if self.channel and self.outbox:
-            with contextlib.suppress(BlockingIOError, ConnectionError):
-                del self.outbox[: self.channel.send(self.outbox)]
-            if len(self.outbox) > MOST_WAITING:
+        """Send it a message, which a pipe has room for; keep it until the process has started."""
+        if self.process is None:
+            self.waiting.append(message)
+        elif self.process.stdin and not self.given_up:
+            data = json.dumps(message).encode() + b"\n"
+            try:
+                taken = os.write(self.process.stdin.fileno(), data)
+            except BlockingIOError:
+                taken = 0
+            except BrokenPipeError:  # its end is seen elsewhere
+                return
+            if taken < len(data):
                 self.give_up("it does not take what it is told")
 
-    def read_messages(self) -> list[WatcherMessage]:
-        """Take its messages, whole lines, and return those that ask for an action; others are left out."""
-        if self.channel:
-            with contextlib.suppress(BlockingIOError, ConnectionError):
-                self.partial += self.channel.recv(MOST_WAITING)
-        *lines, self.partial = self.partial.split(b"\n")
-        self.partial = self.partial[:MOST_WAITING]
-        orders = []
-        for line in lines:
+    def read_messages(self) -> None:
+        """Take its messages, each a line, and keep those that ask for an action; the thread's body."""
+        for line in (self.process and self.process.stdout) or ():
             try:
                 message = load(WatcherMessage, line)
             except DecodeError:
@@ -222,47 +215,38 @@ class Watching:
             for text in message.lines[:MOST_LINES]:
                 logger.log(level, escape_text(text))
             if message.action in ("restart", "stop"):
-                orders.append(replace(message, sentence=escape_text(message.sentence)))
+                self.orders.append(replace(message, sentence=escape_text(message.sentence)))
             elif message.hang:  # one, or what has become of it
                 others = [hang for hang in self.found["hangs"] if hang["number"] != message.hang["number"]]
                 self.found["hangs"] = [*others, message.hang][-MOST_HANGS:]
             if message.straggler:
                 self.found["stragglers"] = [*self.found["stragglers"], message.straggler][-MOST_HANGS:]
-        return orders
 
     def give_up(self, reason: str) -> None:
         """Go on without it, and say so once."""
         if not self.given_up:
             logger.warning(f"the ranks are no longer watched, and run on: the watcher failed ({reason})")
         self.given_up = True
-        self.outbox.clear()
 
     def finish(self) -> None:
         """Tell it that the job has ended; it has a moment to write its last report."""
-        self.flush()
-        if self.channel:
-            with contextlib.suppress(OSError):
-                self.channel.shutdown(socket.SHUT_WR)
+        if self.process and self.process.stdin:
+            self.process.stdin.close()
 
     def close(self) -> None:
         """End it for good, and take its last messages.
 
         One that the kernel keeps in a call, as to a filesystem that hangs, is left behind.
         """
-        try:
-            self.finish()
-            if process := self.process:
-                for _ in range(2):
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(PATIENCE)
-                        break
-                    process.kill()
-            if not self.given_up:
-                self.read_messages()
-            if self.channel:
-                self.channel.close()
-        except Exception as error:
-            self.give_up(repr(error))
+        self.finish()
+        if process := self.process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)
+        if self.reader:
+            self.reader.join(PATIENCE)
 
 
 def watch_node(job: Job, run: RunDir, folder: str, node_rank: int) -> Watching:
