@@ -50,8 +50,6 @@ class Applied:
     What the kernel refuses is a problem, never an exception.
     """
 
-    __slots__ = ("cpus", "cpus_before", "nodes", "policy", "problems")
-
     def __init__(self, entry: PlanEntry) -> None:
         self.cpus_before = _read_affinity(0) or frozenset()
         """The CPU set that this process was started with; empty if the kernel does not tell."""

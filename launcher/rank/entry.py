@@ -47,8 +47,6 @@ HIDDEN_GPUS = (
 class Identity:
     """A rank's numbers."""
 
-    __slots__ = ("attempt", "family", "has_terminal", "local_rank", "local_world_size", "rank")
-
     def __init__(self, environ: dict[str, str]) -> None:
         """Read them; a single process with no such variables is rank 0 of 1."""
         self.attempt = read_number(environ, LAUNCH_ATTEMPT) + read_number(
@@ -133,18 +131,19 @@ def make_rank_variables(identity: Identity, environ: dict[str, str]) -> tuple[di
     visible = [entry for entry in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
     if 0 < len(visible) < size:
         return {}, HIDDEN_GPUS if identity.local_rank == 0 else ""
-    rank = str(identity.rank)
-    host = find_first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+    rank, port_range = str(identity.rank), MAX_PORT - MIN_PORT + 1
     salt = read_number(environ, "SLURM_JOB_ID") * 7919 + read_number(environ, "SLURM_STEP_ID") * 101
-    master = {"MASTER_ADDR": host, "MASTER_PORT": str(MIN_PORT + salt % (MAX_PORT - MIN_PORT + 1))}
+    host = find_first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+    kept = ("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
     variables = {
-        **{"RANK": rank, "LOCAL_RANK": str(identity.local_rank), "LOCAL_WORLD_SIZE": str(size)},
-        **{"WORLD_SIZE": ranks, "GROUP_RANK": environ.get("SLURM_NODEID", "0"), "GROUP_WORLD_SIZE": nodes},
-        **{"ROLE_RANK": rank, "ROLE_WORLD_SIZE": ranks, "ROLE_NAME": "default"},
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        **{name: value for name, value in master.items() if value and not environ.get(name)},
+        **{"MASTER_ADDR": host, "MASTER_PORT": str(MIN_PORT + salt % port_range)},
+        **{"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "ROLE_NAME": "default"},
+        **{"RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": ranks, "ROLE_WORLD_SIZE": ranks},
+        **{"LOCAL_RANK": str(identity.local_rank), "LOCAL_WORLD_SIZE": str(size)},
+        **{"GROUP_RANK": environ.get("SLURM_NODEID", "0"), "GROUP_WORLD_SIZE": nodes},
     }
-    return variables, ""
+    own = {name: environ[name] for name in kept if environ.get(name)}
+    return {name: value for name, value in {**variables, **own}.items() if value}, ""
 
 
 def find_first_host(text: str) -> str:
@@ -167,11 +166,6 @@ class PlacementError(Exception):
 
 class PlanEntry:
     """One entry of the plan's `ranks`, which the shim applies."""
-
-    __slots__ = (
-        *("advice", "cpus", "env", "gpu", "gpu_label", "nodes", "notes", "num_workers", "policy"),
-        *("problems", "raw"),
-    )
 
     def __init__(self, raw: dict[str, object]) -> None:
         """Read the entry; raises KeyError, TypeError, ValueError or AttributeError if it is not one."""

@@ -166,8 +166,10 @@ def find_hook_obstacle(argv: list[str], environ: dict[str, str]) -> str:
             return "env may drop PYTHONPATH"
         if "=" not in word:
             break
-    command = find_interpreter(argv, environ)
-    for letter, _ in split_options(command)[0]:
-        if letter in BLOCKING_OPTIONS:
-            return f"{command[0].rpartition('/')[2]} -{letter} {BLOCKING_OPTIONS[letter]}"
-    return ""
+    try:
+        command = find_interpreter(add_python(argv), environ)
+    except (OSError, ValueError):  # the start will tell
+        return ""
+    letters = [letter for letter, _ in split_options(command)[0] if letter in BLOCKING_OPTIONS]
+    name = command[0].rpartition("/")[2] if letters else ""
+    return f"{name} -{letters[0]} {BLOCKING_OPTIONS[letters[0]]}" if letters else ""

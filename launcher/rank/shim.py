@@ -36,30 +36,12 @@ NOT_FOUND, NOT_EXECUTABLE, NOT_PLACED, USAGE = 127, 126, 3, 2
 DEFAULT_WORKERS = "2"
 """For `{num_workers}` if there is no plan."""
 LOCAL_RANK_FIX = "deepspeed adds it; give deepspeed --no_local_rank, and the program has LOCAL_RANK"
-ENOEXEC = 8
 MAX_LINE = 1000
 """Characters of a line of ours."""
-MIN_OPEN_FILES = 4096
-"""Open files that are enough for batches of a few hundred tensors."""
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2)."""
 MAX_ITEM = 80
 """Characters of one item in the line for people; a list of CPUs or of allocator settings can be long."""
-SUMMARIZED = (
-    *(
-        protocol.PREFIX,
-        "CUDA_",
-        "HIP_",
-        "ROCR_",
-        "NCCL_",
-        "PYTORCH_",
-        "LD_PRELOAD",
-        "TORCHINDUCTOR_",
-        "TRITON_",
-    ),
-    *("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_", "BLIS_", "RAYON_"),
-)
-"""Beginnings of the variables that plans set, and that the line for people sums up."""
 
 
 def main() -> int:
@@ -105,8 +87,7 @@ def prepare_rank(argv: list[str], environ: dict[str, str]) -> tuple[list[str], i
             return argv, NOT_PLACED
         workers = environ.get(protocol.LAUNCH_NUM_WORKERS, "")
         argv = _fill_placeholders(argv, workers if is_number(workers) else DEFAULT_WORKERS, environ)
-    if problem := raise_open_files():
-        print_notice(f"rank {identity.rank}: {problem}")
+    raise_open_files()
     environ.update(rank_variables)
     _reset_signals(is_launched=is_launched)
     environ.pop(protocol.LAUNCH_MEMORY, None)
@@ -123,7 +104,11 @@ def prepare_rank(argv: list[str], environ: dict[str, str]) -> tuple[list[str], i
 
 
 def _attach_run(identity: Identity, run_dir: str, environ: dict[str, str]) -> None:
-    """Tie the rank's life to its agent's, and send its output to its log files, or to a terminal."""
+    """Tie the rank's life to its agent's, and send its output to its log files, or to a terminal.
+
+    A terminal, `0,1,2:/dev/pts/5`, becomes this session's own, and the named streams lead to it: keys that
+    are signals then go to this process's group.
+    """
     try:
         import ctypes
 
@@ -135,32 +120,25 @@ def _attach_run(identity: Identity, run_dir: str, environ: dict[str, str]) -> No
     except (ImportError, OSError) as error:
         print_notice(f"rank {identity.rank} may outlive its agent ({error})")
     try:
-        _redirect_output(run_dir, identity)
+        with open_below(run_dir, protocol.LOGS, str(identity.attempt)) as folder:
+            for descriptor, stream in ((1, "out"), (2, "err")):
+                with open_append(folder, protocol.name_rank_log(identity.rank, stream)) as target:
+                    os.dup2(target, descriptor)
     except OSError as error:
         print_notice(f"rank {identity.rank} has no log files ({error}): its output goes to the agent's log")
-    if terminal := environ.get(protocol.LAUNCH_TERMINAL):
-        try:
-            _take_terminal(terminal)
+    names, _, path = environ.get(protocol.LAUNCH_TERMINAL, "").partition(":")
+    try:
+        if path:
+            from fcntl import ioctl
+            from termios import TIOCSCTTY
+
+            with Descriptor(os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)) as terminal:
+                ioctl(terminal, TIOCSCTTY, 0)
+                for name in names.split(","):
+                    os.dup2(terminal, int(name))
             identity.has_terminal = True
-        except (ImportError, OSError, ValueError) as error:
-            print_notice(f"rank {identity.rank} has no terminal ({error}): its output goes to its log files")
-
-
-def _take_terminal(text: str) -> None:
-    """Make a terminal this session's own, and lead the named streams to it: `0,1,2:/dev/pts/5`.
-
-    Keys that are signals then go to this process's group. Raises ImportError, OSError and ValueError, and
-    leaves the streams as they are.
-    """
-    from fcntl import ioctl
-    from termios import TIOCSCTTY
-
-    names, _, path = text.partition(":")
-    streams = [int(name) for name in names.split(",")]
-    with Descriptor(os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)) as terminal:
-        ioctl(terminal, TIOCSCTTY, 0)
-        for stream in streams:
-            os.dup2(terminal, stream)
+    except (ImportError, OSError) as error:
+        print_notice(f"rank {identity.rank} has no terminal ({error}): its output goes to its log files")
 
 
 def place_rank(identity: Identity, environ: dict[str, str], argv: list[str]) -> list[str]:
@@ -176,13 +154,8 @@ def place_rank(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
     hook.add_hook(environ, entry, env_before, applied.cpus_before)
     argv = _fill_placeholders(argv, str(entry.num_workers), environ)
     obstacle = ""
-    if hook.is_hooked(environ):
-        try:
-            obstacle = hook.find_hook_obstacle(hook.add_python(argv), environ)
-        except (OSError, ValueError):  # the start will tell
-            obstacle = ""
-        if obstacle:
-            hook.remove_hook(environ)
+    if hook.is_hooked(environ) and (obstacle := hook.find_hook_obstacle(argv, environ)):
+        hook.remove_hook(environ)
     if environ.get(protocol.LAUNCH_QUIET) != "1":
         for warning in entry.advice:
             print_notice(f"warning: {warning}")
@@ -198,14 +171,6 @@ def place_rank(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
         except OSError as error:
             print_notice(f"rank {identity.rank}: there is no record of what was applied ({error})")
     return argv
-
-
-def _redirect_output(run_dir: str, identity: Identity) -> None:
-    """Point stdout and stderr at `logs/ATTEMPT/rank-N.{out,err}`; raises OSError."""
-    with open_below(run_dir, protocol.LOGS, str(identity.attempt)) as folder:
-        for descriptor, stream in ((1, "out"), (2, "err")):
-            with open_append(folder, protocol.name_rank_log(identity.rank, stream)) as target:
-                os.dup2(target, descriptor)
 
 
 def write_record(
@@ -234,10 +199,7 @@ def write_record(
 
 
 def _describe_rank(identity: Identity, entry: PlanEntry, applied: Applied, environ: dict[str, str]) -> str:
-    """Return the one line for people: what this rank has, `environ` being its program's environment.
-
-    Variables that launch does not know are shown as they are.
-    """
+    """Return the one line for people: what this rank has, `environ` being its program's environment."""
     memory = f"{applied.policy} node {format_cpulist(applied.nodes)}" if applied.nodes else applied.policy
     gc = (
         environ.get(protocol.LAUNCH_GC, "default").partition(",")[0] if hook.is_hooked(environ) else "default"
@@ -254,7 +216,6 @@ def _describe_rank(identity: Identity, entry: PlanEntry, applied: Applied, envir
     parts += [f"gpu {entry.gpu_label}"] if entry.gpu_label else []
     parts += entry.notes
     parts += [f"{name} {value}" for name, value in named.items() if value]
-    parts += [f"{name}={value}" for name, value in entry.env.items() if not name.startswith(SUMMARIZED)]
     return "launch-rank: " + ", ".join(shorten_text(part) for part in parts)
 
 
@@ -279,8 +240,8 @@ def _fill_placeholders(argv: list[str], workers: str, environ: dict[str, str]) -
     return filled
 
 
-def raise_open_files() -> str:
-    """Raise the soft limit of open files to the hard one; return a message if that was refused.
+def raise_open_files() -> None:
+    """Raise the soft limit of open files to the hard one, if that is allowed.
 
     Each tensor that a DataLoader worker hands over holds one (PyTorch's notes on multiprocessing). NCCL
     raises the limit to the hard one too, in processes that use it.
@@ -288,16 +249,10 @@ def raise_open_files() -> str:
     try:
         from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 
-        soft, hard = getrlimit(RLIMIT_NOFILE)
-    except (ImportError, OSError):
-        return ""
-    try:
-        if soft != hard:
-            setrlimit(RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:
-        if 0 <= soft < MIN_OPEN_FILES:  # unlimited is -1
-            return f"it may open {soft} files, and raising that to {hard} was refused ({error})"
-    return ""
+        hard = getrlimit(RLIMIT_NOFILE)[1]
+        setrlimit(RLIMIT_NOFILE, (hard, hard))
+    except (ImportError, OSError, ValueError):
+        return
 
 
 def _reset_signals(*, is_launched: bool) -> None:
@@ -321,17 +276,7 @@ def exec_program(argv: list[str], environ: dict[str, str]) -> int:
     """Exec the program; the PID stays, so signals reach it. Returns a shell's exit code if that fails."""
     try:
         argv = hook.add_python(argv)
-        try:
-            os.execvpe(argv[0], argv, environ)
-        except OSError as error:
-            if error.errno != ENOEXEC:
-                raise
-            path = hook.locate_command(argv[0], environ)
-            with open(path, "rb") as file:
-                is_text = b"\0" not in file.read(hook.SHEBANG_BYTES)
-            if is_text:  # a script without a #! line goes to the shell, as with execvp(3)
-                os.execve("/bin/sh", ["sh", path, *argv[1:]], environ)
-            raise
+        os.execvpe(argv[0], argv, environ)
     except FileNotFoundError:
         print_notice(f"{argv[0]}: no such program: check the path, or that it is on PATH")
         return NOT_FOUND

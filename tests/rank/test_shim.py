@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 
 from launcher.cpulist import parse_cpulist
 from launcher.rank.hook import FOLDER
-from launcher.rank.shim import raise_open_files
 from tests.rank.seccomp_filter import KNOWN, forbid
 from tests.rank.start_shim import ALLOWED, COMMAND, ECHO, SHIM, TELL, run_shim, run_words, tell, write_plan
 from tests.seam import LAUNCH, clean_environ, drop_powers
@@ -161,22 +159,6 @@ def test_a_rank_whose_starter_has_died_before_it_could_be_tied_to_it_does_not_ru
     assert not ran.exists()
     assert run_shim("touch", str(ran), preexec=None, LAUNCH_PARENT=str(os.getpid()), **run).returncode == 0
     assert ran.exists()
-
-
-@pytest.mark.parametrize(("soft", "told"), [(1024, True), (65536, False)])
-def test_a_refusal_is_told_where_there_are_few(
-    monkeypatch: pytest.MonkeyPatch, soft: int, told: bool
-) -> None:
-    """The kernel refuses a hard limit above fs.nr_open, which root may lower below what a job has."""
-
-    def refuse(*_: object) -> None:
-        raise ValueError("not allowed to raise maximum limit")
-
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, 1 << 30))
-    monkeypatch.setattr(resource, "setrlimit", refuse)
-    problem = raise_open_files()
-    assert problem.startswith("it may open 1024 files, and raising that to 1073741824 was refused") == told
-    assert bool(problem) == told
 
 
 HIDE = "mount -t tmpfs none /proc"
