@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,22 +20,30 @@ from launcher.config.program import find_program
 from launcher.config.settings import Settings
 from launcher.config.start import plan_node
 from launcher.config.training import (
-    choose_fit_device,
+    FitJob,
     count_plan_nodes,
     find_fit_model,
     find_start_model,
-    has_expandable_segments,
     is_bundled_program,
-    make_fit_request,
-    settle_planned,
+    make_training,
     settle_program,
+    settle_training,
 )
 from launcher.errors import EXIT_MACHINE, MachineError, UsageError
 from launcher.files import read_file
-from launcher.fit.choice import FitReport, StepFit, assess, fit_step, fit_to_json, make_step_peak
+from launcher.fit.choice import (
+    FitReport,
+    assess,
+    correct_estimate,
+    describe_learned,
+    estimate_step,
+    estimate_to_json,
+    fit_to_json,
+    judge_total,
+)
 from launcher.fit.gpus import find_gpu
 from launcher.fit.memory import estimate_memory
-from launcher.fit.training import Device, Learned, Training
+from launcher.fit.training import Device, Learned
 from launcher.launch.job import render_shim
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import STOPPING, catch_signals
@@ -55,17 +64,10 @@ MOST_LINES = 20
 """Last lines of a failed program's output that are shown."""
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL."""
-CAPABILITIES = (
-    (r"rtx pro|50[5-9]0", (12, 0)),
-    (r"g?b[23]00|blackwell", (10, 0)),
-    (r"gh200|h[128]00|h20|hopper", (9, 0)),
-    (r"l40s?|l4|ada|40[5-9]0", (8, 9)),
-    (r"a10g?|a16|a2|a40|a[456]000|30[5-9]0", (8, 6)),
-    (r"t4g?|20[678]0|quadro rtx", (7, 5)),
-    (r"v100s?|titan v", (7, 0)),
-    (r"p100", (6, 0)),
-)
-"""Compute capabilities by words of names (developer.nvidia.com/cuda-gpus); 8.0, A100's, for others."""
+CATEGORIES = ("weights", "buffers", "gradients", "optimizer", "activations", "temporary")
+"""In the order in which they are shown."""
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""Of a module, in its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +80,18 @@ class RecordedPeak:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why the steps could not be run on fake tensors."""
+class Failure:
+    """Why the steps could not be run on fake tensors, or the exception that ended the program."""
 
     reason: str
     operator: str
     place: str
     line: str
+
+    @property
+    def where(self) -> str:
+        """The line of the program."""
+        return f"{self.place}: {self.line}" if self.line else self.place
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,34 +106,23 @@ class StepRecord:
     notes: tuple[str, ...]
     seconds: float
     torch: str
-    complete: bool = False
-    refused: Refusal | None = None
-    failed: Refusal | None = None
-    """The exception that ended the program."""
+    refused: Failure | None = None
+    failed: Failure | None = None
 
 
 def show_fit(call: Call) -> int:
     """Print whether a program fits; return 0, or 3 if it does not or nobody can say; raises LaunchError."""
     plan = plan_node(call.config, call.environ)
     names_model = any(key.partition(".")[0] == "model" for key in call.given)
-    if names_model and not call.program and not {"program", "program.command"} & call.given:
-        return _show_estimate(call, plan)
-    return _show_steps(call, plan)
-
-
-# By formulas
-
-
-def _show_estimate(call: Call, plan: Plan) -> int:
-    """Print what a model takes by the formulas, without a step; return 3 if it does not fit."""
-    config = call.config
-    report = estimate_fit(call, replace(config, fit=replace(config.fit, check="error")), plan)
+    if not names_model or call.program or {"program", "program.command"} & call.given:
+        return _show_steps(call, plan)
+    report = estimate_fit(call, replace(call.config, fit=replace(call.config.fit, check="error")), plan)
     if report is None:
         raise UsageError(
             "the memory of the device is not known: name a GPU (fit.gpu=H100), or its memory"
             " (fit.gpu_memory_gib=N)"
         )
-    if config.format == "json":
+    if call.config.format == "json":
         print_json({"schema": 1, **fit_to_json(report)})
     else:
         from launcher.report.console import make_console
@@ -136,28 +132,32 @@ def _show_estimate(call: Call, plan: Plan) -> int:
     return EXIT_MACHINE if report.verdict == "does_not_fit" else 0
 
 
+def _describe_job(call: Call, config: Settings, plan: Plan) -> FitJob:
+    """Return the job that is judged, without a model."""
+    nodes, is_bundled = count_plan_nodes(config.nodes, call.environ), is_bundled_program(config, call.program)
+    return FitJob.of_plan(config, plan, None, nodes, call.environ, is_bundled=is_bundled)
+
+
 def estimate_fit(call: Call, config: Settings, plan: Plan) -> FitReport | None:
     """Judge whether a job fits on nodes of this plan; None if there is no claim. Raises UsageError."""
-    model, environ = find_fit_model(config, call.program, call.given), call.environ
-    nodes, is_bundled = count_plan_nodes(config.nodes, environ), is_bundled_program(config, call.program)
-    request = make_fit_request(config, plan, model, nodes, environ, is_bundled=is_bundled)
-    if request is None or not request.device.memory_mib:
+    job = replace(_describe_job(call, config, plan), model=find_fit_model(config, call.program, call.given))
+    training, learned = make_training(job), None
+    if training is None or not training.device.memory_mib:
         return None
-    learned = None
-    if request.device.kind == "gpu":  # on CPUs the process is more than its tensors
-        try:
-            argv = find_program(call.program, settle_program(config, request), call.environ)
-            predicted = predict_request(request)
-            learned = _learn(config, argv, "gpu", request.layout.world_size, predicted)
-        except UsageError:  # a program or a layout that makes no sense: others say so
-            learned = None
-    return assess(request, learned, grid=config.fit.grid)
+    if training.on_gpu:  # on CPUs the process is more than its tensors
+        with contextlib.suppress(UsageError):  # a program or a layout that makes no sense: others say so
+            argv = find_program(call.program, settle_program(config, training), call.environ)
+            predicted = estimate_memory(training).reserved.expected
+            learned = _learn(config, argv, "gpu", training.layout.world_size, predicted)
+    return assess(training, learned, grid=config.fit.grid)
 
 
-def predict_request(request: Training) -> int:
-    """Return the bytes that the hook of a rank is expected to measure; raises UsageError."""
-    estimate = estimate_memory(request)
-    return (estimate.reserved if request.device.kind == "gpu" else estimate.total).expected
+def predict_memory(job: FitJob) -> int:
+    """Return the bytes that the hook of a rank is expected to measure, 0 if not known; raises UsageError."""
+    if (training := make_training(job)) is None:
+        return 0
+    estimate = estimate_memory(training)
+    return (estimate.reserved if training.on_gpu else estimate.total).expected
 
 
 def _learn(config: Settings, argv: Sequence[str], device: str, ranks: int, predicted: int) -> Learned | None:
@@ -166,108 +166,69 @@ def _learn(config: Settings, argv: Sequence[str], device: str, ranks: int, predi
     runs = read_measured_runs(Path(config.runs_dir), fingerprint, device, predicted)
     if not runs:
         return None
-    ratio, spread = summarize_ratios(runs)
-    return Learned(ratio, spread, len(runs), ", ".join(run.run for run in runs[:2]))
-
-
-# By steps on fake tensors
+    return Learned(*summarize_ratios(runs), len(runs), ", ".join(run.run for run in runs[:2]))
 
 
 def _show_steps(call: Call, plan: Plan) -> int:
-    """Run the program's first steps, and print the peak; return 3 if it does not fit."""
-    config, environ = call.config, call.environ
-    nodes, local = count_plan_nodes(config.nodes, environ), len(plan.ranks)
-    if is_bundled_program(config, call.program):
+    """Run the program's first steps on fake tensors, and print the peak; return 3 if it does not fit."""
+    config, job = call.config, _describe_job(call, call.config, plan)
+    if job.is_bundled:
         model = find_start_model(config, call.program, call.given)
         unchecked = replace(config, fit=replace(config.fit, check="off"))
-        config = settle_planned(unchecked, plan, model, nodes, environ, is_bundled=True)
-    argv = find_program(call.program, config, environ)
-    device = choose_fit_device(config, plan)
+        config = settle_training(replace(job, config=unchecked, model=model))
+    argv = find_program(call.program, config, call.environ)
+    device, ranks = job.find_device(), job.ranks * job.nodes
     if config.dry_run:
         print_text(f"{join_words(['env', f'{LAUNCH_FIT}=…', *render_shim(argv)])}\n")
         return 0
-    ranks = local * nodes
     logger.info(f"the first two steps on fake tensors, as rank 0 of {ranks}, for {device.name or 'GPU'}")
-    gpu = _pretend_gpu(device, local)
-    record = _run_steps(argv, environ, gpu, local=local, nodes=nodes, timeout=config.fit.timeout)
-    if refused := record.refused:
-        code = f": {refused.line}" if refused.line else ""
-        raise MachineError(
-            f"this program cannot be run on fake tensors: {refused.operator}, {refused.reason}"
-            f" ({refused.place}{code}); measure it in a run instead, which the next `launch fit` reads"
-        )
-    peak = make_step_peak(record.peak.total, record.peak.categories, record.peak.modules)
-    expandable = has_expandable_segments(config, environ)
-    fit = fit_step(peak, device, ranks, expandable=expandable)
-    if learned := _learn(config, argv, device.kind, ranks, fit.predicted):
-        fit = fit_step(peak, device, ranks, expandable=expandable, learned=learned)
+    record = _run_steps(argv, call.environ, job, device)
+    categories = dict(
+        sorted(record.peak.categories.items(), key=lambda item: [*CATEGORIES, item[0]].index(item[0]))
+    )
+    estimate = estimate_step(categories, device, ranks, expandable=job.expandable)
+    on_gpu = device.kind == "gpu"
+    predicted = (estimate.reserved if on_gpu else estimate.total).expected
+    learned = _learn(config, argv, device.kind, ranks, predicted)
+    estimate = correct_estimate(estimate, learned, on_gpu=on_gpu)
+    verdict, told = judge_total(estimate.total, device.memory_mib << 20), describe_learned(learned)
+    # Modules that differ by a number alone are added up.
+    counts, sizes = Counter[str](), dict[str, Counter[str]]()
+    for name, own in record.peak.modules.items():
+        key = NUMBER.sub("*", name)
+        counts[key] += 1
+        sizes.setdefault(key, Counter()).update(own)
+    modules = [
+        {"name": name, "count": counts[name], "bytes": own.total(), "categories": dict(own)}
+        for name, own in sorted(sizes.items(), key=lambda item: (-item[1].total(), item[0]))
+    ]
     if config.format == "json":
-        print_json(_step_fit_to_json(fit, record))
+        found = {name: getattr(record, name) for name in ("parameters", "optimizers", "notes", "steps")}
+        found |= {"verdict": verdict, "capacity": device.memory_mib << 20, "device": asdict(device)}
+        found |= {"peak": record.peak.total, "categories": categories, "modules": modules}
+        found |= {"estimate": estimate_to_json(estimate), "learned": told}
+        print_json({"schema": 1, **found, "seconds": record.seconds, "torch": record.torch})
     else:
         from launcher.report.console import make_console
         from launcher.report.fit import print_step_fit
 
-        notes = (f"{record.parameters:,} parameters, {', '.join(record.optimizers)}", *record.notes)
-        print_step_fit(make_console(stderr=False), fit, notes)
-    return EXIT_MACHINE if fit.verdict == "does_not_fit" else 0
+        notes = (told, f"{record.parameters:,} parameters, {', '.join(record.optimizers)}", *record.notes)
+        print_step_fit(make_console(stderr=False), estimate, verdict, device, modules, notes)
+    return EXIT_MACHINE if verdict == "does_not_fit" else 0
 
 
-def _step_fit_to_json(fit: StepFit, record: StepRecord) -> dict[str, object]:
-    """Return the result for programs; keys are only ever added, and bytes are integers."""
-    return {
-        "schema": 1,
-        "verdict": fit.verdict,
-        "capacity": fit.device.memory_mib << 20,
-        "device": asdict(fit.device),
-        "peak": fit.peak.total,
-        "categories": fit.peak.categories,
-        "modules": [asdict(share) for share in fit.peak.modules],
-        "estimate": asdict(fit.estimate),
-        "learned": fit.learned,
-        "parameters": record.parameters,
-        "optimizers": list(record.optimizers),
-        "notes": list(record.notes),
-        "steps": record.steps,
-        "seconds": record.seconds,
-        "torch": record.torch,
-    }
-
-
-def _pretend_gpu(device: Device, count: int) -> dict[str, object] | None:
-    """Return the GPU that a program is to see, as `fake_step` reads it; None for CPUs.
-
-    Its name is as the driver writes it, so that programs find it in their tables.
-    """
-    if device.kind != "gpu":
-        return None
-    pattern = r"(?<![a-z0-9])(rtx ?)?({})(?![0-9])"
-    capabilities = (
-        number for words, number in CAPABILITIES if re.search(pattern.format(words), device.name.lower())
-    )
-    found = find_gpu(device.name)
-    return {
-        "name": f"NVIDIA {found.name.upper()}" if found and "NVIDIA" not in device.name else device.name,
-        "memory": (device.memory_mib << 20) or 80 << 30,
-        "capability": next(capabilities, (8, 0)),
-        "count": count,
-    }
-
-
-def _run_steps(
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    gpu: Mapping[str, object] | None,
-    *,
-    local: int,
-    nodes: int,
-    timeout: float,
-) -> StepRecord:
+def _run_steps(argv: Sequence[str], environ: Mapping[str, str], job: FitJob, device: Device) -> StepRecord:
     """Run a program until its second step, and return what was found; raises MachineError.
 
     A signal that stops this process ends the program, too: raises SystemExit.
-    `local` are the ranks of each of the nodes.
     """
-    signals, parent = list[int](), os.getpid()
+    signals, parent, timeout = list[int](), os.getpid(), job.config.fit.timeout
+    gpu, known = None, find_gpu(device.name)
+    if device.kind == "gpu":
+        # The name is as the driver writes it, so that programs find it in their tables.
+        name = f"NVIDIA {known.name.upper()}" if known and "NVIDIA" not in device.name else device.name
+        capability, memory = known.capability if known else (8, 0), (device.memory_mib << 20) or 80 << 30
+        gpu = {"name": name, "memory": memory, "capability": capability, "count": job.ranks}
     with (
         tempfile.TemporaryDirectory(prefix="launch-fit-") as folder,
         open(f"{folder}/output", "w+b") as output,  # noqa: PTH123
@@ -277,12 +238,10 @@ def _run_steps(
         variables = {
             **environ,
             # The first rank of the job, as torchrun has it.
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "GROUP_RANK": "0",
-            "WORLD_SIZE": str(local * nodes),
-            "LOCAL_WORLD_SIZE": str(local),
-            "GROUP_WORLD_SIZE": str(nodes),
+            **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
+            "WORLD_SIZE": str(job.ranks * job.nodes),
+            "LOCAL_WORLD_SIZE": str(job.ranks),
+            "GROUP_WORLD_SIZE": str(job.nodes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29500",
             "TORCHELASTIC_RUN_ID": "fit",
@@ -329,9 +288,14 @@ def _run_steps(
 
 def _judge_end(result: Path, lines: Sequence[str], status: int | None, timeout: float) -> StepRecord:
     """Return the result; raises MachineError if there is none."""
-    failed = None
+    failed, measure = None, "measure it in a run instead, which the next `launch fit` reads"
     try:
         record = load(StepRecord, read_file(result, LARGEST_RESULT, own=True))
+        if refused := record.refused:
+            raise MachineError(
+                f"this program cannot be run on fake tensors: {refused.operator}, {refused.reason}"
+                f" ({refused.where}); {measure}"
+            )
         if record.failed is None:
             return record
         failed = record.failed
@@ -345,14 +309,11 @@ def _judge_end(result: Path, lines: Sequence[str], status: int | None, timeout: 
         logger.info(f"  | {strip_sequences(line)}")
     pretended = (
         "it has fake tensors and no GPU here: if it runs without `launch fit`, this cannot be pretended;"
-        " measure it in a run instead, which the next `launch fit` reads"
+        f" {measure}"
     )
     if failed is not None:
-        code = f": {failed.line}" if failed.line else ""
-        subject = (
-            f"the operation {failed.operator} failed" if failed.operator else "an exception ended the program"
-        )
-        what = f"{subject} before the second step ({failed.place}{code}): {failed.reason}; {pretended}"
+        subject = f"the operation {failed.operator} failed" if failed.operator else "an exception ended it"
+        what = f"{subject} before the second step ({failed.where}): {failed.reason}; {pretended}"
     elif status is None:
         what = f"the program took no second optimizer step within fit.timeout={timeout:g} s: give more time"
     elif status == 0:
@@ -360,8 +321,7 @@ def _judge_end(result: Path, lines: Sequence[str], status: int | None, timeout: 
             "the program ended without a second step of a torch.optim optimizer: give it two steps, and see"
             " that it is a Python program that trains with torch"
         )
-    elif status < 0:
-        what = f"the program was ended by {signal.Signals(-status).name} before its second step"
     else:
-        what = f"the program ended with exit code {status} before its second step; {pretended}"
+        shown = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit code {status}"
+        what = f"the program ended {shown} before its second step; {pretended}"
     raise MachineError(what)

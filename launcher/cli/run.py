@@ -47,6 +47,7 @@ from launcher.text import join_words, name_some, print_text
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from launcher.config.training import FitJob
     from launcher.plan.model import Plan
     from launcher.report.viewer import OutputViewer
     from launcher.runs.run_directory import RunDir
@@ -272,12 +273,9 @@ def settle_fit(spec: JobSpec, job: Job, *, judges: bool = True) -> tuple[JobSpec
     """
     if spec.fit_model is None:
         return spec, job
-    from launcher.config.training import settle_job, settle_planned
+    from launcher.config.training import settle_job, settle_training
 
-    model, nodes, is_bundled = spec.fit_model, spec.cluster.min_nodes, spec.is_bundled
-    config = settle_planned(
-        spec.config, job.plan, model, nodes, spec.environ, is_bundled=is_bundled, judges=judges
-    )
+    config = settle_training(_describe_fit(spec, job.plan), judges=judges)
     return settle_job(spec, config), replace(
         job, config=config, program=find_program(spec.program, config, spec.environ)
     )
@@ -315,15 +313,20 @@ def _execute_here(
     )
 
 
+def _describe_fit(spec: JobSpec, plan: "Plan") -> "FitJob":
+    """Return what is judged of a job whose nodes have this plan."""
+    from launcher.config.training import FitJob
+
+    nodes, model, bundled = spec.cluster.min_nodes, spec.fit_model, spec.is_bundled
+    return FitJob.of_plan(spec.config, plan, model, nodes, spec.environ, is_bundled=bundled)
+
+
 def _predict_memory(spec: JobSpec, plan: "Plan") -> int:
     """Return the bytes that a rank is expected to take, 0 if that is not known."""
-    from launcher.cli.fit import predict_request
-    from launcher.config.training import make_fit_request
+    from launcher.cli.fit import predict_memory
 
     try:
-        nodes, bundled = spec.cluster.min_nodes, spec.is_bundled
-        request = make_fit_request(spec.config, plan, spec.fit_model, nodes, spec.environ, is_bundled=bundled)
-        return predict_request(request) if request else 0
+        return predict_memory(_describe_fit(spec, plan))
     except LaunchError:  # `settle_fit` has told of it
         return 0
     except Exception as error:  # a mistake of the estimate ends no run

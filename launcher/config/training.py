@@ -1,17 +1,18 @@
-"""The Training that a configuration asks for, and what a start makes of the estimate of its memory."""
+"""The training that a configuration asks for, and what a start makes of the estimate of its memory."""
 
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from launcher.codec import DecodeError, convert
 from launcher.config.program import BUNDLED, find_unused
 from launcher.config.run_path import dump_masked
 from launcher.config.settings import (
+    LARGEST_BATCH,
     FitConfig,
     ParallelConfig,
     Settings,
@@ -22,17 +23,7 @@ from launcher.config.settings import (
 from launcher.config.start import is_step_task, parse_nodes
 from launcher.errors import MachineError, UsageError
 from launcher.files import read_input
-from launcher.fit.choice import (
-    OPTIONS,
-    FitReport,
-    assess,
-    choose_settings,
-    describe_change,
-    describe_choice,
-    describe_fit,
-    explain_misfit,
-    find_value,
-)
+from launcher.fit.choice import OPTIONS, assess, choose_settings, describe_choice, describe_fit, find_value
 from launcher.fit.counts import count_model_parameters
 from launcher.fit.gpus import find_gpu
 from launcher.fit.training import (
@@ -59,11 +50,7 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 MAX_DEFAULT_SEQ_LEN = 4096
 """As in launcher.programs.options."""
-LARGEST_NUMBER = 10**9
-"""Of a dimension: none is near it, and products of several stay within what a float can hold."""
-LARGEST_LAYERS = 10_000
-"""The deepest published models have some hundred."""
-NUMBER = {"whole": True, "minimum": 1, "maximum": LARGEST_NUMBER, "words": (AUTO,)}
+NUMBER = {"whole": True, "minimum": 1, "maximum": LARGEST_BATCH, "words": (AUTO,)}
 PROGRAM_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "fit.micro_batch": ("batch_size", NUMBER),
     "fit.accumulation": ("grad_accumulation", NUMBER),
@@ -86,10 +73,81 @@ FEWEST_PARAMETERS = 100_000_000
 """Of a model whose preset's usual global batch counts; gpt2, the smallest with one, has 124 million."""
 LARGEST_CONFIG = 1 << 20
 """Bytes of a config.json; published ones have a few KiB."""
+LARGEST_LAYERS = 10_000
+"""The deepest published models have some hundred; other dimensions are below LARGEST_BATCH."""
 DIMENSIONS = ("vocab_size", "layers", "hidden_size", "heads", "intermediate_size", "max_seq_len")
 AT_LEAST_ONE = (*DIMENSIONS, "kv_heads", "head_width", "count", "per_token")
 WORDS = {"norm": ("rmsnorm", "layernorm"), "mlp": ("swiglu", "gelu"), "position": ("rope", "learned")}
-T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FitJob:
+    """A job whose memory is to be judged: its configuration, and what it has of each node."""
+
+    config: Settings
+    model: ModelDimensions | None
+    """None: there is no claim."""
+    nodes: int
+    is_bundled: bool
+    ranks: int
+    """Of each node."""
+    gpus: tuple[Gpu, ...]
+    """Of the ranks."""
+    node: NodeResources
+    expandable: bool = True
+    """Whether the ranks' allocator uses expandable segments."""
+
+    @classmethod
+    def of_plan(
+        cls,
+        config: Settings,
+        plan: Plan,
+        model: ModelDimensions | None,
+        nodes: int,
+        environ: Mapping[str, str],
+        *,
+        is_bundled: bool,
+    ) -> "FitJob":
+        """Make one of nodes that have this plan; `model` is `find_fit_model`'s."""
+        machine = plan.machine
+        node = NodeResources(
+            cores=len({cpu.core for cpu in machine.cpus if cpu.id in machine.allowed_cpus}) or None,
+            memory_kib=count_memory_kib(machine) or None,
+            shm_kib=machine.limits.shm_kib,
+            num_workers=max((rank.num_workers for rank in plan.ranks), default=0),
+            worker_gib=float(config.dataloader.worker_gib),
+        )
+        merged = merge_settings(read_settings(config.allocator), environ)
+        gpus = tuple(rank.gpu for rank in plan.ranks if rank.gpu)
+        expandable = merged.get(EXPANDABLE, "").lower() == "true"
+        return cls(config, model, nodes, is_bundled, len(plan.ranks), gpus, node, expandable)
+
+    def find_device(self) -> Device:
+        """Return what a rank computes on: the GPU that `fit` names, the smallest of the node's, or CPUs.
+
+        Memory is 0 if it is not known. Raises UsageError for a GPU that is not.
+        """
+        fit, on_cpu = self.config.fit, self.is_bundled and self.config.program.get("device") == "cpu"
+        given = None if fit.gpu_memory_gib is None else max(1, int(fit.gpu_memory_gib * 1024))
+        if not fit.gpu and (on_cpu or not self.gpus):
+            memory = (self.node.memory_kib or 0) // 1024 // max(1, self.ranks)
+            return Device("GPU", given) if given else Device("CPU", memory, kind="cpu")
+        if fit.gpu:
+            name, known = fit.gpu, find_gpu(fit.gpu)
+            own = known.memory_mib if known else 0
+            if known is None and given is None:
+                raise UsageError(
+                    f"fit.gpu={fit.gpu} is no GPU that is known: give a name such as H100, A100-40GB or B200,"
+                    " or its memory too, fit.gpu_memory_gib=N"
+                )
+        else:
+            sharing = Counter((gpu.index, gpu.uuid) for gpu in self.gpus)
+            gpu = min(self.gpus, key=lambda one: one.memory_mib // sharing[one.index, one.uuid])
+            name, known = gpu.name or "GPU", find_gpu(gpu.name)
+            own = gpu.memory_mib or (known.memory_mib if known else 0)
+            own = 0 if gpu.uuid.startswith("MIG-") else own  # the driver's number is the whole GPU's
+            own //= sharing[gpu.index, gpu.uuid]
+        return Device(name, given or own, nvlink_domain=known.nvlink_domain if known else 0)
 
 
 def is_bundled_program(config: Settings, program: Sequence[str] | None) -> bool:
@@ -121,6 +179,28 @@ def find_fit_model(
         raise
 
 
+def find_start_model(
+    config: Settings, program: Sequence[str] | None, given: Collection[str]
+) -> ModelDimensions | None:
+    """Do as `find_fit_model` at a start: a model that makes no sense is the program's matter.
+
+    Raises UsageError if the bundled program is to train a config.json.
+    """
+    is_bundled = is_bundled_program(config, program)
+    if is_bundled and config.model.get("config") is not None:
+        raise UsageError(
+            f"model.config={config.model['config']} gives dimensions for the estimate of memory, which the"
+            " bundled program does not take: see `launch plan`, start a program of yours by `launch"
+            " model.config=… -- train.py`, or choose a model such as model=llama7b"
+        )
+    try:
+        return find_fit_model(config, program, given)
+    except UsageError as error:
+        if not is_bundled:  # the bundled program says so itself
+            logger.warning(f"no estimate of memory: {error}")
+        return None
+
+
 def read_dimensions(section: Mapping[str, object]) -> ModelDimensions | None:
     """Return the dimensions that the section `model` gives, by itself or by the file that `config` names.
 
@@ -129,58 +209,48 @@ def read_dimensions(section: Mapping[str, object]) -> ModelDimensions | None:
     lacks a field, and for dimensions that make no model.
     """
     path = section.get("config")
-    if path is not None:
-        from launcher.fit.hf import parse_model_config
-
-        try:
-            text = read_input(str(path), LARGEST_CONFIG).decode("utf-8-sig")
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"model.config={path} cannot be read ({getattr(error, 'strerror', '') or error}): give the"
-                " path of a model's config.json from here"
-            ) from None
-        try:
-            return _check_dimensions(parse_model_config(text, str(path)))
-        except UsageError as error:
-            raise UsageError(f"model.config={path}: {error}") from None
     given = {key: value for key, value in section.items() if value is not None}
-    missing = [name for name in DIMENSIONS if name not in given]
-    if not any(name in section for name in DIMENSIONS):
+    if path is None and not given.keys() & {*DIMENSIONS}:
         return None
-    if missing:
-        raise UsageError(
-            f"model has no {', '.join(missing)}: choose a preset such as model=llama7b, or set it"
-        )
-    heads, hidden = given["heads"], given["hidden_size"]
-    width = hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else 1
-    derived = {"kv_heads": heads, "head_width": given.get("head_dim", width)}
     try:
-        return _check_dimensions(
-            convert(ModelDimensions, {**derived, **given, "name": str(given.get("name"))}, 0)
-        )
-    except DecodeError as error:
-        raise UsageError(f"model.{error}") from None
+        if path is not None:
+            from launcher.fit.hf import parse_model_config
+
+            text = read_input(str(path), LARGEST_CONFIG).decode("utf-8-sig")
+            model = parse_model_config(text, str(path))
+        else:
+            heads, hidden = given.get("heads"), given.get("hidden_size")
+            width = hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else 1
+            derived = {"kv_heads": heads, "head_width": given.get("head_dim", width)}
+            model = convert(ModelDimensions, {**derived, **given, "name": str(given.get("name"))}, 0)
+        return _check_dimensions(model)
+    except (OSError, ValueError, UsageError) as error:
+        if path is None and isinstance(error, DecodeError):
+            raise UsageError(f"model.{error}: set it, or choose a preset such as model=llama7b") from None
+        if path is None:
+            raise
+        what = str(error)
+        if isinstance(error, OSError | UnicodeDecodeError):
+            what = f"it cannot be read ({getattr(error, 'strerror', '') or error}): give the path of a file"
+        raise UsageError(f"model.config={path}: {what}") from None
 
 
 def _check_dimensions(model: ModelDimensions) -> ModelDimensions:
     """Return dimensions that make a model; raises UsageError for others."""
-    experts = model.experts
     for key, value, _ in list_settings(model, "model."):
         name = key.rpartition(".")[2]
-        most = LARGEST_LAYERS if name == "layers" else LARGEST_NUMBER
+        most = LARGEST_LAYERS if name == "layers" else LARGEST_BATCH
         takes = {"choices": WORDS.get(name), "minimum": int(name in AT_LEAST_ONE), "maximum": most}
         if (name in WORDS or type(value) is int) and (fault := find_fault(value, takes)):
             raise UsageError(f"{key}={show_value(value)}: {fault}")
-    if model.latent_attention is None and model.heads % model.kv_heads:
-        raise UsageError(f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
-    if experts and experts.per_token > experts.count:
-        raise UsageError(
-            f"model.experts.per_token={experts.per_token} is more than model.experts.count={experts.count}"
+    experts, layers, groups = model.experts, model.layers, model.kv_heads
+    if model.latent_attention is None and model.heads % groups:
+        raise UsageError(f"model.heads={model.heads} is not divisible by model.kv_heads={groups}: change one")
+    if experts and (experts.per_token > experts.count or experts.dense_layers > layers):
+        what = (
+            f"{experts.per_token} of {experts.count} experts, and {experts.dense_layers} of {layers} layers"
         )
-    if experts and experts.dense_layers > model.layers:
-        raise UsageError(
-            f"model.experts.dense_layers={experts.dense_layers} is more than model.layers={model.layers}"
-        )
+        raise UsageError(f"model.experts has {what} without them: per_token or dense_layers is too large")
     return model
 
 
@@ -195,117 +265,42 @@ def count_plan_nodes(nodes: object, environ: Mapping[str, str]) -> int:
     return parse_nodes(1 if nodes == AUTO else nodes)[0]
 
 
-def make_fit_request(
-    config: Settings,
-    plan: Plan,
-    model: ModelDimensions | None,
-    nodes: int,
-    environ: Mapping[str, str],
-    *,
-    is_bundled: bool,
-) -> Training | None:
-    """Return what is asked of a job of which each node has this plan; None if there is no claim.
-
-    What the bundled program computes with is chosen on a device of unknown memory, too.
-    `model` is what `find_fit_model` returns. Raises UsageError for settings that make no training.
-    """
-    if model is None or not plan.ranks:
-        return None
-    device = choose_fit_device(config, plan, takes_option=is_bundled)
-    if not device.memory_mib and not is_bundled:
-        return None
-    machine = plan.machine
-    allowed = {cpu.core for cpu in machine.cpus if cpu.id in machine.allowed_cpus}
-    node = NodeResources(
-        cores=len(allowed) or None,
-        memory_kib=count_memory_kib(machine) or None,
-        shm_kib=machine.limits.shm_kib,
-        num_workers=max(rank.num_workers for rank in plan.ranks),
-        worker_gib=float(config.dataloader.worker_gib),
-    )
-    shape, expandable = (len(plan.ranks), nodes), has_expandable_segments(config, environ)
-    return make_request_on(
-        config, model, device, node, shape=shape, is_bundled=is_bundled, expandable=expandable
-    )
+def _list_values(config: Settings) -> dict[str, Any]:
+    """List the values that describe a training, by their keys."""
+    return {
+        key: value
+        for section in ("fit", "parallel")
+        for key, value, each in list_settings(getattr(config, section), f"{section}.")
+        if each.name not in NOT_OF_THE_TRAINING
+    }
 
 
-def has_expandable_segments(config: Settings, environ: Mapping[str, str]) -> bool:
-    """Tell whether the allocator of the ranks uses expandable segments."""
-    merged = merge_settings(read_settings(config.allocator), environ)
-    return merged.get(EXPANDABLE, "").lower() == "true"
-
-
-def choose_fit_device(config: Settings, plan: Plan, *, takes_option: bool = True) -> Device:
-    """Return what a rank of a plan computes on, or with `program.device=cpu`; raises UsageError."""
-    on_cpu = takes_option and config.program.get("device") == "cpu"
-    gpus = [] if on_cpu else [rank.gpu for rank in plan.ranks if rank.gpu]
-    return find_fit_device(config.fit, gpus, count_memory_kib(plan.machine) // 1024 // len(plan.ranks))
-
-
-def find_fit_device(fit: FitConfig, gpus: Sequence[Gpu], cpu_mib: int) -> Device:
-    """Return what a rank computes on: the GPU that `fit` names, the smallest of the node's, or CPUs.
-
-    Memory is 0 if it is not known. `cpu_mib` is the memory of a rank without a GPU. Raises UsageError.
-    """
-    given = None if fit.gpu_memory_gib is None else max(1, int(fit.gpu_memory_gib * 1024))
-    if fit.gpu:
-        known = find_gpu(fit.gpu)
-        if known is None and given is None:
-            raise UsageError(
-                f"fit.gpu={fit.gpu} is no GPU that is known: give a name such as H100, A100-40GB or B200, or"
-                " its memory too, fit.gpu_memory_gib=N"
-            )
-        name, own = fit.gpu, known.memory_mib if known else 0
-    elif gpus:
-        sharing = Counter((gpu.index, gpu.uuid) for gpu in gpus)
-        gpu = min(gpus, key=lambda one: one.memory_mib // sharing[one.index, one.uuid])
-        known = find_gpu(gpu.name)
-        name, own = gpu.name or "GPU", gpu.memory_mib or (known.memory_mib if known else 0)
-        own = 0 if gpu.uuid.startswith("MIG-") else own  # the driver's number is the whole GPU's
-        own //= sharing[gpu.index, gpu.uuid]
-    else:
-        return Device("GPU", given) if given else Device("CPU", cpu_mib, kind="cpu")
-    return Device(name, given or own, nvlink_domain=known.nvlink_domain if known else 0)
-
-
-def make_request_on(
-    config: Settings,
-    model: ModelDimensions,
-    device: Device,
-    node: NodeResources,
-    *,
-    shape: tuple[int, int],
-    is_bundled: bool,
-    expandable: bool = True,
-) -> Training:
-    """Return what is asked of a job of `shape` (ranks of a node, nodes) on known devices; raises UsageError.
+def make_training(job: FitJob) -> Training | None:
+    """Return what a job asks, None if there is no claim; raises UsageError for settings that make none.
 
     What is `auto` in `fit` and `parallel` is what the bundled program's option says, and what is `auto` there
-    too is chosen.
+    too is chosen, on a device of unknown memory, too.
     """
-    on_gpu, ranks, fit = device.kind == "gpu", shape[0] * shape[1], config.fit
-    given, usual = (
-        {
-            key: value
-            for section in ("fit", "parallel")
-            for key, value, each in list_settings(getattr(every, section), f"{section}.")
-            if each.name not in NOT_OF_THE_TRAINING
-        }
-        for every in (config, Settings())
-    )
+    config, model, is_bundled, fit = job.config, job.model, job.is_bundled, job.config.fit
+    if model is None or not job.ranks:
+        return None
+    device, ranks = job.find_device(), job.ranks * job.nodes
+    if not device.memory_mib and not is_bundled:
+        return None
+    on_gpu, given, usual = device.kind == "gpu", _list_values(config), _list_values(Settings())
     fixed = tuple(key for key, value in given.items() if value != usual[key])
     options = {key: _read_option(config.program, key) for key in PROGRAM_OPTIONS} if is_bundled else {}
-    chooses = is_bundled and all(given[key] == usual[key] for key in SPLITTING)
+    chooses = is_bundled and not {*fixed} & {*SPLITTING}
     if not chooses:
         options.pop("parallel.framework", None)
     values = {key: options.get(key, AUTO) if value == AUTO else value for key, value in given.items()}
     free = frozenset(key for key in OPTIONS if key in options and values[key] == AUTO)
 
-    def settle(key: str, default: T) -> T:
-        found: T = default if values[key] == AUTO else values[key]
-        return found
+    def settle(key: str, default: object) -> None:
+        if values[key] == AUTO:
+            values[key] = default
 
-    values["fit.seq_len"] = settle("fit.seq_len", min(model.max_seq_len, MAX_DEFAULT_SEQ_LEN))
+    settle("fit.seq_len", min(model.max_seq_len, MAX_DEFAULT_SEQ_LEN))
     computes_half, sequences = on_gpu, None
     if is_bundled:
         gpu, dtype = find_gpu(device.name) if on_gpu else None, config.program.get("dtype", AUTO)
@@ -314,38 +309,39 @@ def make_request_on(
         sequences = _find_sequences(config, model, values, ranks)
         if fit.global_batch:
             values["fit.accumulation"] = fit.accumulation
-    usual_zero = {"fsdp": 3, "zero": 1}.get(settle("parallel.framework", ""), 0)
-    zero: Any = settle("parallel.zero", usual_zero)
-    splits = prod(given[key] for key in SPLITTING[:3])
-    values["parallel.zero"] = 3 if zero == "fsdp" else int(zero)
-    values["parallel.dp"] = settle("parallel.dp", max(1, ranks // splits))
+    settle("parallel.zero", {"fsdp": 3, "zero": 1}.get(values["parallel.framework"], 0))
+    values["parallel.zero"] = 3 if values["parallel.zero"] == "fsdp" else int(values["parallel.zero"])
+    settle("parallel.dp", max(1, ranks // prod(values[key] for key in SPLITTING[:3])))
     layout = ParallelLayout(**{each.name: values[f"parallel.{each.name}"] for each in fields(ParallelLayout)})
-    micro_batch, accumulation = solve_batch(
-        settle("fit.micro_batch", None), layout.dp, settle("fit.accumulation", None), fit.global_batch
+    settle("parallel.framework", "ddp" if chooses else find_framework(layout))
+    sizes = (
+        None if values[f"fit.{key}"] == AUTO else values[f"fit.{key}"]
+        for key in ("micro_batch", "accumulation")
     )
-    precision = settle("fit.precision", "mixed" if computes_half else "fp32")
-    framework = settle("parallel.framework", "ddp" if chooses else find_framework(layout))
+    micro_batch, accumulation = next(sizes), next(sizes)
+    values["fit.micro_batch"], values["fit.accumulation"] = solve_batch(
+        micro_batch, layout.dp, accumulation, fit.global_batch
+    )
+    settle("fit.precision", "mixed" if computes_half else "fp32")
+    settle("fit.checkpointing", "none")
+    settle("fit.compile", None)
+    settle("fit.optimizer_fused", None)
     # What the bundled program does not do is a question of the user's, and no ground to refuse a job.
     trains = is_bundled and model.experts is None and model.latent_attention is None and not fixed
-    settled: dict[str, Any] = {
-        "framework": framework,
-        "precision": precision,
-        "checkpointing": settle("fit.checkpointing", "none"),
-        "micro_batch": micro_batch,
-        "accumulation": accumulation,
-        "compile": settle("fit.compile", None),
-        "optimizer_fused": settle("fit.optimizer_fused", None),
-        "lora": Lora(fit.lora.rank, tuple(fit.lora.targets)) if fit.lora.rank else None,
-        "recompute_modules": tuple(fit.recompute_modules),
-        "autocast": is_bundled and precision == "mixed" and framework == "ddp",
-        "bundled": trains,
-        "expandable_segments": expandable,
-    }
-    rest = {
-        each.name: values[f"fit.{each.name}"] for each in fields(TrainingSettings) if each.name not in settled
-    }
-    request = Training(
-        *(model, layout, TrainingSettings(**settled, **rest), device, *shape, node),
+    framework = values["parallel.framework"]
+    settings = TrainingSettings(
+        **{
+            **{key.removeprefix("fit."): value for key, value in values.items() if key in DESCRIBING},
+            "framework": framework,
+            "lora": Lora(fit.lora.rank, tuple(fit.lora.targets)) if fit.lora.rank else None,
+            "recompute_modules": tuple(fit.recompute_modules),
+            "autocast": is_bundled and values["fit.precision"] == "mixed" and framework == "ddp",
+            "bundled": trains,
+            "expandable_segments": job.expandable,
+        }
+    )
+    training = Training(
+        *(model, layout, settings, device, job.ranks, job.nodes, job.node),
         tokens=fit.tokens,
         step_seconds=fit.step_seconds,
         is_bundled=trains,
@@ -355,9 +351,13 @@ def make_request_on(
         fixed=fixed,
     )
     if not free:
-        return request
-    check_layout(request)
-    return choose_settings(request)
+        return training
+    check_layout(training)
+    return choose_settings(training)
+
+
+DESCRIBING = tuple(f"fit.{each.name}" for each in fields(TrainingSettings))
+"""Keys of `fit` that are fields of TrainingSettings."""
 
 
 def _find_sequences(
@@ -367,8 +367,7 @@ def _find_sequences(
 
     The usual global batch of a preset is for its size: a model that has been made small has none.
     """
-    asked, usual = config.program.get("global_batch"), config.model.get("global_batch")
-    asked = AUTO if asked is None else asked
+    asked, usual = config.program.get("global_batch") or AUTO, config.model.get("global_batch")
     if asked == AUTO and count_model_parameters(model) < FEWEST_PARAMETERS:
         usual = None
     sequences = config.fit.global_batch or _read_global_batch(
@@ -389,10 +388,9 @@ def _read_option(options: Mapping[str, object], key: str) -> Any:  # noqa: ANN40
     refuse.
     """
     name, takes = PROGRAM_OPTIONS[key]
-    value = options.get(name)
+    value = AUTO if options.get(name) is None else options[name]
     if isinstance(value, bool) and name == "activation_checkpointing":
         value = "full" if value else "none"
-    value = AUTO if value is None else value
     if fault := find_fault(value, takes):
         raise UsageError(f"program.{name}={show_value(value)}: {fault}")
     return value
@@ -406,7 +404,7 @@ def _read_global_batch(value: object, seq_len: int) -> int | None:
     if found and float(found[1]) > 0:
         number = float(found[1]) * {"": 1, "k": 1 << 10, "M": 1 << 20}[found[2] or ""]
         sequences = round(number / seq_len) if found[3] else number
-        if sequences == int(sequences) <= LARGEST_NUMBER:
+        if sequences == int(sequences) <= LARGEST_BATCH:
             return max(1, int(sequences))
     raise UsageError(
         f"program.global_batch={value}: give sequences, such as 256, or tokens, such as 512ktokens or"
@@ -414,106 +412,59 @@ def _read_global_batch(value: object, seq_len: int) -> int | None:
     )
 
 
-def settle_program(config: Settings, request: Training | None) -> Settings:
+def settle_program(config: Settings, training: Training | None) -> Settings:
     """Return a configuration with the values that were chosen for the bundled program.
 
-    Without a request, as if the device is not known, the program's own defaults are taken.
+    Without a training, as if the device is not known, the program's own defaults are taken.
     """
-    if request is None or not request.free:
+    if training is None or not training.free:
         return config
-    chosen = {OPTIONS[key]: find_value(request, key) for key in OPTIONS if key in request.free}
+    chosen = {OPTIONS[key]: find_value(training, key) for key in OPTIONS if key in training.free}
     # Nodes with other numbers of GPUs count micro-steps for as many everywhere: the program knows all ranks.
-    is_kept = "fit.accumulation" in request.free and request.sequences
-    chosen["global_batch"] = request.sequences if is_kept else AUTO
+    is_kept = "fit.accumulation" in training.free and training.sequences
+    chosen["global_batch"] = training.sequences if is_kept else AUTO
     return replace(config, program={**config.program, **chosen})
 
 
-# At a start: what `fit.check` makes of the estimate. A mistake in that ends no job.
-
-KEPT = "what is auto is the program's own: 8 sequences, 1 micro-step, no checkpointing, ddp"
-"""Where nothing could be chosen."""
-
-
-def find_start_model(
-    config: Settings, program: Sequence[str] | None, given: Collection[str]
-) -> ModelDimensions | None:
-    """Return the model to judge at a start; None if there is none, or if it makes no sense.
-
-    `program` is what is given after `--`. Raises UsageError if the bundled program is to train a config.json.
-    """
-    is_bundled = is_bundled_program(config, program)
-    if is_bundled and config.model.get("config") is not None:
-        raise UsageError(
-            f"model.config={config.model['config']} gives dimensions for the estimate of memory; the"
-            " bundled program has its own: see `launch plan`, start a program of yours by `launch"
-            " model.config=… -- train.py`, or choose a model such as model=llama7b"
-        )
-    try:
-        return find_fit_model(config, program, given)
-    except UsageError as error:
-        if not is_bundled:  # the bundled program says so itself
-            logger.warning(f"no estimate of memory: {error}")
-        return None
-
-
-def settle_planned(
-    config: Settings,
-    plan: Plan,
-    model: ModelDimensions | None,
-    nodes: int,
-    environ: Mapping[str, str],
-    *,
-    is_bundled: bool,
-    judges: bool = True,
-) -> Settings:
-    """Do as `settle_training` with a job whose nodes have this plan; `model` is `find_start_model`'s."""
-
-    def make(asked: Settings) -> Training | None:
-        return make_fit_request(asked, plan, model, nodes, environ, is_bundled=is_bundled)
-
-    return settle_training(make, config, is_bundled=is_bundled, judges=judges) if model else config
-
-
-def settle_training(
-    make: Callable[[Settings], Training | None], config: Settings, *, is_bundled: bool, judges: bool = True
-) -> Settings:
+def settle_training(job: FitJob, *, judges: bool = True) -> Settings:
     """Return the configuration with what is chosen for the bundled program, and judge the job by `fit.check`.
 
-    `make` gives what a configuration asks. With `judges=False` that is done elsewhere: nothing is said.
-    Raises MachineError for a job that is refused, which it is not in a dry run, and UsageError for settings
-    of the bundled program that make no sense.
+    With `judges=False` that is done elsewhere: nothing is said. A mistake in the estimate ends no job. Raises
+    MachineError for a job that is refused: never in a dry run, nor on CPUs, where swap may hold what memory
+    does not; and UsageError for settings of the bundled program that make no sense.
     """
+    config, is_bundled = job.config, job.is_bundled
     check = config.fit.check if judges else "off"
-    if check == "off" and not is_bundled:
+    if job.model is None or (check == "off" and not is_bundled):
         return config
     if is_bundled:  # it is judged as it will run, whatever `fit` and `parallel` say of a training
-        fit = config.fit
-        asked = FitConfig(gpu=fit.gpu, gpu_memory_gib=fit.gpu_memory_gib, tokens=fit.tokens)
-        asked_config = replace(config, fit=asked, parallel=ParallelConfig())
-    try:
-        training = make(asked_config if is_bundled else config)
-        report = assess(training) if training and judges else None
-    except UsageError as error:
-        if not judges:
-            return config
-        if is_bundled:
-            raise
-        logger.warning(f"no estimate of memory: {error}")
-        return config
-    except Exception as error:
-        kept = (
-            f"; {KEPT}"
-            if is_bundled and AUTO in [config.program.get(name) for name, _ in PROGRAM_OPTIONS.values()]
-            else ""
+        fit = FitConfig(
+            gpu=config.fit.gpu, gpu_memory_gib=config.fit.gpu_memory_gib, tokens=config.fit.tokens
         )
+        job = replace(job, config=replace(config, fit=fit, parallel=ParallelConfig()))
+    try:
+        training = make_training(job)
+        report = assess(training) if training and judges else None
+    except Exception as error:
+        if is_bundled and judges and isinstance(error, UsageError):
+            raise
+        what = str(error)
+        if not isinstance(error, UsageError):
+            what = f"{type(error).__name__}: {error}: report it; what is auto is the program's own default"
         if judges:
-            logger.warning(f"no estimate of memory ({type(error).__name__}: {error}): report it{kept}")
+            logger.warning(f"no estimate of memory: {what}")
         return config
-    if report:
-        if report.request.free and (check == "off" or report.verdict != "does_not_fit"):
-            logger.info(describe_choice(report.request, report.estimate.total))
-        if check != "off":
-            _act_on(report, config)
+    if report and report.request.free and (check == "off" or report.verdict != "does_not_fit"):
+        logger.info(describe_choice(report.request, report.estimate.total))
+    if report and report.verdict and check != "off":
+        message, on_gpu = describe_fit(report), report.request.on_gpu
+        is_refused = check == "error" and report.request.is_bundled and on_gpu and not config.dry_run
+        if report.verdict == "does_not_fit" and is_refused:
+            raise MachineError(f"{message}; fit.check=warn starts it all the same")
+        if report.verdict != "fits":
+            logger.warning(message)
+        elif on_gpu and not report.request.free:
+            logger.info(message)
     return settle_program(config, training)
 
 
@@ -528,24 +479,3 @@ def settle_job(spec: "JobSpec", config: Settings) -> "JobSpec":
         return replace(spec, config=config)
     text = dump_masked({**tree, "program": {**before, **chosen}})
     return replace(spec, config=config, config_text=text)
-
-
-def _act_on(report: FitReport, config: Settings) -> None:
-    """Refuse a job of the bundled program that cannot fit; else warn, or say in a line that it fits.
-
-    On CPUs nothing is refused: swap may hold what memory does not.
-    """
-    if report.verdict == "does_not_fit":
-        message, is_refusable = explain_misfit(report), report.request.device.kind == "gpu"
-        if config.fit.check == "error" and report.request.is_bundled and is_refusable and not config.dry_run:
-            raise MachineError(f"{message}; fit.check=warn starts it all the same")
-        logger.warning(message)
-    elif report.verdict == "tight":
-        more = (
-            f"{describe_change(report.changes[0])} is enough"
-            if report.changes
-            else "`launch plan` shows more"
-        )
-        logger.warning(f"{describe_fit(report)}; {more}")
-    elif report.verdict and report.request.device.kind == "gpu" and not report.request.free:
-        logger.info(describe_fit(report))

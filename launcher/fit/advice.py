@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from launcher.fit.counts import count_active_parameters, count_model_parameters, count_token_flops
-from launcher.fit.gpus import GpuType, find_gpu
+from launcher.fit.gpus import BLACKWELL, HOPPER, GpuType, find_gpu
 from launcher.fit.memory import count_kept
 from launcher.fit.training import Training
 from launcher.plan.resources import count_node_cores
@@ -44,15 +44,9 @@ TILE = 64
 """Elements of 16 bits in 128 bytes, by which an A100's tensor cores are used best (NVIDIA's guide)."""
 LEAST_MULTIPLE = 8
 """Below it a product may not use tensor cores at full rate (NVIDIA's guide)."""
-FP8_MULTIPLE = 16
-"""What Transformer Engine and torch.float8 want of both dimensions."""
-LARGEST_HEAD = 256
-"""FlashAttention-2's widest head."""
 LARGEST_BUBBLE = 0.1
-NARROW = 1024
-"""Width of a GPU's part of the hidden size from which on tensor parallelism costs little."""
-FEW_TOKENS = 2048
-"""Tokens of a micro-batch below which products are short."""
+LONG_SEQUENCE = 2048
+"""Tokens from which on attention without a flash kernel costs much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +71,7 @@ def budget_node(training: Training) -> tuple[BudgetLine, ...]:
     parts sum to, and at least the GPUs' memory; /dev/shm: batches of the workers, and NCCL's transports.
     """
     node, ranks, layout, settings = training.node, training.gpus_per_node, training.layout, training.settings
-    found, workers, on_gpu = list[BudgetLine](), node.num_workers, training.on_gpu
-
-    def add(name: str, needed: float, has: float | None, note: str, fix: str, unit: str = "GiB") -> None:
-        enough = has is None or has >= needed
-        found.append(BudgetLine(name, needed, has, unit, enough, note, "" if enough else fix))
-
-    if on_gpu:
-        needed = count_node_cores(ranks, workers)
-        system = needed - ranks * (workers + 1)
-        note = f"{ranks} x (1 + {workers} workers) + {system}"
-        note += "; more for the optimizer on CPUs" if settings.offload != "none" else ""
-        most = max(0, ((node.cores or 0) - system) // ranks - 1)
-        fix = f"dataloader.num_workers={most}, or " if most < workers else ""
-        add(
-            "CPU cores",
-            needed,
-            node.cores,
-            note,
-            f"{fix}ask for {needed} cores (cluster.cpus_per_task)",
-            "cores",
-        )
+    workers, on_gpu, cores = node.num_workers, training.on_gpu, count_node_cores(ranks, node.num_workers)
     parameters = count_model_parameters(training.model)
     # States in CPU memory are pinned.
     share = min(1.0, ranks * (1 if layout.zero else layout.replicas) / layout.world_size)
@@ -106,35 +80,40 @@ def budget_node(training: Training) -> tuple[BudgetLine, ...]:
     kept = count_kept(training).expected if settings.activation_offload else 0
     parts = {
         # On CPUs, the ranks' memory is the estimate's.
-        **({"system": SYSTEM_GIB, "ranks": ranks * PROCESS_GIB} if on_gpu else {}),
+        "system": SYSTEM_GIB * on_gpu,
+        "ranks": ranks * PROCESS_GIB * on_gpu,
         "workers": ranks * workers * (node.worker_gib or WORKER_GIB),
         "offload": OFFLOADED.get(settings.offload, 0) * parameters * share * PINNED_ROUNDING / GIB,
         "activations": ranks * kept * PINNED_ROUNDING / GIB,
         "checkpoint on rank 0": 0 if in_shards else MASTER_BYTES * parameters / GIB,
     }
-    total, gpus = sum(parts.values()), ranks * training.device.memory_mib / 1024 if on_gpu else 0
+    memory, gpus = sum(parts.values()), ranks * training.device.memory_mib / 1024 * on_gpu
     note = ", ".join(f"{name} {gib:.0f}" for name, gib in parts.items() if gib >= 0.5)
-    has = None if node.memory_kib is None else node.memory_kib / (1 << 20)
-    fixes = {
-        "activations": "fit.activation_offload=false, or fit.checkpointing=full: less is kept",
-        "offload": "more nodes share the states (nodes=N), or fit.offload=none",
-        "workers": "fewer workers (dataloader.num_workers=N)",
-        "checkpoint on rank 0": "save in shards (torch.distributed.checkpoint)",
-    }
-    fix = fixes.get(max(parts, key=lambda name: parts[name]), "ask for more (cluster.mem=0 is all of a node)")
-    add("CPU memory", max(gpus, total), has, f"the GPUs' sum; {note}" if gpus > total else note, fix)
-    batches = ranks * workers * PREFETCHED * settings.micro_batch * settings.seq_len * TOKEN_BYTES
-    nccl = ranks * NCCL_MIB << 20 if ranks > 1 and on_gpu else 0
-    has = None if node.shm_kib is None else node.shm_kib / (1 << 20)
-    fix = "a larger /dev/shm (docker: --shm-size), or dataloader.num_workers=0"
-    add(
-        SHARED_MEMORY,
-        (batches + nccl) / GIB,
-        has,
-        "batches of text, NCCL" if nccl else "batches of text",
-        fix,
+    shm = ranks * workers * PREFETCHED * settings.micro_batch * settings.seq_len * TOKEN_BYTES
+    shm += ranks * NCCL_MIB << 20 if ranks > 1 and on_gpu else 0
+    few_workers, more = "fewer workers (dataloader.num_workers)", "ask for more"
+    rows = (
+        (
+            *("CPU cores", cores, node.cores, "cores"),
+            f"{ranks} x (1 + {workers} workers), and the system's",
+            f"{few_workers}, or {more} (cluster.cpus_per_task={workers + 1})",
+        ),
+        (
+            *("CPU memory", max(gpus, memory), node.memory_kib and node.memory_kib / (1 << 20), "GiB"),
+            f"the GPUs' sum; {note}" if gpus > memory else note,
+            f"less of these, or {more} (cluster.mem=0 is all of a node)",
+        ),
+        (
+            *(SHARED_MEMORY, shm / GIB, node.shm_kib and node.shm_kib / (1 << 20), "GiB"),
+            "batches of text, NCCL",
+            f"{few_workers}, or a larger /dev/shm (docker: --shm-size)",
+        ),
     )
-    return tuple(found)
+    return tuple(
+        BudgetLine(name, needed, has, unit, enough, said, "" if enough else fix)
+        for name, needed, has, unit, said, fix in (rows if on_gpu else rows[1:])
+        for enough in (has is None or has >= needed,)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,158 +130,81 @@ class Advice:
 
 def advise(training: Training) -> tuple[Advice, ...]:
     """Give advice, warnings first."""
-    rules = (_advise_model, _advise_precision, _advise_links, _advise_schedule)
-    found = [one for rule in rules for one in rule(training)]
+    rows = [*_judge_shapes(training), *_judge_parallelism(training)]
+    found = [Advice("warning" if is_warning else "note", *texts) for is_warning, *texts in rows]
     return tuple(sorted(found, key=lambda one: one.level != "warning"))
 
 
-def _advise(is_warning: bool, what: str, fix: str, gain: str = "") -> Advice:
-    """Make a warning, or a note."""
-    return Advice("warning" if is_warning else "note", what, fix, gain)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    """Round up to a multiple."""
-    return -(-value // multiple) * multiple
-
-
-def _advise_model(training: Training) -> Iterator[Advice]:
-    """Advise on the vocabulary, the width of a head, the hidden size, and widths inside MLP and experts."""
-    model, tp, length = training.model, training.layout.tp, training.settings.seq_len
-    head, widths, multiple = model.head_width, dict[str, tuple[int, int]](), TILE * tp
-    if training.on_gpu:
-        widths["model.hidden_size"] = (model.hidden_size, 1)
-        if model.experts is not None:
-            widths["model.experts.intermediate_size"] = (model.experts.intermediate_size, 1)
-        if model.experts is None or model.experts.dense_layers:
-            widths["model.intermediate_size"] = (model.intermediate_size, tp)
-    if training.on_gpu and model.vocab_size % multiple:
-        share = 6 * model.vocab_size * model.hidden_size / count_token_flops(model, length)
-        gain, is_odd = f"the output layer is {share:.0%} of the operations", model.vocab_size % LEAST_MULTIPLE
-        gain += "; 25% of GPT-2's step by 50257 to 50304 (A. Karpathy, nanoGPT)" if is_odd else ""
-        of_tp = f" (64 * parallel.tp={tp})" if tp > 1 else ""
-        what = f"model.vocab_size={model.vocab_size} is no multiple of {multiple}{of_tp}"
-        fix = f"pad it to {_round_up(model.vocab_size, multiple)}"
-        yield _advise(bool(is_odd) and share > 0.02, what, fix, gain)
-    if training.on_gpu and head > LARGEST_HEAD:
-        what = f"heads are {head} wide, and FlashAttention-2 has none wider than {LARGEST_HEAD}"
-        yield _advise(True, what, "more heads of 64 or 128")
-    elif training.on_gpu and head % TILE:
-        what, gain = "no multiple of 64", "heads of 64 and 128 use tensor cores best"
-        if is_odd := head % LEAST_MULTIPLE:
-            what, gain = (
-                "no multiple of 8: attention does without fast kernels",
-                "up to 39% of a step by efficient shapes",
-            )
-        what = f"heads are {head} wide, {what}"
-        yield _advise(bool(is_odd), what, "heads of 64 or 128", f"{gain} (arXiv:2401.14489)")
-    for key, (width, parts) in widths.items():
-        if width % (TILE * parts):
-            near, is_odd = (
-                max(1, round(width / (TILE * parts))) * TILE * parts,
-                width % (LEAST_MULTIPLE * parts),
-            )
-            has_gain = model.mlp == "swiglu" and key.endswith("intermediate_size") and is_odd
-            gain = "SwiGLU's 10922 to 10944: 273 to 398 TFLOPS on an H100 (S. Bekman)" if has_gain else ""
-            split = f" over parallel.tp={parts} is {width / parts:g}," if parts > 1 else " is"
-            yield _advise(bool(is_odd), f"{key}={width}{split} no multiple of {TILE}", f"{key}={near}", gain)
-    if tp > 1 and model.hidden_size // tp < NARROW:
-        part = f"{model.hidden_size // tp} of model.hidden_size={model.hidden_size}"
-        what = f"parallel.tp={tp} leaves each GPU {part}: its products are narrow"
-        yield _advise(False, what, "a smaller parallel.tp, with the states sharded by parallel.zero instead")
+def _judge_shapes(training: Training) -> Iterator[tuple[bool, str, str, str]]:
+    """Give what is wrong with shapes and the precision: whether it is a warning, what, the fix, the gain."""
+    model, settings, tp, name = training.model, training.settings, training.layout.tp, training.device.name
+    experts, precision, length = model.experts, settings.precision, settings.seq_len
     if length > model.max_seq_len:
         what = f"fit.seq_len={length} is more than model.max_seq_len={model.max_seq_len}"
-        fix = f"fit.seq_len={model.max_seq_len}, or a model whose rotary frequencies are scaled"
-        yield _advise(True, what, fix)
-
-
-def _advise_precision(training: Training) -> Iterator[Advice]:
-    """Advise on what the GPU computes in."""
-    precision, name = training.settings.precision, training.device.name
-    gpu = find_gpu(name) if training.on_gpu else None
+        yield True, what, f"fit.seq_len={model.max_seq_len}, or a model whose frequencies are scaled", ""
+    if not settings.flash_attention and length >= LONG_SEQUENCE:
+        what = f"without flash attention each layer keeps heads * seq_len^2 ({length}) weights"
+        fix = "torch's scaled_dot_product_attention, or fit.flash_attention=true"
+        yield True, what, fix, "attention 2 to 4 times as fast (arXiv:2205.14135)"
+    if not training.on_gpu:
+        return
+    gpu = find_gpu(name)
     if gpu and precision == "fp8" and gpu.fp8 is None:
-        yield _advise(True, f"fit.precision=fp8, and a {name} computes no fp8", "fit.precision=mixed")
-    if gpu and precision in ("bf16", "mixed") and "bf16" not in dict(gpu.peak_tflops):
+        yield True, f"fit.precision=fp8, and a {name} computes no fp8", "fit.precision=mixed", ""
+    if gpu and precision in ("bf16", "mixed") and gpu.tf32 is None:  # both came with the same generation
         what = f"fit.precision={precision}, and a {name} has no fast bf16"
-        yield _advise(True, what, "fp16 with loss scaling, which needs the same memory")
+        yield True, what, "fp16 with loss scaling, which needs the same memory", ""
     if gpu and gpu.tf32 and precision == "fp32":
         fix = 'torch.set_float32_matmul_precision("high") for TF32, or fit.precision=mixed'
         gain = f"peaks: fp32 {gpu.fp32:g}, TF32 {gpu.tf32:g}, bf16 {gpu.bf16:g} TFLOPS"
-        yield _advise(False, "fit.precision=fp32 leaves tensor cores unused", fix, gain)
-    for key in ("hidden_size", "intermediate_size"):
-        value = getattr(training.model, key)
-        if precision == "fp8" and value % FP8_MULTIPLE:
-            what = f"model.{key}={value} is no multiple of 16, which products in fp8 need"
-            yield _advise(True, what, f"model.{key}={_round_up(value, FP8_MULTIPLE)}")
+        yield False, "fit.precision=fp32 leaves tensor cores unused", fix, gain
+    share = 6 * model.vocab_size * model.hidden_size / count_token_flops(model, length)
+    widths = {
+        "vocab_size": (model.vocab_size, tp, f"the output layer is {share:.0%} of the operations"),
+        "hidden_size": (model.hidden_size, 1, ""),
+        "head_width": (model.head_width, 1, "heads of 64 and 128 use tensor cores best (arXiv:2401.14489)"),
+    }
+    if experts is not None:
+        widths["experts.intermediate_size"] = (experts.intermediate_size, 1, "")
+    if experts is None or experts.dense_layers:
+        widths["intermediate_size"] = (model.intermediate_size, tp, "")
+    for key, (width, parts, gain) in widths.items():
+        multiple = TILE * parts
+        if width % multiple:
+            of_tp = f" (64 * parallel.tp={parts})" if parts > 1 else ""
+            what = f"model.{key}={width} is no multiple of {multiple}{of_tp}"
+            is_odd = bool(width % (LEAST_MULTIPLE * parts))
+            yield is_odd, what, f"{key}={-(-width // multiple) * multiple}", gain
 
 
-def _advise_links(training: Training) -> Iterator[Advice]:
-    """Advise on groups that cross nodes or NVLink's domain."""
+def _judge_parallelism(training: Training) -> Iterator[tuple[bool, str, str, str]]:
+    """Give what is wrong with groups that cross nodes or NVLink's domain, and with the pipeline's bubble."""
     layout, each, tp = training.layout, training.gpus_per_node, training.layout.tp
-    domain = training.device.nvlink_domain or each
-    if tp > domain:
-        links = "PCIe" if tp <= each and each % tp == 0 else "the network"
-        yield _advise(
-            True,
-            f"parallel.tp={tp} is more than the {domain} GPUs that NVLink or a node connects: four"
-            f" all-reduces of each layer go over {links}",
-            f"parallel.tp={domain} or less, and parallel.pp or parallel.zero for the rest",
-            "Megatron-LM keeps tp within a node (arXiv:2104.04473, section 5)",
-        )
-    elif tp > 1 and training.nodes > 1 and each % tp and domain <= each:
-        what = f"parallel.tp={tp} does not divide the {each} GPUs of a node: a group spans two nodes"
-        yield _advise(True, what, "a divisor")
+    domain, steps = training.device.nvlink_domain or each, training.settings.accumulation
     overlap = "as long as the computation in DeepSeek-V3, which overlaps it (arXiv:2412.19437, 3.2.1)"
-    for name, size, what, gain in (
-        ("ep", layout.ep, "the all-to-alls of experts", overlap),
-        ("cp", layout.cp, "the exchange of keys and values", ""),
+    keeps = "Megatron-LM keeps tp within a node (arXiv:2104.04473, section 5)"
+    for name, size, inner, what, gain in (
+        ("tp", tp, 1, "four all-reduces of each layer", keeps),
+        ("ep", layout.ep, tp, "the all-to-alls of experts", overlap),
+        ("cp", layout.cp, tp, "the exchange of keys and values", ""),
     ):
-        if size > 1 and size * tp > domain:
-            yield _advise(
-                name == "ep",
-                f"parallel.{name}={size} with parallel.tp={tp} spans {size * tp} GPUs,"
-                f" and NVLink or a node connects {domain}: {what} go over slower links",
-                f"parallel.{name}={max(1, domain // tp)} or less, unless they are overlapped",
+        if size > 1 and size * inner > domain:
+            yield (
+                name != "cp",
+                f"parallel.{name}={size} spans {size * inner} GPUs, and NVLink or a node connects {domain}:"
+                f" {what} go over slower links",
+                f"parallel.{name}={max(1, domain // inner)} or less",
                 gain,
             )
-
-
-def _advise_schedule(training: Training) -> Iterator[Advice]:
-    """Advise on the bubble of the pipeline, (pp - 1) / (v m + pp - 1), on uneven stages, on the micro-batch
-    and attention.
-    """
-    settings, layout, layers = training.settings, training.layout, training.model.layers
-    steps, chunks, idle = settings.accumulation, layout.pp * layout.virtual_stages, layout.pp - 1
-    bubble = idle / (layout.virtual_stages * steps + idle)
+    chunks, idle = layout.virtual_stages, layout.pp - 1
+    bubble = idle / (chunks * steps + idle)
     if bubble > LARGEST_BUBBLE:
-        fix = f"fit.accumulation={-(-idle * 9 // layout.virtual_stages)} makes it 10%"
-        if layout.virtual_stages == 1 and layers >= 2 * layout.pp:
-            fix += ", or parallel.virtual_stages=2"
-        shown = f"{steps} micro-step{'s' * (steps > 1)}"
-        what = f"the pipeline of {layout.pp} stages idles {bubble:.0%} of a step of {shown}"
-        yield _advise(True, what, fix, "share (pp - 1) / (v m + pp - 1) (arXiv:2104.04473, section 2.2)")
-    if layout.pp > 1 and layout.virtual_stages > 1 and steps % layout.pp:
-        what = f"fit.accumulation={steps} is no multiple of parallel.pp={layout.pp}, which Megatron-LM's"
-        fix = f"fit.accumulation={_round_up(steps, layout.pp)}"
-        yield _advise(True, f"{what} interleaved schedule needs", fix)
-    if layout.pp > 1 and layers % chunks:
-        what = f"model.layers={layers} over {chunks} stages is uneven: the largest has {-(-layers // chunks)}"
-        fix = "a parallel.pp that divides the layers, or the ends of the pipeline with fewer layers"
-        yield _advise(False, what, fix)
-    tokens = settings.micro_batch * settings.seq_len // layout.cp
-    if tokens < FEW_TOKENS and training.on_gpu:
-        what = f"a micro-batch of {tokens} tokens a GPU is short for products of matrices"
-        yield _advise(False, what, "a larger micro-batch if it fits: `launch tune batch` finds it")
-    if tokens % TILE and training.on_gpu:
-        what = f"a micro-batch has {tokens} tokens, no multiple of 64"
-        yield _advise(False, what, "a sequence length of a power of two")
-    if layout.zero == 3 and steps > 1 and layout.replicas > 1:
-        what = f"sharded weights are gathered in each of fit.accumulation={steps} micro-steps"
-        yield _advise(False, what, "a larger micro-batch and fewer micro-steps")
-    if not settings.flash_attention and settings.seq_len >= FEW_TOKENS:
-        what = f"without flash attention each layer keeps heads * seq_len^2 ({settings.seq_len}) weights"
-        fix = "torch's scaled_dot_product_attention, or fit.flash_attention=true"
-        yield _advise(True, what, fix, "attention 2 to 4 times as fast (arXiv:2205.14135)")
+        fix = f"fit.accumulation={-(-idle * 9 // chunks)} makes it 10%, and more parallel.virtual_stages less"
+        what = f"the pipeline of {layout.pp} stages idles {bubble:.0%} of a step (accumulation={steps})"
+        yield True, what, fix, "share (pp - 1) / (v m + pp - 1) (arXiv:2104.04473, section 2.2)"
+    if layout.pp > 1 and chunks > 1 and steps % layout.pp:
+        what = f"fit.accumulation={steps} is no multiple of parallel.pp={layout.pp}"
+        yield True, what, f"fit.accumulation={-(-steps // layout.pp) * layout.pp}", "Megatron-LM needs one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,11 +230,6 @@ class SpeedEstimate:
     gpu_hours: tuple[float, float] | None = None
 
 
-BLACKWELL, HOPPER, AMPERE = (
-    ("b200", "b300", "gb200", "gb300"),
-    ("h100", "h200", "h800", "h20", "gh200"),
-    ("a100", "a800"),
-)
 MFU_RANGES = (
     # torchtitan's Llama 3.1 8B 21% on B200 with a power limit (docs of mxfp8), 42% on GB200 (nvfp4);
     # Megatron-Bridge's Qwen3 235B 33%.
@@ -345,7 +242,7 @@ MFU_RANGES = (
     # (docs/performance.md); LLaMA 65B 49% (arXiv:2302.13971: 380 tokens/s/GPU); MT-NLG 530B 30.2%
     # (arXiv:2204.02311, table 3); Megatron-LM 33 to 39% (arXiv:2104.04473, table 1: 44 to 52% with
     # recomputation); Korthikanti et al. 42 to 56% (arXiv:2205.05198, table 5).
-    (AMPERE, 0.30, 0.70, "A100 runs of torchtune, llm-foundry, torchtitan, LLaMA, Megatron-LM"),
+    (("a100", "a800"), 0.30, 0.70, "A100 runs of torchtune, llm-foundry, torchtitan, LLaMA, Megatron-LM"),
     (
         ("v100", "t4"),
         0.20,
@@ -400,38 +297,27 @@ def estimate_speed(training: Training) -> SpeedEstimate:
     again, tokens = done / of_token, training.step_sequences * settings.seq_len
     flops = float(of_token) * tokens
     gpu = find_gpu(training.device.name) if training.on_gpu else None
-    peak = gpu.find_precision_peak(settings.precision) if gpu else None
     published = _find_mfu_range(training, gpu) if gpu else None
+    peak, source = (gpu.find_precision_peak(settings.precision), gpu.source) if gpu else (None, "")
     ideal = flops / (peak * 1e12 * gpus) if peak else None
-    source = (
-        f"{gpu.source}{f'; range: {published[2]}' if published and measured is None else ''}" if gpu else ""
-    )
-    found = SpeedEstimate(
-        parameters=count_model_parameters(model),
-        active_parameters=count_active_parameters(model),
-        tokens_per_step=tokens,
-        flops_per_step=flops,
-        peak_tflops=peak,
-        peak_source=source,
-    )
-    if measured is not None and measured > 0:
-        low, high = measured, measured
+    if measured is not None:
+        seconds = (measured, measured)
     elif ideal is not None and published is not None:
-        low, high = ideal / published[1], ideal / published[0]
+        seconds, source = (ideal / published[1], ideal / published[0]), f"{source}; range: {published[2]}"
     else:
+        seconds = None
+    counts = (count_model_parameters(model), count_active_parameters(model), tokens)
+    found = SpeedEstimate(*counts, flops, peak, source, seconds)
+    if seconds is None:
         return found
+    low, high = seconds
     mfu, each = (ideal / high, ideal / low) if ideal is not None else None, flops / gpus / 1e12
-    total = hours = None
-    if training.tokens is not None:
-        steps = training.tokens / tokens
-        total = (steps * low, steps * high)
-        hours = (total[0] * (gpus / 3600), total[1] * (gpus / 3600))
+    steps = None if training.tokens is None else training.tokens / tokens
     return replace(
         found,
-        step_seconds=(low, high),
         mfu=mfu,
         hfu=(mfu[0] * again, mfu[1] * again) if mfu else None,
         tflops=(each / high, each / low),
-        total_seconds=total,
-        gpu_hours=hours,
+        total_seconds=None if steps is None else (steps * low, steps * high),
+        gpu_hours=None if steps is None else (steps * low * gpus / 3600, steps * high * gpus / 3600),
     )

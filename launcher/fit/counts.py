@@ -6,20 +6,23 @@ latent attention and experts. Widths are in elements a token.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from launcher.fit.training import (
     ATTENTION_MATRICES,
     MLP_MATRICES,
+    NOTHING,
     Lora,
     ModelDimensions,
+    Range,
     Training,
 )
 
 EAGER_NORM = 8
 """Bytes an element that an RMSNorm written in Python keeps more: its input in fp32, and the normalised one
-(transformers.models.llama.LlamaRMSNorm)."""
+(transformers.models.llama.LlamaRMSNorm); a frozen weight needs no normalised input."""
+CROWD = 1.5
+"""Of the high end for experts: they may get more than their share of tokens."""
 
 
 def divide_up(total: int, parts: int) -> int:
@@ -47,31 +50,42 @@ class Matrix(NamedTuple):
         return self.inputs * self.outputs + self.outputs * self.has_bias
 
 
+def find_widths(model: ModelDimensions) -> tuple[int, int, int, int, int]:
+    """Give attention's widths: queries, keys, values, what is compressed, and all heads' results.
+
+    With latent attention, compressed are queries, keys and values (arXiv:2405.04434, section 2.1).
+    """
+    latent, query = model.latent_attention, model.heads * model.head_width
+    if latent is None:
+        key = model.kv_heads * model.head_width
+        return query, key, key, 0, query
+    query = model.heads * (latent.plain_width + latent.rope_width)
+    value = model.heads * latent.value_width
+    compressed = 2 * (latent.query_rank or 0) + 2 * latent.kv_rank + latent.rope_width
+    return query, query, value, compressed, value
+
+
 def list_matrices(model: ModelDimensions, *, mixture: bool) -> list[Matrix]:
     """List the matrices of a layer: attention's, and those of the MLP, or of shared and routed experts.
 
     Down-projections of latent attention are whole on each GPU (arXiv:2405.04434, appendix C).
     """
     hidden, latent, bias = model.hidden_size, model.latent_attention, model.bias
-    keys, values = model.kv_heads * model.head_width, model.heads * model.head_width
-    of_input = bias or model.qkv_bias
+    query, key, value, _, out = find_widths(model)
     if latent is None:
-        found = [
-            Matrix("q_proj", hidden, values, of_input),
-            Matrix("k_proj", hidden, keys, of_input),
-            Matrix("v_proj", hidden, keys, of_input),
-        ]
+        widths = {"q_proj": query, "k_proj": key, "v_proj": value}
+        of_input = bias or model.qkv_bias
+        found = [Matrix(name, hidden, width, of_input) for name, width in widths.items()]
     else:
-        queries, values = AttentionWidths.of(model).query, model.heads * latent.value_width
         rank, down = latent.query_rank, latent.kv_rank + latent.rope_width
         found = [
-            Matrix("q_proj", rank or hidden, queries, False),
+            Matrix("q_proj", rank or hidden, query, False),
             Matrix("k_proj", hidden, down, model.qkv_bias, "whole"),
-            Matrix("v_proj", latent.kv_rank, model.heads * latent.plain_width + values, False),
+            Matrix("v_proj", latent.kv_rank, model.heads * latent.plain_width + value, False),
         ]
         if rank:
             found.append(Matrix("q_proj", hidden, rank, model.qkv_bias, "whole"))
-    found.append(Matrix("o_proj", values, hidden, bias or model.out_bias))
+    found.append(Matrix("o_proj", out, hidden, bias or model.out_bias))
     experts, kinds = model.experts, [(model.intermediate_size, "split", 1, 1)]
     if mixture and experts is not None:
         width, shared = experts.intermediate_size, experts.shared
@@ -89,6 +103,14 @@ def list_adapters(model: ModelDimensions, lora: Lora | None, *, mixture: bool) -
     return [one for one in list_matrices(model, mixture=mixture) if one.name in names]
 
 
+def list_runs(model: ModelDimensions, first: int = 0, count: int | None = None) -> list[tuple[int, bool]]:
+    """List equal layers from one on: how many, and whether they are mixtures, which are the last."""
+    last = model.layers if count is None else first + count
+    dense = model.layers if model.experts is None else model.experts.dense_layers
+    middle = max(first, min(last, dense))
+    return [(size, mixture) for size, mixture in ((middle - first, False), (last - middle, True)) if size]
+
+
 def _count_norm(model: ModelDimensions) -> int:
     """Count the parameters of one norm of the hidden size: an RMSNorm has no bias."""
     has_bias = model.bias if model.norm_bias is None else model.norm_bias
@@ -96,10 +118,7 @@ def _count_norm(model: ModelDimensions) -> int:
 
 
 def _count_layer(model: ModelDimensions, *, mixture: bool) -> dict[str, int]:
-    """Count the parameters of a layer: `split` by tp, `whole` on each GPU of a tp group, and `routed`.
-
-    Norms and the router are whole.
-    """
+    """Count the parameters of a layer as `Matrix.held` names them; norms and the router are whole."""
     latent, experts = model.latent_attention, model.experts
     norms = model.norms_per_layer * _count_norm(model)
     if latent:
@@ -115,11 +134,6 @@ def _count_layer(model: ModelDimensions, *, mixture: bool) -> dict[str, int]:
     return found
 
 
-def count_dense_layers(model: ModelDimensions) -> int:
-    """Count the layers with an ordinary MLP, which are the first."""
-    return model.layers if model.experts is None else min(model.experts.dense_layers, model.layers)
-
-
 def _count_tables(model: ModelDimensions) -> tuple[int, int, int]:
     """Count (embedding, learned positions, output layer), the last 0 if it is the embedding."""
     table = model.vocab_size * model.hidden_size
@@ -129,26 +143,18 @@ def _count_tables(model: ModelDimensions) -> tuple[int, int, int]:
 
 def count_model_parameters(model: ModelDimensions) -> int:
     """Count all parameters of a model; tied embeddings count once."""
-    dense = count_dense_layers(model)
-    total = sum(_count_tables(model)) + _count_norm(model)
-    for count, mixture in ((dense, False), (model.layers - dense, True)):
-        total += count * sum(_count_layer(model, mixture=mixture).values()) if count else 0
-    return total
+    layers = [count * sum(_count_layer(model, mixture=kind).values()) for count, kind in list_runs(model)]
+    return sum(_count_tables(model)) + _count_norm(model) + sum(layers)
 
 
 def count_active_parameters(model: ModelDimensions) -> int:
     """Count the parameters that a token passes: of the routed experts those that it is sent to."""
-    routed = [one for one in list_matrices(model, mixture=True) if one.held == "routed"]
-    idle = sum(max(0, one.copies - one.passes) * one.parameters for one in routed)
-    return count_model_parameters(model) - (model.layers - count_dense_layers(model)) * idle
-
-
-def count_largest_matrix(model: ModelDimensions) -> int:
-    """Count the parameters of a layer's largest matrix: optimizers that work by matrix need as much."""
-    held = "routed" if model.experts else "split"
-    matrices = list_matrices(model, mixture=bool(model.experts))
-    mlp = sum(one.parameters for one in matrices if one.name in MLP_MATRICES and one.held == held)
-    return max(mlp // 2, model.hidden_size * model.heads * model.head_width)
+    idle = sum(
+        count * max(0, one.copies - one.passes) * one.parameters
+        for count, mixture in list_runs(model)
+        for one in list_matrices(model, mixture=mixture)
+    )
+    return count_model_parameters(model) - idle
 
 
 def count_token_flops(
@@ -172,61 +178,40 @@ def count_token_flops(
     widths = latent.plain_width + latent.rope_width + latent.value_width if latent else 2 * model.head_width
     attention = 2 * model.layers * seq_len * model.heads * widths
     forward = 2 * (count_active_parameters(model) - sum(_count_tables(model)) + head) + attention
-    done = 2 * forward + attention if is_frozen else 3 * forward
+    again, last = 0, 0
     if checkpointing == "selective":
-        return done + attention
-    if checkpointing != "full":
-        return done
-    again, dense = forward - 2 * head, count_dense_layers(model)
-    for count, mixture in ((dense, False), (model.layers - dense, True)) if early_stop else ():
-        last = [one for one in list_matrices(model, mixture=mixture) if one.name == "down_proj"]
-        again -= 2 * count * sum(one.passes * one.inputs * one.outputs for one in last)
-    return done + again
+        again = attention
+    elif checkpointing == "full":
+        for count, mixture in list_runs(model) if early_stop else ():
+            downs = [one for one in list_matrices(model, mixture=mixture) if one.name == "down_proj"]
+            last += count * sum(one.passes * one.inputs * one.outputs for one in downs)
+        again = forward - 2 * head - 2 * last
+    return (2 * forward + attention if is_frozen else 3 * forward) + again
 
 
-@dataclass(frozen=True, slots=True)
-class LayerRun:
-    """Equal layers of a stage."""
-
-    count: int
-    mixture: bool
-    """Whether they have experts in place of the MLP."""
-    dense: int
-    """Parameters of one layer on this GPU, without the routed experts."""
-    experts: int
-    """Parameters of one layer's routed experts on this GPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageParameters:
+class StageParameters(NamedTuple):
     """What a GPU of one pipeline stage holds before anything is sharded over its replicas."""
 
-    layers: tuple[LayerRun, ...]
+    dense: int
+    """All parameters but the routed experts'."""
+    experts: int
+    largest_layer: int
     tables: int
     """Embedding, positions and output layer."""
     root: int
     """What is in no layer: the tables and the final norm."""
-    has_head: bool
-
-    @property
-    def dense(self) -> int:
-        """All parameters but the routed experts'."""
-        return self.root + sum(run.count * run.dense for run in self.layers)
-
-    @property
-    def experts(self) -> int:
-        """The routed experts' parameters."""
-        return sum(run.count * run.experts for run in self.layers)
 
     @property
     def total(self) -> int:
         """All of this GPU."""
         return self.dense + self.experts
 
-    @property
-    def largest_layer(self) -> int:
-        """Parameters of the largest layer."""
-        return max((run.dense + run.experts for run in self.layers), default=0)
+    @classmethod
+    def of(cls, layers: list[tuple[int, int, int]], tables: int, norm: int = 0) -> "StageParameters":
+        """Add up layers: how many, and the dense parameters and the experts' of each."""
+        dense, experts = (sum(one[0] * one[kind] for one in layers) for kind in (1, 2))
+        largest = max((one[1] + one[2] for one in layers), default=0)
+        return cls(tables + norm + dense, experts, largest, tables, tables + norm)
 
 
 def count_stage(
@@ -241,98 +226,34 @@ def count_stage(
     and by its outputs; tp does not split it here.
     """
     model, layout, lora = training.model, training.layout, training.settings.lora
-    dense = max(0, min(first + count, count_dense_layers(model)) - first)
     folded = layout.ep > layout.replicas  # over tp, as Megatron Core does: then tp does not split them
-    runs, adapted, rank = [], [], lora.rank if lora else 0
-    for size, mixture in ((dense, False), (count - dense, True)):
-        if size:
-            parts = _count_layer(model, mixture=mixture)
-            held = divide_up(parts["routed"], layout.ep if folded else layout.tp * layout.ep)
-            runs.append(LayerRun(size, mixture, divide_up(parts["split"], layout.tp) + parts["whole"], held))
-            added = {True: 0, False: 0}
-            for one in list_adapters(model, lora, mixture=mixture):
-                copies = divide_up(one.copies, layout.ep) if one.held == "routed" else one.copies
-                added[one.held == "routed"] += copies * rank * (one.inputs + one.outputs)
-            adapted.append(LayerRun(size, mixture, added[False], added[True]))
+    layers, adapters, rank = [], [], lora.rank if lora else 0
+    for size, mixture in list_runs(model, first, count):
+        parts = _count_layer(model, mixture=mixture)
+        routed = divide_up(parts["routed"], layout.ep if folded else layout.tp * layout.ep)
+        layers.append((size, divide_up(parts["split"], layout.tp) + parts["whole"], routed))
+        added = [0, 0]
+        for one in list_adapters(model, lora, mixture=mixture):
+            copies = divide_up(one.copies, layout.ep) if one.held == "routed" else one.copies
+            added[one.held == "routed"] += copies * rank * (one.inputs + one.outputs)
+        adapters.append((size, added[0], added[1]))
     embedding, positions, head = _count_tables(model)
     is_first, is_last = stage == 0, stage == layout.pp - 1
     tables = divide_up(embedding, layout.tp) + positions if is_first else 0
     if is_last:
         is_copied = model.tied_embeddings and not is_first
         tables += divide_up(embedding if is_copied else head, layout.tp)
-    every = StageParameters(tuple(runs), tables, tables + is_last * _count_norm(model), is_last)
+    every = StageParameters.of(layers, tables, is_last * _count_norm(model))
     if lora is None:
         return every, every
     has_head = is_last and "lm_head" in lora.matrices
-    tables = has_head * rank * (model.hidden_size + model.vocab_size)
-    return every, StageParameters(tuple(adapted), tables, tables, is_last)
-
-
-class AttentionWidths(NamedTuple):
-    """Elements a token of a layer's attention."""
-
-    query: int
-    key: int
-    value: int
-    latent: int
-    """Compressed queries, keys and values, of latent attention alone (arXiv:2405.04434, section 2.1)."""
-    out: int
-    """Of all heads' results."""
-
-    @classmethod
-    def of(cls, model: ModelDimensions) -> "AttentionWidths":
-        """Give the widths of a model's attention."""
-        latent = model.latent_attention
-        if latent is None:
-            query, key = model.heads * model.head_width, model.kv_heads * model.head_width
-            return cls(query, key, key, 0, query)
-        query = model.heads * (latent.plain_width + latent.rope_width)
-        value = model.heads * latent.value_width
-        compressed = 2 * (latent.query_rank or 0) + 2 * latent.kv_rank + latent.rope_width
-        return cls(query, query, value, compressed, value)
-
-
-@dataclass(frozen=True, slots=True)
-class Implementation:
-    """How a layer is written, as far as that decides what it keeps."""
-
-    dropout: bool = False
-    eager_norms: bool = False
-    """Norms as Hugging Face's, in Python."""
-    fused_mlp: bool = False
-    """A fused SwiGLU (Megatron Core's bias_swiglu_fusion, torch.compile)."""
-
-
-def has_plain_attention(model: ModelDimensions, width: int) -> bool:
-    """Tell whether torch has no fused kernel for a model's attention: in fp32 with grouped queries."""
-    return width == 4 and model.heads != model.kv_heads
-
-
-def count_scores(model: ModelDimensions, seq_len: int, width: int, *, dropout: bool) -> float:
-    """Count the bytes a token of attention's scores without flash attention: 5as, without dropout 2as.
-
-    The softmax's result; with dropout its result and mask too (arXiv:2205.05198, section 4.1).
-    """
-    each = 2 * width + 1 if dropout else width
-    return float(each * model.heads * seq_len)
-
-
-def count_mlp_bytes(
-    model: ModelDimensions, inner: float, width: float, *, fused: bool = False, has_input: bool = True
-) -> float:
-    """Count the bytes a token inside an MLP: GELU keeps two of the inner width, SwiGLU four.
-
-    A fused SwiGLU keeps no result of its SiLU: three. One is the input of the last matrix, which keeps it if
-    it is trained (`has_input`).
-    """
-    kept = 2 if model.mlp != "swiglu" else 3 if fused else 4
-    return (kept if has_input else kept - 1) * width * inner
+    return every, StageParameters.of(adapters, has_head * rank * (model.hidden_size + model.vocab_size))
 
 
 def count_layer_bytes(
-    training: Training, *, mixture: bool, how: Implementation, recomputed: Collection[str] = ()
-) -> float:
-    """Count the bytes a token that a layer keeps on a GPU for its backward pass.
+    training: Training, tokens: int, *, mixture: bool, recomputed: Collection[str] = ()
+) -> Range:
+    """Count the bytes that a layer keeps on a GPU of some tokens for its backward pass.
 
     By autocast the residual stream is in fp32, and the input of each matrix is a copy. With dropout, GELU, a
     key head for each query head and an inner width of 4 hidden sizes it is 34 + 5as/h of arXiv:2205.05198,
@@ -340,85 +261,91 @@ def count_layer_bytes(
     is kept too. Flash attention keeps its result and a logarithm in fp32 for each head (arXiv:2205.14135). By
     torch's `scaled_dot_product_attention`, as in the bundled program, the result is copied to the order of
     tokens if queries are rotated; in fp32 with grouped queries, keys and values are repeated (torch's
-    sdp_utils.cpp).
+    sdp_utils.cpp). Without flash attention the scores are kept, with dropout its result and mask too. Inside
+    an MLP GELU keeps two tensors of the inner width, SwiGLU four, three if it is fused (Megatron Core's
+    bias_swiglu_fusion, torch.compile); one is the input of the last matrix.
 
     Each row is a tensor with the modules that compute it again if they are among `recomputed`: those of
     Megatron Core's recompute_modules, and `attention`, the whole block but its input. tp splits queries,
     keys, values, results, scores and the MLP's inner width; with sequence parallelism the inputs of norms and
     matrices too.
+
+    Low: fused norms, and no dropout. High: norms written in Python, and dropout if positions are learned
+    (GPT-2, GPT-3; MPT has none), and before LoRA's adapters: the mask and what is left of their inputs.
+    Expected: norms as Hugging Face's, unless compiled or Megatron's. Functions on quantized weights keep each
+    matrix's input (bitsandbytes' MatMul4Bit), torchao's do not; litgpt's nf4 runs keep about as much as the
+    inputs and half of the results more than its LoRA runs.
     """
-    model, settings, lora = training.model, training.settings, training.settings.lora
-    hidden, experts, width = model.hidden_size, model.experts if mixture else None, settings.width
+    model, layout, settings, lora = training.model, training.layout, training.settings, training.settings.lora
+    hidden, heads, width = model.hidden_size, model.heads, settings.width
+    query, key, value, latent, out = find_widths(model)
     trained = frozenset(ATTENTION_MATRICES + MLP_MATRICES) if lora is None else lora.matrices
-    autocast = settings.autocast and settings.bundled
-    stream, rising = 4 if autocast else width, 2 if model.mlp == "swiglu" else 1
-    statistics = 4 if model.norm == "rmsnorm" else 8
-    widths, plain = AttentionWidths.of(model), settings.bundled and has_plain_attention(model, width)
+    autocast, rising = settings.autocast and settings.bundled, 2 if model.mlp == "swiglu" else 1
+    fused, again = bool(settings.compile) or settings.framework == "megatron", {*recomputed}
     # Selective checkpointing computes the scores again (arXiv:2205.05198, section 5).
     is_default = settings.checkpointing == "selective" and not settings.recompute_modules
-    flash = settings.flash_attention or is_default or "core_attn" in recomputed
+    flash = settings.flash_attention or is_default or "core_attn" in again
+    plain = settings.bundled and has_plain_attention(training)
+    dropout = model.position == "learned" and not settings.bundled
 
-    def count_mlp(inner: float) -> float:
-        return count_mlp_bytes(model, inner, width, fused=how.fused_mlp, has_input="down_proj" in trained)
+    def count_mlp(inner: int) -> int:
+        tensors = (4 - fused if model.mlp == "swiglu" else 2) - ("down_proj" not in trained)
+        return tensors * width * inner
 
-    sequence: list[tuple[str, float]] = [
-        ("", model.norms_per_layer * (stream * hidden + statistics)),
-        ("", 2 * hidden * how.dropout),
-    ]
+    statistics = 4 if model.norm == "rmsnorm" else 8
+    sequence = [("", Range.of(model.norms_per_layer * ((4 if autocast else width) * hidden + statistics)))]
+    sequence.append(("", Range(0, 0, 2 * hidden * dropout)))
     for inputs, copies in ((ATTENTION_MATRICES[:-1], 3), (MLP_MATRICES[:-1], rising)):
         if trained & {*inputs}:
-            sequence.append(("layernorm", (copies if autocast else 1) * width * hidden))
-    if how.eager_norms and model.norm == "rmsnorm":  # a frozen weight needs no normalised input
-        each = EAGER_NORM if lora is None else EAGER_NORM / 2
-        sequence.append(("layernorm", model.norms_per_layer * each * hidden))
-    made = widths.query + widths.key + widths.value
-    split: list[tuple[str, float]] = [
-        ("attention mla_up_proj" if model.latent_attention else "attention", width * made),
-        ("attention", width * (widths.latent + widths.out) + 4 * model.heads * flash),
-    ]
+            sequence.append(("layernorm", Range.of((copies if autocast else 1) * width * hidden)))
+    if model.norm == "rmsnorm" and not fused and not settings.bundled:
+        norms = model.norms_per_layer * (EAGER_NORM if lora is None else EAGER_NORM // 2) * hidden
+        sequence.append(("layernorm", Range(0, norms, norms)))
+    up = "attention mla_up_proj" if model.latent_attention else "attention"
+    split = [(up, Range.of(width * (query + key + value)))]
+    split.append(("attention", Range.of(width * (latent + out) + 4 * heads * flash)))
     if plain:
-        split.append(("attention", width * (2 * widths.query - widths.key - widths.value)))
+        split.append(("attention", Range.of(width * (2 * query - key - value))))
     elif settings.bundled and width == 2 and model.position == "rope":
-        split.append(("attention", width * widths.query))
+        split.append(("attention", Range.of(width * query)))
     if model.qk_norm:
-        split.append(("attention", width * (widths.query + widths.key)))
+        split.append(("attention", Range.of(width * (query + key))))
     if plain or not flash:
-        split.append(("attention", count_scores(model, settings.seq_len, width, dropout=how.dropout)))
+        each = heads * settings.seq_len
+        split.append(
+            ("attention", Range.of(width * each, None, (2 * width + 1 if dropout else width) * each))
+        )
+    adapters = list_adapters(model, lora, mixture=mixture)
     if lora:
-        passes = [one.passes for one in list_adapters(model, lora, mixture=mixture)]
-        sequence.append(("", width * lora.rank * sum(passes)))
+        sequence.append(("", Range.of(width * lora.rank * sum(one.passes for one in adapters))))
+    experts = model.experts if mixture else None
     if experts is None:
-        split.append(("mlp", count_mlp(model.intermediate_size)))
+        split.append(("mlp", Range.of(count_mlp(model.intermediate_size))))
     else:
         routed, shared = (count * experts.intermediate_size for count in (experts.per_token, experts.shared))
-        act = rising * width * routed if "moe_act" in recomputed else count_mlp(routed)
-        split += [("moe", act), ("moe shared_experts", count_mlp(shared))]
+        act = rising * width * routed if "moe_act" in again else count_mlp(routed)
+        split += [("moe", Range.of(act)), ("moe shared_experts", Range.of(count_mlp(shared)))]
         # Each token's copies, sent to and brought back from its experts, and the router's scores in fp32.
-        sequence.append(("moe", 2 * width * hidden * experts.per_token + 8 * experts.count))
-    again = set(recomputed)
-    kept = [sum(size for by, size in rows if not again & {*by.split()}) for rows in (split, sequence)]
-    return _share(training, *kept)
+        sequence.append(("moe", Range.of(2 * width * hidden * experts.per_token + 8 * experts.count)))
+    of_split, of_sequence = (
+        sum((size for by, size in rows if not again & {*by.split()}), NOTHING) for rows in (split, sequence)
+    )
+    pieces = layout.tp if layout.sequence_parallel else 1
+    found = of_split * (tokens / layout.tp) + of_sequence * (tokens / pieces)
+    if settings.bundled:
+        return Range.of(0.98 * found.low, found.expected, 1.02 * found.high)
+    more = (width + 1) * sum(one.inputs * one.passes for one in adapters)
+    given = 0
+    if settings.quantization != "none":
+        every = list_adapters(model, Lora(1), mixture=mixture)
+        given = width * sum(one.inputs * one.passes for one in every)
+        more += width * sum((one.inputs + one.outputs) * one.passes for one in every)
+    found += Range(0, given, more) * tokens
+    # In fp8 the inputs of matrices may be kept in 8 bits (Transformer Engine).
+    low = 0.6 if settings.precision == "fp8" else 1
+    return Range.of(low * found.low, found.expected, 1.05 * found.high * (CROWD if experts else 1))
 
 
-def count_selected_bytes(training: Training, *, mixture: bool) -> float:
-    """Count the bytes a token that a layer keeps on a GPU with selective checkpointing by operator.
-
-    The layer's input, attention's result, and the result of each matrix (the bundled program) or of every
-    second one (torchtitan); of routed experts half of what is sent to them and back.
-    """
-    model, settings = training.model, training.settings
-    every, width = 1 if settings.bundled else 2, settings.width
-    stream, widths, hidden = 4 if settings.autocast else width, AttentionWidths.of(model), model.hidden_size
-    inner, sent = model.intermediate_size, 0
-    if mixture and model.experts is not None:
-        inner = model.experts.shared * model.experts.intermediate_size
-        sent = hidden * model.experts.per_token
-    results = sum(widths) - widths.out + (2 if model.mlp == "swiglu" else 1) * inner
-    split = width * (widths.out + results / every) + 4 * model.heads
-    return _share(training, split, stream * hidden + width * (2 * hidden / every + sent))
-
-
-def _share(training: Training, split: float, sequence: float) -> float:
-    """Give the bytes a token on a GPU: `split` by tp always, `sequence` by sequence parallelism alone."""
-    layout = training.layout
-    return split / layout.tp + (sequence / layout.tp if layout.sequence_parallel else sequence)
+def has_plain_attention(training: Training) -> bool:
+    """Tell whether torch has no fused kernel for a model's attention: in fp32 with grouped queries."""
+    return training.settings.width == 4 and training.model.heads != training.model.kv_heads

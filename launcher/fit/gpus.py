@@ -14,6 +14,11 @@ KIN = {"ti", "super", "laptop", "max", "mobile", "d", "workstation"}
 """Words of other products whose names begin alike."""
 
 
+BLACKWELL = ("b200", "b300", "gb200", "gb300")
+HOPPER = ("h100", "h200", "h800", "h20", "gh200")
+"""First words of names."""
+
+
 @dataclass(frozen=True, slots=True)
 class GpuType:
     """A product; TFLOPS are dense, None if the hardware cannot compute so."""
@@ -34,11 +39,12 @@ class GpuType:
     source: str
 
     @property
-    def peak_tflops(self) -> tuple[tuple[str, float], ...]:
-        """All peaks by what is computed in; there is no `bf16` where that is fp16's."""
-        half = "fp16" if "fp16" in self.source else "bf16"
-        peaks = (("fp32", self.fp32), ("tf32", self.tf32), (half, self.bf16), ("fp8", self.fp8))
-        return tuple((name, peak) for name, peak in peaks if peak is not None)
+    def capability(self) -> tuple[int, int]:
+        """Its generation's compute capability, about (developer.nvidia.com/cuda-gpus)."""
+        first = self.name.split()[0]
+        if first in BLACKWELL or first in HOPPER:
+            return (10, 0) if first in BLACKWELL else (9, 0)
+        return (7, 0) if self.tf32 is None else (8, 9) if self.fp8 else (8, 0)
 
     def find_precision_peak(self, precision: str) -> float:
         """Give the TFLOPS at a precision of `TrainingSettings`; without fp8, bf16 is what is computed in."""

@@ -9,27 +9,23 @@ Published totals: 16 bytes a parameter of mixed-precision Adam (ZeRO, arXiv:1910
 fp32 gradients (Megatron-LM's distributed optimizer: 6 + 12 / dp), 16 in fp32, 8 in bf16 alone.
 """
 
-from collections.abc import Collection, Iterator
-from dataclasses import astuple, replace
+from collections.abc import Iterator
+from dataclasses import astuple
 
 from launcher.fit.counts import (
-    Implementation,
-    LayerRun,
+    CROWD,
     StageParameters,
-    count_largest_matrix,
     count_layer_bytes,
-    count_mlp_bytes,
-    count_scores,
-    count_selected_bytes,
     count_stage,
     divide_up,
+    find_widths,
     has_plain_attention,
-    list_adapters,
+    list_matrices,
+    list_runs,
 )
 from launcher.fit.training import (
     NOTHING,
     Estimate,
-    Lora,
     MemoryPart,
     ParallelLayout,
     Range,
@@ -83,38 +79,39 @@ def estimate_memory(training: Training) -> Estimate:
     ends bound what the formulas leave open; `allocated` of the bundled program is held against torch's memory
     tracker (docs/fit.md). Bytes; raises nothing for dimensions above zero.
     """
-    every = _list_stages(training)
-    chosen = every if len(every) <= 3 else [every[0], every[1], every[-1]]
-    estimates = [_estimate_stage(Stage(training, *stage)) for stage in chosen]
+    estimates = [_estimate_stage(stage) for stage in _list_stages(training)]
     return max(estimates, key=lambda estimate: estimate.total.expected)
 
 
 def count_kept(training: Training) -> Range:
     """Count the activations between forward and backward of a GPU of the first stage, wherever they are."""
-    stage = Stage(training, *_list_stages(training)[0])
-    return stage.kept * stage.count_in_flight()
+    stage = _list_stages(training)[0]
+    return stage.kept * stage.flight
 
 
-def _list_stages(training: Training) -> list[tuple[int, int, int]]:
-    """List (stage, first layer, layers) of a pipeline; layers that are left over are the first stages'."""
-    layers = training.model.layers
-    stages = max(1, min(training.layout.pp, layers))
-    each, more = divmod(layers, stages)
-    return [(stage, stage * each + min(stage, more), each + (stage < more)) for stage in range(stages)]
+def _list_stages(training: Training) -> list["Stage"]:
+    """List the first, second and last stage of a pipeline; layers left over are the first stages'."""
+    stages = max(1, min(training.layout.pp, training.model.layers))
+    each, more = divmod(training.model.layers, stages)
+    chosen = sorted({0, min(1, stages - 1), stages - 1})
+    return [Stage(training, one, one * each + min(one, more), each + (one < more)) for one in chosen]
 
 
-def estimate_context(layout: ParallelLayout) -> Range:
-    """Estimate what is outside torch's allocator on a GPU: NCCL has buffers for each group of ranks."""
-    groups = sum(size > 1 for size in (layout.replicas, layout.tp, layout.pp, layout.ep))
-    if not groups:
-        return CONTEXT
-    return CONTEXT + Range(min(groups * NCCL.low, NCCL.expected), NCCL.expected, NCCL.high)
+def list_others(
+    tensors: Range, layout: ParallelLayout, *, on_gpu: bool, expandable: bool
+) -> dict[str, Range]:
+    """Estimate what is allocated beside tensors, by parts.
 
-
-def count_lost(tensors: Range, *, expandable: bool) -> Range:
-    """Estimate what torch's allocator reserves and no tensor fills."""
-    low, expected, high = EXPANDABLE if expandable else FIXED
-    return Range.of(low * tensors.low, expected * tensors.expected, high * tensors.high)
+    NCCL has buffers for each group of ranks; less for one communicator within a node, the low end.
+    """
+    if not on_gpu:
+        return {"workspaces": NOTHING, "context": PROCESS, "fragmentation": NOTHING}
+    groups, context = sum(size > 1 for size in (layout.replicas, layout.tp, layout.pp, layout.ep)), CONTEXT
+    if groups:
+        context += Range(min(groups * NCCL.low, NCCL.expected), NCCL.expected, NCCL.high)
+    ends, shares = astuple(tensors + CUBLAS), EXPANDABLE if expandable else FIXED
+    lost = Range.of(*(share * end for share, end in zip(shares, ends, strict=True)))
+    return {"workspaces": CUBLAS, "context": context, "fragmentation": lost}
 
 
 def _estimate_stage(stage: "Stage") -> Estimate:
@@ -123,33 +120,23 @@ def _estimate_stage(stage: "Stage") -> Estimate:
     Another moment's high end may be higher: what it has more is added to the high end of `temporary`, so that
     the high ends together bound all moments.
     """
-    training, settings = stage.training, stage.settings
+    training, settings, layout = stage.training, stage.settings, stage.layout
     moments = [(sum(parts.values(), NOTHING), name, parts) for name, parts in stage.list_moments()]
     peak, name, parts = max(moments, key=lambda moment: moment[0].expected)
     parts["temporary"] += Range(0, 0, max(total.high for total, _, _ in moments) - peak.high)
-    context, lost, about = PROCESS, NOTHING, "Python and torch"
-    if training.on_gpu:
-        parts["temporary"] += CUBLAS
-        context, about = estimate_context(training.layout), "CUDA's context, kernels, NCCL"
-        lost = count_lost(sum(parts.values(), NOTHING), expandable=settings.expandable_segments)
-    allocated = sum(parts.values(), NOTHING)
-    reserved = allocated + lost
-    sharded = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, weights")
-    frozen = "" if settings.quantization == "none" else f", frozen in {settings.quantization}"
+    expandable = settings.expandable_segments
+    others = list_others(sum(parts.values(), NOTHING), layout, on_gpu=training.on_gpu, expandable=expandable)
+    parts["temporary"] += others.pop("workspaces")
     modules = f" of {', '.join(settings.recompute_modules)}" if settings.recompute_modules else ""
-    moved = "; in CPU memory" if settings.activation_offload else ""
+    sharded = ("optimizer", "gradients", "weights")[: max(0, layout.zero)]
     notes = {
-        "weights": f"{settings.precision}{frozen}, sharded: {sharded[min(3, max(0, training.layout.zero))]}",
+        "weights": f"{settings.precision}, sharded: {', '.join(sharded) or 'nothing'}",
         "gradients": f"at the peak: {name}",
-        "optimizer": settings.optimizer + " in the backward pass" * settings.optimizer_in_backward,
-        "activations": f"checkpointing: {settings.checkpointing}{modules}{moved}",
-        "temporary": "gradients of activations, workspaces",
-        "context": about,
-        "fragmentation": "reserved and not filled",
+        "activations": f"checkpointing: {settings.checkpointing}{modules}",
     }
-    every = {**parts, "context": context, "fragmentation": lost}
+    every = {**parts, **others}
     shown = tuple(MemoryPart(name, size, notes.get(name, "")) for name, size in every.items())
-    return Estimate(shown, reserved + context, allocated, reserved, stage.index)
+    return Estimate(shown, stage.index)
 
 
 def count_state_bytes(settings: TrainingSettings, hidden_size: int) -> tuple[float, float, float, float]:
@@ -183,23 +170,36 @@ class Stage:
     """A GPU of one pipeline stage: what it holds, keeps and has beside that for a while, in bytes."""
 
     def __init__(self, training: Training, index: int, first: int, count: int) -> None:
-        """Count what a GPU has of the stage that has `count` layers from layer `first` on."""
+        """Count what a GPU has of the stage that has `count` layers from layer `first` on.
+
+        In flight are as many micro-batches as stages from this one to the last (1F1B); with interleaved
+        stages 1 + (pp - 1) / (pp * v) times the first one's pp (arXiv:2104.04473, section 2.2;
+        arXiv:2205.05198, section 4.2.3).
+        """
         self.training, self.index = training, index
         self.model, self.layout, self.settings = training.model, training.layout, training.settings
         self.parameters, self.trained = count_stage(training, first, count, index)
-        self.width, self.framework = self.settings.width, self.settings.framework
-        self.tokens = self.settings.micro_batch * divide_up(self.settings.seq_len, self.layout.cp)
+        self.runs, self.has_head = list_runs(self.model, first, count), index == self.layout.pp - 1
+        settings, layout, model = self.settings, self.layout, self.model
+        self.width, self.framework = settings.width, settings.framework
+        self.tokens = settings.micro_batch * divide_up(settings.seq_len, layout.cp)
         """Of a micro-batch on a GPU: cp splits the sequence."""
-        self.table = divide_up(self.model.vocab_size * self.model.hidden_size, self.layout.tp)
+        stream = self.tokens * (4 if settings.autocast else self.width) * model.hidden_size
+        self.stream = stream // layout.tp if layout.sequence_parallel else stream
+        """One tensor of the hidden size."""
+        self.table = divide_up(model.vocab_size * model.hidden_size, layout.tp)
         """Parameters of the output layer on a GPU."""
-        quantized = self.settings.quantization
+        self.largest_matrix = max(one.parameters for one in list_matrices(model, mixture=bool(model.experts)))
+        quantized = settings.quantization
         each = self.width if quantized == "none" else QUANTIZED[quantized][1]
-        self.layer = each * self.parameters.largest_layer
+        self.layer = round(each * self.parameters.largest_layer)
         """Bytes of a layer's weights when they are whole; quantized ones are gathered as they are."""
+        held = float(layout.pp - index)
+        if layout.virtual_stages > 1:
+            held *= 1 + (layout.pp - 1) / (layout.pp * layout.virtual_stages)
+        self.flight = 1.0 if layout.pp == 1 else min(held, float(max(1, settings.accumulation)))
         self._hold_states()
         self._keep_activations()
-
-    # States: weights, gradients, optimizer.
 
     def _hold_states(self) -> None:
         """Set weights, gradients (at the end of backward) and optimizer, and the temporaries of its step.
@@ -211,11 +211,9 @@ class Stage:
         offloaded optimizer states never are (ZeRO-Offload, arXiv:2101.06840).
 
         Muon leaves tables and norms to AdamW, which keeps a second moment (github.com/KellerJordan/Muon,
-        "embeddings, classifier heads and scalars by AdamW"). Adafactor has a first moment as an option, and
-        small matrices have longer rows and columns for their size. A fused or compiled step has no
-        temporaries; torch's default for CUDA, `foreach`, takes a list of temporaries of all gradients: for
-        AdamW the root of the second moment (torch.optim._multi_tensor_adamw), for Adafactor the squares and
-        the updates.
+        "embeddings, classifier heads and scalars by AdamW"). A fused or compiled step has no temporaries;
+        torch's default for CUDA, `foreach`, takes a list of temporaries of all gradients: for AdamW the root
+        of the second moment (torch.optim._multi_tensor_adamw), for Adafactor the squares and the updates.
         """
         settings, layout, trained, optimizer = (
             self.settings,
@@ -226,14 +224,14 @@ class Stage:
         of_weight, of_gradient, of_state, self.copy_bytes = count_state_bytes(
             settings, self.model.hidden_size
         )
-        self.gradient_bytes = of_gradient
+        self.gradient_bytes, zero = of_gradient, layout.zero
         wide = min(layout.replicas, layout.shard_size or layout.replicas)
         # Megatron folds ep over tp.
         holders = layout.replicas if layout.ep <= layout.replicas else layout.replicas * layout.tp
         both = (wide, max(1, min(wide, holders // max(1, layout.ep))))
-        self.shards_weights = layout.zero >= (2 if self.framework == "fsdp" else 3)
+        self.shards_weights = zero >= (2 if self.framework == "fsdp" else 3)
         by_weights, by_gradients, by_optimizer = (
-            both if shards else (1, 1) for shards in (self.shards_weights, layout.zero >= 2, layout.zero >= 1)
+            both if shards else (1, 1) for shards in (self.shards_weights, zero >= 2, zero >= 1)
         )
         self.weights = Range.of(of_weight * _count_shard(trained, by_weights))
         if settings.lora:
@@ -242,14 +240,14 @@ class Stage:
         has_buckets = self.framework == "ddp" and layout.replicas > 1
         # DDP's, unless gradients are views of them (gradient_as_bucket_view, off by default); they stay if
         # the gradients themselves are freed at once.
-        self.buckets = NOTHING
-        if has_buckets and layout.zero <= 0 and not settings.bundled:
-            self.buckets = Range.of(0, self.gradients, self.gradients)
+        self.buckets = Range(0, self.gradients, self.gradients)
+        if not has_buckets or settings.bundled:
+            self.buckets = NOTHING
         local, width = _count_shard(trained, by_optimizer), 2 if settings.precision == "bf16" else 4
         states, whole, self.step = round(of_state * local), width * local, NOTHING
         if optimizer == "muon":
-            states += round(width * local * (trained.tables / max(1, trained.total)))
-        self.optimizer = Range(states, states, states + (4 * local // 50 if optimizer == "adafactor" else 0))
+            states += round(whole * (trained.tables / max(1, trained.total)))
+        self.optimizer = Range.of(states)
         has_none = settings.optimizer_fused or settings.bundled or self.framework in ("zero", "megatron")
         if optimizer == "adafactor":
             self.step = Range(0, 2 * whole, 3 * whole)
@@ -258,16 +256,14 @@ class Stage:
         if settings.optimizer_in_backward:  # those of a layer or a table
             largest = max(trained.largest_layer, trained.tables)
             self.gradients = min(self.gradients, round(of_gradient * divide_up(largest, by_gradients[0])))
-            self.step = Range.of(
-                0, *(min(end, self.gradients) for end in (self.step.expected, self.step.high))
-            )
-        if optimizer == "muon":
-            matrix = 2 * count_largest_matrix(self.model)  # a few 16-bit copies of a matrix at a time
-            self.step = Range.of(matrix, 4 * matrix, 8 * matrix)
+            ends = (min(end, self.gradients) for end in (self.step.expected, self.step.high))
+            self.step = Range.of(0, *ends)
+        if optimizer == "muon":  # a few 16-bit copies of a matrix at a time
+            self.step = Range.of(*(2 * copies * self.largest_matrix for copies in (1, 4, 8)))
         if settings.offload != "none":
             self.optimizer, self.step = NOTHING, NOTHING
             # DeepSpeed's leave the GPU by buckets in the backward pass (arXiv:2101.06840, section 4.2).
-            if layout.zero >= 2 and (self.framework == "zero" or settings.offload == "parameters"):
+            if zero >= 2 and (self.framework == "zero" or settings.offload == "parameters"):
                 self.gradients = 0
         if settings.offload == "parameters":
             self.weights = NOTHING
@@ -290,118 +286,96 @@ class Stage:
         if self.settings.quantization == "none":
             return Range.of(width * _count_shard(parameters, shards))
         low, expected, high = QUANTIZED[self.settings.quantization]
-        quantized = _count_shard(replace(parameters, root=0), shards)
+        quantized = _count_shard(parameters._replace(dense=parameters.dense - parameters.root), shards)
         rest = divide_up(parameters.root, shards[0])
         head = 0 if self.model.tied_embeddings else rest / 2
         least = low * (quantized + head) + width * (rest - head)
         return Range.of(least, expected * quantized + width * rest, high * quantized + 4 * rest)
 
-    # Activations.
-
     def _keep_activations(self) -> None:
         """Set the bytes of a micro-batch's activations.
 
         `kept` by all layers between forward and backward; `working` inside a layer's backward pass, with what
-        a layer that is computed again has beside what it kept; `stream`, one tensor of the hidden size;
-        `outer`, tokens, rotary angles, inputs of the final norm and of the output layer.
+        a layer that is computed again has beside what it kept; `outer`, tokens, rotary angles, inputs of the
+        final norm and of the output layer.
 
         With full checkpointing a layer keeps its input, 2 sbh (arXiv:2205.05198, section 5), and one layer at
-        a time all of its tensors. Experts may get more than their share of tokens: the high end has half as
-        much again.
+        a time all of its tensors.
         """
         settings, layout, model, tokens = self.settings, self.layout, self.model, self.tokens
-        stream = tokens * (4 if settings.autocast else self.width) * model.hidden_size
-        self.stream = stream // layout.tp if layout.sequence_parallel else stream
         angles = settings.seq_len * model.head_width * 4 if model.position == "rope" else 0
         self.outer = self.stream + tokens * (self.width * model.hidden_size // layout.tp + 16) + angles
         by_operator = settings.checkpointing == "selective" and not settings.recompute_modules
         self.kept, again, working = NOTHING, NOTHING, NOTHING
-        for run in self.parameters.layers:
-            one = layer = self._count_run(run)
+        for count, mixture in self.runs:
+            one = layer = count_layer_bytes(self.training, tokens, mixture=mixture)
             if settings.checkpointing == "full":
                 one = Range.of(self.stream)
             elif by_operator:
-                one = self._keep_selected(run, layer)
+                one = self._keep_selected(layer, mixture=mixture)
             elif settings.checkpointing == "selective":
-                one = self._count_run(run, settings.recompute_modules)
-            self.kept += one * run.count
+                modules = settings.recompute_modules
+                one = count_layer_bytes(self.training, tokens, mixture=mixture, recomputed=modules)
+            self.kept += one * count
             again = max(again, layer - one, key=lambda each: each.expected)
-            if by_operator and not settings.flash_attention:  # the scores of one layer
-                scores = count_scores(model, settings.seq_len, 2, dropout=True)
-                again += Range.of(tokens * scores / layout.tp)
-            working = max(working, self._count_working(run), key=lambda each: each.expected)
+            if by_operator and not settings.flash_attention:  # the scores of one layer, with dropout's mask
+                again += Range.of(5 * tokens * model.heads * settings.seq_len / layout.tp)
+            working = max(working, self._count_working(mixture=mixture), key=lambda each: each.expected)
         if settings.quantization != "none":  # 16-bit weights to compute with, of a matrix, of a layer at most
-            matrix = 2 * divide_up(count_largest_matrix(model), layout.tp)
+            matrix = 2 * divide_up(self.largest_matrix, layout.tp)
             again += Range.of(matrix, 2 * matrix, max(2 * matrix, 2 * self.parameters.largest_layer))
         self.working = working + again
 
-    def _count_run(self, run: LayerRun, recomputed: Collection[str] = ()) -> Range:
-        """Count the bytes that a layer keeps.
+    def _find_inner(self, *, mixture: bool) -> int:
+        """Give the width inside a layer's MLP, of all experts that a token passes."""
+        experts = self.model.experts if mixture else None
+        if experts is None:
+            return self.model.intermediate_size
+        return (experts.per_token + experts.shared) * experts.intermediate_size
 
-        Low: fused norms, and no dropout; compiled a fused SwiGLU too. High: norms written in Python, and
-        dropout if positions are learned (GPT-2, GPT-3; MPT has none), and before LoRA's adapters: the mask
-        and what is left of their inputs. Expected: norms as Hugging Face's, unless compiled or Megatron's.
-        Functions on quantized weights keep each matrix's input (bitsandbytes' MatMul4Bit), torchao's do not;
-        litgpt's nf4 runs keep about as much as the inputs and half of the results more than its LoRA runs.
+    def _keep_selected(self, layer: Range, *, mixture: bool) -> Range:
+        """Give what selective checkpointing by operator keeps of a layer's activations, without scores.
+
+        The layer's input, attention's result, and the result of each matrix (the bundled program) or of every
+        second one (torchtitan); of routed experts half of what is sent to them and back.
         """
-        settings, tokens, crowd = self.settings, self.tokens, 1.5 if run.mixture else 1.0
-        fused = bool(settings.compile) or self.framework == "megatron"
-        hows = (
-            Implementation(fused_mlp=fused),
-            Implementation(eager_norms=not fused, fused_mlp=fused),
-            Implementation(self.model.position == "learned", not fused, fused),
-        )
-        if settings.bundled:
-            hows = (Implementation(),) * 3
-        low, expected, high = (
-            count_layer_bytes(self.training, mixture=run.mixture, how=how, recomputed=recomputed)
-            for how in hows
-        )
-        if settings.bundled:
-            return Range.of(tokens * (0.98 * expected), tokens * expected, tokens * (1.02 * expected) * crowd)
-        if settings.precision == "fp8":  # inputs of matrices may be kept in 8 bits (Transformer Engine)
-            low *= 0.6
-        adapters = list_adapters(self.model, settings.lora, mixture=run.mixture)
-        high += (self.width + 1) * sum(one.inputs * one.passes for one in adapters)
-        if settings.quantization != "none":
-            every = list_adapters(self.model, Lora(1), mixture=run.mixture)
-            inputs = self.width * sum(one.inputs * one.passes for one in every)
-            expected += inputs
-            high = high + inputs + self.width * sum(one.outputs * one.passes for one in every)
-        return Range.of(tokens * low, tokens * expected, tokens * (1.05 * high) * crowd)
-
-    def _keep_selected(self, run: LayerRun, layer: Range) -> Range:
-        """Give what selective checkpointing keeps of a layer's activations, without attention's scores."""
-        settings = self.settings
+        settings, model, layout, width = self.settings, self.model, self.layout, self.width
         if self.framework == "megatron":
             return Range.of(MEGATRON_SELECTIVE * layer.low, layer.expected, layer.high)
-        each = self.tokens * count_selected_bytes(self.training, mixture=run.mixture)
+        every, hidden, sent = 1 if settings.bundled else 2, model.hidden_size, 0
+        stream, (*made, out) = 4 if settings.autocast else width, find_widths(model)
+        inner = self._find_inner(mixture=mixture)
+        if mixture and model.experts:
+            inner -= model.experts.per_token * model.experts.intermediate_size
+            sent = hidden * model.experts.per_token
+        results = sum(made) + (2 if model.mlp == "swiglu" else 1) * inner
+        sequence = stream * hidden + width * (2 * hidden / every + sent)
+        split = width * (out + results / every) + 4 * model.heads
+        each = self.tokens * (split / layout.tp + sequence / (layout.tp if layout.sequence_parallel else 1))
         if settings.bundled:
             return Range.of(0.98 * each, each, 1.02 * each)
         low, expected, high = (share * each for share in SELECTED[settings.compile])
-        if run.mixture:
-            low, high = 0.5 * low, 1.5 * high
+        if mixture:
+            low, high = 0.5 * low, CROWD * high
         if settings.precision == "fp8" and settings.compile is False:
             # torchao's eager fp8 took 81.8 GiB where bf16 took 49.6 (torchtitan's 2271b6386), compiled 47.8.
             expected, high = 0.8 * layer.expected, layer.high
         return Range.of(low, expected, high)
 
-    def _count_working(self, run: LayerRun) -> Range:
+    def _count_working(self, *, mixture: bool) -> Range:
         """Count the bytes of gradients of activations inside a layer: in its MLP, half of what that keeps.
 
         torch's plain attention has gradients of its scores and of their softmax. The high end has what flash
         attention's backward takes inside its kernel: the query's gradient in fp32, and repeated keys.
         """
         model, tokens, stream, width = self.model, self.tokens, self.stream, self.width
-        inner = float(model.intermediate_size)
-        if run.mixture and model.experts is not None:
-            inner = (model.experts.per_token + model.experts.shared) * model.experts.intermediate_size
-        kept = tokens * count_mlp_bytes(model, inner, width) / self.layout.tp
+        inner = self._find_inner(mixture=mixture)
+        kept = tokens * (4 if model.mlp == "swiglu" else 2) * width * inner / self.layout.tp
         if not self.settings.bundled:
-            crowd = 1.5 if run.mixture else 1.0
+            crowd = CROWD if mixture else 1
             return Range.of(0.25 * kept, 0.5 * kept + stream, 0.75 * kept * crowd + 2 * stream)
         found = 0.5 * kept + stream + tokens * width * model.hidden_size
-        if has_plain_attention(model, width):
+        if has_plain_attention(self.training):
             found = max(found, 2 * tokens * width * model.heads * self.settings.seq_len - kept + stream)
         each = 4 + 2 * self.settings.autocast if self.framework == "ddp" else width
         matrix = each * model.hidden_size * inner
@@ -409,38 +383,22 @@ class Stage:
         kernel = tokens * (4 + groups) * model.heads * model.head_width
         return Range.of(0.9 * found, found + matrix, 1.1 * found + matrix + kernel)
 
-    def count_in_flight(self) -> float:
-        """Give how many micro-batches' activations the stage holds at most.
-
-        1F1B: as many as stages from this one to the last; interleaved stages 1 + (pp - 1) / (pp * v) times
-        the first one's pp (arXiv:2104.04473, section 2.2; arXiv:2205.05198, section 4.2.3).
-        """
-        layout = self.layout
-        if layout.pp == 1:
-            return 1.0
-        held = float(layout.pp - self.index)
-        if layout.virtual_stages > 1:
-            held *= 1 + (layout.pp - 1) / (layout.pp * layout.virtual_stages)
-        return min(held, float(max(1, self.settings.accumulation)))
-
-    # Moments.
-
     def list_moments(self) -> Iterator[tuple[str, dict[str, Range]]]:
-        """Give the moments of a step at which memory can be at its peak: its name, and what is allocated by
-        all of PARTS.
+        """Give the moments of a step at which memory can be at its peak: its name, and what is allocated, by
+        parts.
 
         The loss; the backward pass of the output layer, of the last layers, of the first one and of the
         embedding; the optimizer's step. Beside a layer's whole weights FSDP2 has those of the one gathered
         ahead, and the fp32 input of the reduce-scatter of the layer after it (torch.distributed.fsdp,
         FSDPParamGroup).
         """
-        settings, layout, parameters, trained = self.settings, self.layout, self.parameters, self.trained
-        flight, held, whole = self.count_in_flight(), self.held, self.gradients
-        layers = max(1, sum(run.count for run in parameters.layers))
-        every, one = self.kept * flight, self.kept * (1 / layers)
-        beside = every * (max(0.0, flight - 1) / flight)
+        settings, parameters, trained, width = self.settings, self.parameters, self.trained, self.width
+        held, whole, layers = self.held, self.gradients, max(1, sum(count for count, _ in self.runs))
+        every, one, stream = self.kept * self.flight, self.kept * (1 / layers), self.stream
+        beside = every * (max(0.0, self.flight - 1) / self.flight)
         """Beside the first layer's activations in its backward pass."""
-        first, recomputes = beside + one, settings.checkpointing != "none"
+        recomputes, is_ddp = settings.checkpointing != "none", self.framework == "ddp"
+        shards_all = self.framework == "fsdp" and self.layout.zero == 3
         if settings.activation_offload:
             # torchtune's OffloadActivations copies on a stream of its own, and holds at most five layers'
             # meanwhile.
@@ -454,69 +412,62 @@ class Stage:
             copies = Range.of(0 if settings.checkpointing == "full" else 0.8 * size, size, size)
             if settings.bundled:
                 copies = Range.of(self.copy_bytes * (parameters.total - parameters.tables))
-        copy, tied, stream = copies * (1 / layers), self.model.tied_embeddings, Range.of(self.stream)
-        exchanged, is_fsdp = self._count_exchanged(), self.framework == "fsdp"
-        buffers = self.buckets + self._gather() + exchanged
+        copy, tied, exchanged = copies * (1 / layers), self.model.tied_embeddings, self._count_exchanged()
         # The output layer's gradient is outside of DDP's buckets while it waits.
-        waits = parameters.has_head and self.framework == "ddp"
+        waits = self.has_head and is_ddp
         table = round(self.gradient_bytes * (trained.tables if settings.lora else self.table)) if waits else 0
+        always = {**dict.fromkeys(PARTS, NOTHING), "weights": self.weights, "optimizer": self.optimizer}
+        always["communication"] = self.buckets + self._gather() + exchanged
 
-        def meet(
-            name: str,
-            gradients: float,
-            activations: Range = NOTHING,
-            temporary: Range = NOTHING,
-            sent: Range = buffers,
-            logits: Range = NOTHING,
-        ) -> tuple[str, dict[str, Range]]:
-            sizes = (self.weights, Range.of(gradients), self.optimizer, activations, logits, temporary, sent)
-            return name, dict(zip(PARTS, sizes, strict=True))
+        def meet(name: str, gradients: float, **own: Range) -> tuple[str, dict[str, Range]]:
+            return name, {**always, "gradients": Range.of(gradients), **own}
 
-        if parameters.has_head:
-            sent, kept = buffers, every + copies + Range.of(self.outer)
-            if settings.bundled and is_fsdp:  # its root's weights, and what it gathered of the last layer
-                root = self.width * (parameters.root + parameters.largest_layer)
-                sent = Range.of(0.9 * root, root, 1.1 * root)
-            yield meet("loss", held, kept, sent=sent, logits=self._count_logits())
+        if self.has_head:
+            own = {"activations": every + copies + self.outer, "logits": self._count_logits()}
+            if settings.bundled and self.framework == "fsdp":
+                # Its root's weights, and what it gathered of the last layer.
+                root = width * (parameters.root + parameters.largest_layer)
+                own["communication"] = Range.of(0.9 * root, root, 1.1 * root)
+            yield meet("loss", held, **own)
         if waits:
-            made = table + (2 * self.table if settings.autocast else 0)
+            made = table + (2 * self.table if settings.autocast else 0) + stream
             kept = every + (NOTHING if recomputes else copies) + stream
-            yield meet("backward of the output layer", held, kept, Range.of(made) + stream)
-        if is_fsdp and layout.zero == 3:
+            name = "backward of the output layer"
+            yield meet(name, held, activations=kept, temporary=Range.of(made))
+        if shards_all:
             after = min(1, layers - 1)
             for name, gradients, others, gathered, reduced in (
                 ("the last layer", held, every - one, after, 0),
                 ("the last layers", held, every - one * 2, after, after),
                 ("the first layer", max(held, whole), beside, 0, after),
             ):
-                size = round((1 + gathered) * self.layer + 4 * reduced * trained.largest_layer)
-                sent = self._gather(size) + exchanged
-                yield meet(f"backward of {name}", gradients, others + one, self.working, sent)
-                temporary = Range.of(3 * self.stream + self.width * trained.largest_layer)
-                yield meet(f"end of the backward of {name}", gradients, others + stream, temporary, sent)
+                size = (1 + gathered) * self.layer + 4 * reduced * trained.largest_layer
+                own = {"communication": self._gather(size) + exchanged, "temporary": self.working}
+                yield meet(f"backward of {name}", gradients, activations=others + one, **own)
+                own["temporary"] = Range.of(3 * stream + width * trained.largest_layer)
+                yield meet(f"end of the backward of {name}", gradients, activations=others + stream, **own)
         else:
             waiting = 0 if (held and not tied) or settings.optimizer_in_backward else table
-            last = every + (copy if recomputes else copies)
-            yield meet("backward of the last layer", held + waiting, last, self.working)
-            early = float(whole)
-            if held:
-                early += table if tied else 0
-            elif self.framework == "ddp" and not settings.lora and not settings.optimizer_in_backward:
+            last, working = every + (copy if recomputes else copies), self.working
+            yield meet("backward of the last layer", held + waiting, activations=last, temporary=working)
+            early = whole + (table if held and tied else 0)
+            if not held and is_ddp and not settings.lora and not settings.optimizer_in_backward:
                 # What is made last: the first layer's gradients, the embedding's.
                 late = parameters.largest_layer + (0 if tied else self.table)
                 early -= round(self.gradient_bytes * late)
-            yield meet("backward of the first layer", early, first + copy, self.working)
-        embedding, sent = whole + (table if held else 0) + (table if tied else 0), buffers
-        if is_fsdp and layout.zero == 3 and not settings.lora:
+            kept = beside + one + copy
+            yield meet("backward of the first layer", early, activations=kept, temporary=working)
+        own = {"temporary": Range.of(stream)}
+        if shards_all and not settings.lora:
             # The root's gradients, and their fp32 copy; other programs than the bundled one may have the
             # root's weights then, and the last layers' buffers.
-            width, root, layer = self.width, parameters.root, parameters.largest_layer
+            root, layer = parameters.root, parameters.largest_layer
             each = (2 * width + 4) * root
             sent = Range.of(0.9 * each, each + 4 * layer, each + (4 + 3 * width) * layer + 4 * root)
-            if settings.bundled:
-                sent = Range.of((width + 4) * root)
-        yield meet("backward of the embedding", embedding, temporary=stream, sent=sent)
-        yield meet("optimizer step", max(whole, held), temporary=self.step, sent=self.buckets)
+            own["communication"] = Range.of((width + 4) * root) if settings.bundled else sent
+        yield meet("backward of the embedding", whole + (bool(held) + tied) * table, **own)
+        name, own = "optimizer step", {"temporary": self.step, "communication": self.buckets}
+        yield meet(name, max(whole, held), **own)
 
     def _count_logits(self) -> Range:
         """Estimate the logits with their loss and gradients; tp splits them over the vocabulary.
@@ -559,8 +510,6 @@ class Stage:
         gradient = width * table * has_gradient
         return Range.of(low * count, expected * count + gradient, high * count + 2 * gradient)
 
-    # Communication.
-
     def _gather(self, layers: int | None = None) -> Range:
         """Estimate what is whole at a time with zero=3 or FSDP: `layers` bytes of layers' weights and
         gradients; and DeepSpeed's buckets, one for reduction, two if it overlaps with computation.
@@ -568,8 +517,8 @@ class Stage:
         Beside them FSDP2's root (tables and final norm), and the gradient of the output layer, which waits
         for the end of backward. DeepSpeed: two layers, one gathered ahead, with the gradients of one.
         """
-        settings, parameters, trained, width = self.settings, self.parameters, self.trained, self.width
-        total, layer, zero = NOTHING, round(self.layer), self.layout.zero
+        parameters, trained, width, zero = self.parameters, self.trained, self.width, self.layout.zero
+        total, layer, root = NOTHING, self.layer, self.width * self.parameters.root
         if self.framework == "zero" and zero:
             bucket = 2 * min(ZERO_BUCKET, trained.total)
             total = Range.of(0.1 * bucket, bucket, 2 * bucket)
@@ -581,27 +530,22 @@ class Stage:
             return Range.of(weights, weights + gradients, 1.05 * (weights + gradients))
         if zero < 3:
             return total
-        root = width * parameters.root
-        if self.framework != "fsdp" or layers is None:
-            expected = 2 * layer + root + (width + 2) * trained.largest_layer
-            return total + Range.of(2 * layer, expected, 1.2 * expected + root)
-        table = trained.tables if settings.lora else self.table
-        expected = layers + root + (width * table if parameters.has_head else 0)
-        if settings.bundled:
-            return Range.of(0.9 * expected, expected, 1.1 * expected)
-        return Range.of(2 * layer + width * trained.largest_layer, expected, 1.2 * expected + root)
+        least, expected = 2 * layer, 2 * layer + root + (width + 2) * trained.largest_layer
+        if layers is not None:
+            table = trained.tables if self.settings.lora else self.table
+            least += width * trained.largest_layer
+            expected = layers + root + (width * table if self.has_head else 0)
+            if self.settings.bundled:
+                return Range.of(0.9 * expected, expected, 1.1 * expected)
+        return total + Range.of(least, expected, 1.2 * expected + root)
 
     def _count_exchanged(self) -> Range:
         """Estimate the activations that are sent: tp gathers whole sequences, pp sends the stream both
         ways.
         """
-        total = NOTHING
-        if self.layout.tp > 1 and self.layout.sequence_parallel:
-            whole = self.stream * self.layout.tp
-            total += Range.of(0, whole, 2 * whole)
-        if self.layout.pp > 1:
-            total += Range.of(self.stream, 2 * self.stream, 4 * self.stream)
-        return total
+        whole = self.stream * self.layout.tp * (self.layout.tp > 1 and self.layout.sequence_parallel)
+        sent = self.stream * (self.layout.pp > 1)
+        return Range(sent, whole + 2 * sent, 2 * whole + 4 * sent)
 
 
 def _count_shard(parameters: StageParameters, shards: tuple[int, int]) -> int:

@@ -1,19 +1,16 @@
 """A training before its start: its model, layout, settings and device, and the values that come of it.
 
 Bytes are integers; memory of one GPU unless a field says otherwise. All values are immutable. `check_layout`
-and `solve_batch` raise UsageError with the value, the rule, and the nearest settings that work.
+and `solve_batch` raise UsageError with the value, the rule, and settings that work.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import gcd, prod
 
 from launcher.errors import UsageError
 
-LARGEST_SETTING = 10**12
-"""No count of GPUs, sequences or tokens of a step is larger; products of them are still exact."""
-MOST_TRIED = 10_000
-"""Values that are tried in search of a near divisor."""
+MOST_NEAR = 4096
+"""Divisors up to here are proposed."""
 SHARDED_BY = {"ddp": (0,), "fsdp": (2, 3), "zero": (0, 1, 2, 3), "megatron": (0, 1, 2, 3)}
 """Stages of `parallel.zero` that a framework has."""
 
@@ -271,8 +268,9 @@ class Range:
         least, most = max(0, round(low)), max(0, round(middle if high is None else high))
         return cls(min(middle, least), middle, max(middle, most))
 
-    def __add__(self, other: "Range") -> "Range":
-        """Add both ends and the middle."""
+    def __add__(self, other: "Range | float") -> "Range":
+        """Add both ends and the middle, or an exact number to each."""
+        other = other if isinstance(other, Range) else Range.of(other)
         return Range(self.low + other.low, self.expected + other.expected, self.high + other.high)
 
     def __sub__(self, other: "Range") -> "Range":
@@ -304,14 +302,26 @@ class Estimate:
     """Peak memory of the fullest GPU of the job."""
 
     parts: tuple[MemoryPart, ...]
-    total: Range
-    """Of all parts: what the device has in use."""
-    allocated: Range
-    """What torch.cuda.max_memory_allocated shows: without context and fragmentation."""
-    reserved: Range
-    """What torch.cuda.max_memory_reserved shows: with fragmentation, without the context."""
     stage: int = 0
     """Pipeline stage of that GPU."""
+
+    def _add(self, *left_out: str) -> Range:
+        return sum((part.bytes for part in self.parts if part.name not in left_out), NOTHING)
+
+    @property
+    def total(self) -> Range:
+        """Of all parts: what the device has in use."""
+        return self._add()
+
+    @property
+    def reserved(self) -> Range:
+        """What torch.cuda.max_memory_reserved shows."""
+        return self._add("context")
+
+    @property
+    def allocated(self) -> Range:
+        """What torch.cuda.max_memory_allocated shows."""
+        return self._add("context", "fragmentation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,59 +349,40 @@ def find_framework(layout: ParallelLayout) -> str:
 def solve_batch(
     micro_batch: int | None, dp: int, accumulation: int | None, global_batch: int | None = None
 ) -> tuple[int, int]:
-    """Solve global_batch = micro_batch * dp * accumulation; returns (micro_batch, accumulation).
+    """Return (micro-batch, accumulation), in sequences and micro-steps; what is None is solved, else 1.
 
-    Without a global batch, None is 1. With one, accumulation is solved first, else the micro-batch. Raises
-    UsageError with the nearest settings if there is no whole solution.
+    Raises UsageError if `global_batch = micro_batch * dp * accumulation` cannot hold.
     """
-    keys = {"fit.micro_batch": micro_batch, "parallel.dp": dp, "fit.accumulation": accumulation}
     product = (micro_batch or 1) * dp * (accumulation or 1)
-    if product > LARGEST_SETTING:
-        shown = product if product < LARGEST_SETTING**2 else f"(a number of {product.bit_length()} bits)"
-        raise UsageError(f"{' * '.join(keys)}={shown}: give at most {LARGEST_SETTING}")
     is_whole = micro_batch is not None and accumulation is not None
     if global_batch is None or (is_whole and product == global_batch):
         return micro_batch or 1, accumulation or 1
     if not is_whole and global_batch % product == 0:
-        solved = global_batch // product
-        return (micro_batch or 1, solved) if accumulation is None else (solved, accumulation)
-    given = " * ".join(f"{key}={value}" for key, value in keys.items() if value is not None)
-    rule = f"is not {given} ({product})" if is_whole else f"is not divisible by {given} ({product})"
-    fixes = []
-    for key in ("fit.micro_batch", "fit.accumulation"):
-        value = keys[key]
-        if value is not None and global_batch % (product // value) == 0:
-            whole = global_batch // (product // value)
-            near = [whole] if is_whole else _list_near_divisors(whole, value)
-            fixes += [f"{key}={one}" for one in near]
+        rest = global_batch // product
+        return (micro_batch or 1, rest) if accumulation is None else (rest, accumulation)
+    sizes = {"fit.micro_batch": micro_batch, "dp": dp, "fit.accumulation": accumulation}
+    given = " * ".join(f"{key}={value}" for key, value in sizes.items() if value is not None)
     below = global_batch // product * product
-    batches = [product] if is_whole else [below, below + product]
-    fixes += [f"fit.global_batch={one}" for one in batches if 1 <= one <= LARGEST_SETTING]
-    raise UsageError(f"fit.global_batch={global_batch} {rule}: set {' or '.join(fixes)}")
+    fixes = [product] if is_whole else [one for one in (below, below + product) if one]
+    raise UsageError(
+        f"fit.global_batch={global_batch} is not {'' if is_whole else 'divisible by '}{given} ({product}):"
+        f" set {' or '.join(f'fit.global_batch={one}' for one in fixes)}"
+    )
 
 
-def _list_near_divisors(number: int, near: int) -> list[int]:
-    """List the greatest divisor below a value and the least above it, the nearer first."""
-    below = next((one for one in range(min(near, number), 0, -1)[:MOST_TRIED] if number % one == 0), 1)
-    above = next((one for one in range(near + 1, number + 1)[:MOST_TRIED] if number % one == 0), below)
-    return sorted({below, above}, key=lambda one: (abs(one - near), one))
+def _propose_divisors(key: str, value: int, number: int) -> str:
+    """Return settings of a key with the divisors of a number that are nearest to a value."""
+    divisors = [one for one in range(1, min(number, MOST_NEAR) + 1) if number % one == 0]
+    near = sorted(divisors, key=lambda one: abs(one - value))[:2]
+    return " or ".join(f"{key}={one}" for one in near)
 
 
 def check_layout(training: Training) -> None:
-    """Raise UsageError for a layout that the model or the job cannot have, with the nearest that work."""
-    if fault := next(_find_faults(training), None):
-        raise UsageError(fault)
-    settings = training.settings
-    solve_batch(settings.micro_batch, training.layout.dp, settings.accumulation, training.global_batch)
-
-
-def _find_faults(training: Training) -> Iterator[str]:
-    """Give what is wrong with a layout: its GPUs, how it splits the model and the sequence, and what it
-    shards.
+    """Raise UsageError for a layout that the model or the job cannot have, with settings that work.
 
     Under a causal mask each GPU takes two pieces of a sequence, one from either end, for equal work
     (Megatron-LM and torchtitan alike), so 2 * cp divides it. Sequence parallelism splits that further over
-    tp.
+    tp. Megatron Core folds ep over tp: the experts' GPUs are those of a pipeline stage.
     """
     model, layout, settings, experts = (
         training.model,
@@ -399,101 +390,65 @@ def _find_faults(training: Training) -> Iterator[str]:
         training.settings,
         training.model.experts,
     )
-    each, ranks, layers = training.gpus_per_node, training.gpus_per_node * training.nodes, model.layers
+    tp, pp, ep, zero, replicas = layout.tp, layout.pp, layout.ep, layout.zero, layout.replicas
+    framework, length, group = settings.framework, settings.seq_len, layout.shard_size
+    ranks = training.gpus_per_node * training.nodes
 
-    def refuse_divisor(key: str, value: int, problem: str, number: int) -> str:
-        near = " or ".join(f"{key}={one}" for one in _list_near_divisors(number, value))
-        return f"{key}={value} {problem}: set {near}"
+    def refuse(what: str, fix: str) -> None:
+        raise UsageError(f"{what}: set {fix}")
 
     if layout.world_size != ranks:
-        factors = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")}
-        given = " * ".join(f"{name} {value}" for name, value in factors.items() if value > 1) or "one GPU"
-        of_nodes = f"{training.nodes} node{'s' * (training.nodes > 1)} of {each}"
-        fixes = " or ".join(_list_world_fixes(layout, each, ranks))
-        yield (
-            f"parallel: {given} is {layout.world_size} GPUs, and the job has {ranks} ({of_nodes}):"
-            f" set {fixes}"
-        )
+        sizes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")}
+        given = " * ".join(f"{name} {value}" for name, value in sizes.items() if value > 1) or "one GPU"
+        split, fixes = layout.world_size // layout.dp, []
+        if layout.world_size % training.gpus_per_node == 0:
+            fixes.append(f"nodes={layout.world_size // training.gpus_per_node}")
+        fixes.append(f"parallel.dp={ranks // split}" if ranks % split == 0 else "others of these")
+        refuse(f"parallel: {given} is {layout.world_size} GPUs, and the job has {ranks}", " or ".join(fixes))
     sizes = {"heads": model.heads}
     if model.latent_attention is None:
         sizes["kv_heads"] = model.kv_heads
     if experts is None or experts.dense_layers:
         sizes["intermediate_size"] = model.intermediate_size
     for name, size in sizes.items():
-        if size % layout.tp:
-            problem = f"does not divide model.{name}={size}"
-            yield refuse_divisor("parallel.tp", layout.tp, problem, gcd(*sizes.values()))
-    if layout.pp > layers:
-        yield f"parallel.pp={layout.pp} is more than model.layers={layers}: set parallel.pp={layers} or less"
-    if layout.pp * layout.virtual_stages > layers:
-        yield (
-            f"parallel.pp={layout.pp} * parallel.virtual_stages={layout.virtual_stages} is more than"
-            f" model.layers={layers}: set parallel.virtual_stages={layers // layout.pp} or less"
+        if size % tp:
+            fix = _propose_divisors("parallel.tp", tp, gcd(*sizes.values()))
+            refuse(f"parallel.tp={tp} does not divide model.{name}={size}", fix)
+    if pp * layout.virtual_stages > model.layers:
+        stages = f"parallel.pp={pp} * parallel.virtual_stages={layout.virtual_stages}"
+        fix = f"parallel.virtual_stages={model.layers // pp}" if pp <= model.layers else ""
+        fix = f"{fix or f'parallel.pp={model.layers}'} or less"
+        refuse(f"{stages} is more than model.layers={model.layers}", fix)
+    if ep > 1 and experts is None:
+        fix = "parallel.ep=1, or choose a mixture such as model=mixtral8x7b"
+        refuse(f"parallel.ep={ep}, but {model.name} has no experts", fix)
+    folds = framework == "megatron" and replicas * tp % ep == 0
+    if experts is not None and (experts.count % ep or (replicas % ep and not folds)):
+        what = (
+            f"parallel.ep={ep} does not divide model.experts.count={experts.count} and dp * cp ({replicas})"
         )
-    if layout.ep > 1 and experts is None:
-        yield (
-            f"parallel.ep={layout.ep}, but {model.name} has no experts: set parallel.ep=1, or choose"
-            " a mixture such as model=mixtral8x7b"
-        )
-    elif layout.ep != 1 and experts is not None:
-        common = gcd(experts.count, layout.replicas)
-        if experts.count % layout.ep:
-            problem = f"does not divide model.experts.count={experts.count}"
-            yield refuse_divisor("parallel.ep", layout.ep, problem, common)
-        # Megatron Core folds ep over tp: the experts' GPUs are those of a pipeline stage.
-        folds = settings.framework == "megatron" and layout.replicas * layout.tp % layout.ep == 0
-        if layout.replicas % layout.ep and not folds:
-            problem = f"does not divide dp * cp ({layout.replicas})"
-            yield refuse_divisor("parallel.ep", layout.ep, problem, common)
-    length, most = settings.seq_len, model.max_seq_len
-    if model.position == "learned" and length > most:
-        yield f"fit.seq_len={length} is more than model.max_seq_len={most}, the rows of its table"
-    factors = {"2 * parallel.cp": 2 * layout.cp if layout.cp > 1 else 1}
-    factors["parallel.tp"] = layout.tp if layout.sequence_parallel else 1
-    if length % (step := prod(factors.values())):
-        below = length // step * step
-        shown = " or ".join(f"fit.seq_len={one}" for one in (below, below + step) if one)
-        product = " * ".join(name for name, factor in factors.items() if factor != 1)
-        yield f"fit.seq_len={length} is not divisible by {product} ({step}): set {shown}"
-    stages, zero, framework = SHARDED_BY.get(settings.framework, ()), layout.zero, settings.framework
-    if not stages:
-        yield f"parallel.framework={framework}: choose from {', '.join(SHARDED_BY)}"
-    elif zero not in stages:
-        near = min(stages, key=lambda stage: abs(stage - zero))
-        yield (
-            f"parallel.zero={zero} is nothing that parallel.framework={framework} does: set"
-            f" parallel.zero={near}, or another framework"
-        )
-    if framework == "zero" and layout.pp > 1 and zero > 1:
-        yield (
-            f"parallel.zero={zero} with parallel.pp={layout.pp}: DeepSpeed's pipeline keeps gradients"
-            " whole, set parallel.zero=1, or parallel.framework=fsdp"
-        )
-    group = layout.shard_size
-    if group is not None and zero == 0:
-        yield f"parallel.shard_size={group} with parallel.zero=0, which shards nothing: leave it out"
-    if group is not None and layout.replicas % group:
-        problem = f"does not divide dp * cp ({layout.replicas})"
-        yield refuse_divisor("parallel.shard_size", group, problem, layout.replicas)
+        refuse(what, _propose_divisors("parallel.ep", ep, gcd(experts.count, replicas)))
+    if model.position == "learned" and length > model.max_seq_len:
+        what = f"fit.seq_len={length} is more than the rows of the model's table"
+        refuse(what, f"fit.seq_len={model.max_seq_len} or less (model.max_seq_len)")
+    pieces = {"2 * parallel.cp": 2 * layout.cp if layout.cp > 1 else 1}
+    pieces["parallel.tp"] = tp if layout.sequence_parallel else 1
+    if length % (step := prod(pieces.values())):
+        product = " * ".join(name for name, number in pieces.items() if number != 1)
+        near = [one for one in (length // step * step, length // step * step + step) if one]
+        fix = " or ".join(f"fit.seq_len={one}" for one in near)
+        refuse(f"fit.seq_len={length} is not divisible by {product} ({step})", fix)
+    if zero not in SHARDED_BY[framework]:
+        stage = min(SHARDED_BY[framework], key=lambda one: abs(one - zero))
+        what = f"parallel.zero={zero} is nothing that parallel.framework={framework} does"
+        refuse(what, f"parallel.zero={stage}, or another framework")
+    if framework == "zero" and pp > 1 and zero > 1:
+        what = f"parallel.zero={zero} with parallel.pp={pp}: DeepSpeed's pipeline keeps gradients whole"
+        refuse(what, "parallel.zero=1, or parallel.framework=fsdp")
+    if group is not None and (zero == 0 or replicas % group):
+        what = f"parallel.shard_size={group} does not divide dp * cp ({replicas}), or parallel.zero=0"
+        refuse(what, _propose_divisors("parallel.shard_size", group, replicas))
     if settings.optimizer_in_backward and settings.accumulation > 1:
-        yield (
-            f"fit.optimizer_in_backward=true with fit.accumulation={settings.accumulation}: gradients"
-            " that are freed at once cannot be accumulated, set fit.accumulation=1"
-        )
-
-
-def _list_world_fixes(layout: ParallelLayout, each: int, ranks: int) -> Iterator[str]:
-    """Give settings with which a layout has as many GPUs as the job, which has `each` on a node."""
-    split = layout.world_size // layout.dp
-    if layout.world_size % each == 0:
-        yield f"nodes={layout.world_size // each}"
-    if ranks % split == 0:
-        yield f"parallel.dp={ranks // split}"
-        return
-    for name in ("tp", "pp", "cp"):
-        value = getattr(layout, name)
-        if value > 1 and ranks % (split // value) == 0:
-            near = _list_near_divisors(ranks // (split // value), value)[0]
-            yield f"parallel.{name}={near} and parallel.dp={ranks // (split // value * near)}"
-            return
-    yield f"parallel.tp={gcd(layout.tp, each)}, parallel.pp=1, parallel.cp=1 and parallel.dp=auto"
+        what = f"fit.optimizer_in_backward=true cannot accumulate (fit.accumulation={settings.accumulation})"
+        refuse(what, "fit.accumulation=1")
+    solve_batch(settings.micro_batch, layout.dp, settings.accumulation, training.global_batch)

@@ -144,12 +144,11 @@ def check_node_fit(request: JobRequest, job: Job, *, is_first: bool) -> Job:
     """
     if request.fit_model is None:
         return job
-    from launcher.config.training import settle_planned
+    from launcher.config.training import FitJob, settle_training
 
     model, nodes, bundled = request.fit_model, job.cluster.max_nodes, request.is_bundled
-    config = settle_planned(
-        job.config, job.plan, model, nodes, job.environ, is_bundled=bundled, judges=is_first
-    )
+    asked = FitJob.of_plan(job.config, job.plan, model, nodes, job.environ, is_bundled=bundled)
+    config = settle_training(asked, judges=is_first)
     return replace(job, config=config, program=find_program(request.words, config, job.environ))
 
 

@@ -34,9 +34,7 @@ from launcher.slurm.sbatch import JobOptions, Script
 from launcher.text import join_words, print_text, quote_word
 
 if TYPE_CHECKING:
-    from launcher.config.settings import Settings
     from launcher.fit.gpus import GpuType
-    from launcher.fit.training import Training
     from launcher.plan.model import Plan
 
 logger = logging.getLogger(__name__)
@@ -284,8 +282,9 @@ def judge_submission(spec: JobSpec, chosen: JobOptions) -> JobSpec:
         return spec
     if plan := _plan_snapshot(spec, chosen):
         return _judge_plan(spec, plan, nodes)
-    from launcher.config.training import find_fit_device, make_request_on, settle_job, settle_training
-    from launcher.fit.training import Device, NodeResources
+    from launcher.config.training import FitJob, settle_job, settle_training
+    from launcher.fit.training import NodeResources
+    from launcher.plan.model import Gpu
 
     gpus = _count_gpus(chosen)
     fitting = [kind for kind in chosen.kinds if gpus and kind.count_gpus() >= gpus]
@@ -302,15 +301,10 @@ def judge_submission(spec: JobSpec, chosen: JobOptions) -> JobSpec:
         num_workers=config.dataloader.num_workers,
         worker_gib=float(config.dataloader.worker_gib),
     )
-    there = Device(largest.name, largest.memory_mib, nvlink_domain=largest.nvlink_domain)
-    shape = (sbatch.read_nproc(config.nproc_per_node) or gpus, nodes)
-
-    def make_request(asked: "Settings") -> "Training":
-        device = find_fit_device(asked.fit, [], 0) if asked.fit.gpu else there
-        return make_request_on(asked, model, device, node, shape=shape, is_bundled=spec.is_bundled)
-
-    settled = settle_training(make_request, config, is_bundled=spec.is_bundled)
-    return replace(settle_job(spec, settled), fit_model=None)
+    there = (Gpu(0, "", "", name=largest.name, memory_mib=largest.memory_mib),)
+    ranks = sbatch.read_nproc(config.nproc_per_node) or gpus
+    job = FitJob(config, model, nodes, spec.is_bundled, ranks, there, node)
+    return replace(settle_job(spec, settle_training(job)), fit_model=None)
 
 
 def _plan_snapshot(spec: JobSpec, chosen: JobOptions) -> "Plan | None":
@@ -331,11 +325,11 @@ def _judge_plan(spec: JobSpec, plan: "Plan", nodes: int) -> JobSpec:
 
     Raises MachineError if it cannot fit.
     """
-    from launcher.config.training import settle_job, settle_planned
+    from launcher.config.training import FitJob, settle_job, settle_training
 
     bundled = spec.is_bundled
-    settled = settle_planned(spec.config, plan, spec.fit_model, nodes, spec.environ, is_bundled=bundled)
-    return replace(settle_job(spec, settled), fit_model=None)
+    job = FitJob.of_plan(spec.config, plan, spec.fit_model, nodes, spec.environ, is_bundled=bundled)
+    return replace(settle_job(spec, settle_training(job)), fit_model=None)
 
 
 def _count_gpus(chosen: JobOptions) -> int:

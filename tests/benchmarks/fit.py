@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.fit.memory import estimate_memory
-from launcher.fit.training import Device, ModelDimensions, ParallelLayout, Training, TrainingSettings
+from launcher.fit.training import Training
 from tests.benchmarks.measure import print_head, print_row
+from tests.fit.made_requests import ask
 
 GIB = 2**30
-H100 = Device("NVIDIA H100 80GB HBM3", 81559)
 MOST_ABOVE = 0.02
 """By how much the truth may be above the high end."""
 
@@ -55,20 +55,19 @@ class FitCase:
     def request(self) -> Training:
         """What is asked of the estimate."""
         sharded = self.parallel == "fsdp"
-        settings = TrainingSettings(
-            framework="fsdp" if sharded else "ddp",
-            precision="mixed" if self.bf16 else "fp32",
-            optimizer=self.optimizer,
-            checkpointing=self.checkpointing,
-            micro_batch=self.batch,
-            accumulation=self.accumulation,
-            seq_len=self.seq_len,
-            autocast=self.bf16 and not sharded,
-            bundled=True,
-        )
-        layout = ParallelLayout(dp=self.world_size, zero=3 if sharded else 0)
-        model = ModelDimensions(self.model, **TABLES["models"][self.model])
-        return Training(model, layout, settings, H100, min(8, self.world_size))
+        settings = {
+            "framework": "fsdp" if sharded else "ddp",
+            "precision": "mixed" if self.bf16 else "fp32",
+            "optimizer": self.optimizer,
+            "checkpointing": self.checkpointing,
+            "micro_batch": self.batch,
+            "accumulation": self.accumulation,
+            "seq_len": self.seq_len,
+            "autocast": self.bf16 and not sharded,
+            "bundled": True,
+        }
+        layout = {"dp": self.world_size, "zero": 3 if sharded else 0}
+        return ask(TABLES["models"][self.model], layout=layout, settings=settings, is_bundled=True)
 
     @property
     def question(self) -> str:

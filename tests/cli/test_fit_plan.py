@@ -28,7 +28,7 @@ from launcher.report.fit import print_fit
 from launcher.runs.records import fingerprint_ranks
 from launcher.slurm.job_request import make_job_request, read_job_request, write_job_request
 from tests.data_files import DATA
-from tests.fit.made_requests import NODE, REQUEST
+from tests.fit.made_requests import REQUEST
 from tests.fuzzing import Terminal, assert_harmless
 from tests.runs.test_run_lookup import make_measured
 from tests.seam import QUICK_AGENT, Launch, list_loaded, run_inside, run_outside
@@ -80,7 +80,7 @@ def test_a_preset_that_has_been_made_small_has_no_usual_batch(launch: Launch) ->
 def test_what_is_set_is_kept_and_the_rest_is_chosen_around_it(launch: Launch) -> None:
     fit = read_fit(launch, *TYPED, "program.batch_size=16")
     assert fit["chosen"].startswith("chosen: program.activation_checkpointing=full program.parallel=fsdp")
-    assert fit["chosen"].endswith("; without recomputation it does not fit")
+    assert "(1024 sequences of 4096, 4,194,304 tokens a step): at most " in fit["chosen"]
     for words, expected in (
         (("batch_size=16",), {"micro_batch": 16, "accumulation": 2, "checkpointing": "full"}),
         (("activation_checkpointing=true",), {"micro_batch": 16, "checkpointing": "full"}),
@@ -181,7 +181,7 @@ def test_a_model_alone_is_answered_about_memory_alone(launch: Launch) -> None:
         assert (alone["memory"], alone["verdict"]) == (memory[-1], "fits")
     assert memory[0] != memory[1]
     done = launch("fit", "+model=llama70b", SMALL, "nproc_per_node=1")
-    assert done.code == 3 and "does not fit" in done.out and "nodes=55" in done.out
+    assert done.code == 3 and "does not fit" in done.out and "nodes=64" in done.out
 
 
 def test_the_grid_marks_what_is_chosen(here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,12 +259,12 @@ def test_what_cannot_fit_says_how_many_nodes_can(launch: Launch) -> None:
     nodes = int(done.err.partition("nodes=")[2].split()[0])
     words = ("+model=llama70b", SMALL, "nproc_per_node=1", "machine=cpu_2s")
     assert read_fit(launch, *words, f"nodes={nodes}")["verdict"] == "fits"
-    assert read_fit(launch, *words, f"nodes={nodes - 1}")["verdict"] != "fits"
+    assert read_fit(launch, *words, f"nodes={nodes // 2}")["verdict"] != "fits"
     told = launch("plan", "+model=llama70b", "machine=aws_p4d_24xlarge", "nodes=4").out
     (line,) = (line for line in told.splitlines() if "does not fit" in line)
-    assert line.endswith("GiB at least; nodes=7 is enough")
+    assert line.endswith("GiB at least; nodes=8 is enough")
     split = ("+model=llama70b", A100, "parallel.tp=8", "parallel.pp=4", "parallel.zero=1")  # over four nodes
-    assert [change["settings"] for change in read_fit(launch, *split, "nodes=4")["changes"]] == [["nodes=8"]]
+    assert ["nodes=8"] in [change["settings"] for change in read_fit(launch, *split, "nodes=4")["changes"]]
     assert read_fit(launch, *split, "nodes=8")["verdict"] == "fits"
 
 
@@ -285,15 +285,15 @@ def test_a_mistake_of_the_estimate_is_a_warning(launch: Launch, monkeypatch: pyt
 
     monkeypatch.setattr(training, "assess", fail)
     done = launch("+model=gpt2", "dry_run=true")
-    assert done.code == 0 and "no estimate of memory (ZeroDivisionError: by us)" in done.err
-    assert "what is auto is the program's own: 8 sequences" in " ".join(done.err.split())
+    assert done.code == 0 and "no estimate of memory: ZeroDivisionError: by us" in done.err
+    assert "what is auto is the program's own default" in " ".join(done.err.split())
 
 
 def test_a_model_that_makes_no_sense_is_left_to_the_program(launch: Launch) -> None:
     assert launch("model.heads=7", "dry_run=true").code == 0
     launch("program.batch_size=0", "dry_run=true").assert_error(2, "program.batch_size=0", "at least 1")
     done = launch("model.config=absent.json", "dry_run=true", "--", "true")
-    assert done.code == 0 and "no estimate of memory: model.config=absent.json cannot be read" in done.err
+    assert done.code == 0 and "no estimate of memory: model.config=absent.json: it cannot be read" in done.err
     launch("model.config=absent.json", "dry_run=true").assert_error(2, "launch plan", "train.py")
 
 
@@ -356,7 +356,7 @@ def test_no_value_makes_a_traceback_or_negative_memory(words: list[str], program
 # The table of a report at several widths, without colours and block characters
 
 
-SMALL_NODE = replace(NODE, memory_kib=256 << 20)
+SMALL_NODE = replace(REQUEST.node, memory_kib=256 << 20)
 REPORT = assess(replace(REQUEST, tokens=1e12, node=SMALL_NODE), Learned(0.97, 0.01, 1, "tiny/1"))
 
 
@@ -373,7 +373,7 @@ def test_a_report_in_a_pipe() -> None:
     starts += ["capacity", "headroom", "it fits with one of these:", "each node", "CPU memory", "expected"]
     at = [next(n for n, line in enumerate(lines) if line.startswith(start)) for start in starts]
     assert at == sorted(at) and f"{REPORT.estimate.total.low / (1 << 30):.1f} GiB at least" in lines[0]
-    assert all(f"  {' '.join(change.settings)}  (at most " in "\n".join(lines) for change in REPORT.changes)
+    assert all(f"  {' '.join(change.settings)} (at most " in "\n".join(lines) for change in REPORT.changes)
 
 
 def test_nothing_is_wider_than_the_terminal() -> None:
@@ -408,7 +408,8 @@ def test_texts_of_others_are_harmless() -> None:
 
 
 def test_what_fits_and_a_small_model_in_mib() -> None:
-    small = replace(REPORT.estimate, total=Range(1 << 20, 2 << 20, 3 << 20))
+    part = replace(REPORT.estimate.parts[0], bytes=Range(1 << 20, 2 << 20, 3 << 20))
+    small = replace(REPORT.estimate, parts=(part,))
     shown = show(replace(REPORT, verdict="fits", changes=(), estimate=small), 120)
     assert "one of these" not in shown and ": fits; 2.0 MiB expected, 3.0 MiB at most" in shown
     assert shown.splitlines()[2].startswith("MiB")

@@ -1,4 +1,4 @@
-"""Models and requests for tests."""
+"""Models and requests for tests, by their fields as the JSON of a plan has them."""
 
 import json
 import tomllib
@@ -6,51 +6,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher.fit.training import (
-    Device,
-    Experts,
-    LatentAttention,
-    ModelDimensions,
-    NodeResources,
-    ParallelLayout,
-    Training,
-    TrainingSettings,
-    find_framework,
-)
+from launcher.codec import convert
+from launcher.fit.training import Training
 
 DATA = Path(__file__).parents[1] / "data"
 SETTINGS: dict[str, Any] = json.loads((DATA / "published_settings.json").read_text())
 """Trainings that are known to run, or to run out of memory, on given GPUs, each with its source."""
 TABLES: dict[str, Any] = tomllib.loads((DATA / "fit_tables.toml").read_text())
+H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_mib": 81559, "nvlink_domain": 8}
+NODE = {"cores": 112, "memory_kib": 2 << 30, "shm_kib": 1 << 30, "num_workers": 2}
 
 
-def read_model(fields: dict[str, Any]) -> ModelDimensions:
-    fields = dict(fields)
-    for name, kind in (("experts", Experts), ("latent_attention", LatentAttention)):
-        if fields.get(name):
-            fields[name] = kind(**fields[name])
-    return ModelDimensions(**fields)
+def ask(model: str | dict[str, Any] = "llama7b", each: int | None = None, **parts: Any) -> Training:
+    """A training of a user's program on H100, on as many nodes as its layout needs."""
+    fields = {"layout": {}, "settings": {}, "device": H100, "is_bundled": False, **parts}
+    split = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, **fields["layout"]}
+    size = split["tp"] * split["pp"] * split["cp"] * split["dp"]
+    gpus = each or min(8, size)
+    fields = {"gpus_per_node": gpus, "nodes": max(1, size // gpus), **fields}
+    dimensions = SETTINGS["models"][model] if isinstance(model, str) else model
+    return convert(Training, {"model": {"name": "any", **dimensions}, **fields})
 
 
-MODELS = {name: read_model(fields) for name, fields in SETTINGS["models"].items()}
+MODELS = {name: ask(name).model for name in SETTINGS["models"]}
 LLAMA7B = MODELS["llama7b"]
-H100 = Device("NVIDIA H100 80GB HBM3", 81559, nvlink_domain=8)
-NODE = NodeResources(cores=112, memory_kib=2 << 30, shm_kib=1 << 30, num_workers=2)
-REQUEST = Training(
-    LLAMA7B,
-    ParallelLayout(dp=8),
-    TrainingSettings(micro_batch=8, seq_len=4096),
-    H100,
-    gpus_per_node=8,
-    node=NODE,
-    is_bundled=False,
-)
-
-
-def make_request(layout: ParallelLayout, settings: TrainingSettings = REQUEST.settings) -> Training:
-    """LLaMA 7B on nodes of eight H100, split and set up like this."""
-    settings = replace(settings, framework=find_framework(layout))
-    return replace(REQUEST, layout=layout, settings=settings, nodes=max(1, layout.world_size // 8))
+REQUEST = ask(layout={"dp": 8}, settings={"micro_batch": 8, "seq_len": 4096}, node=NODE)
 
 
 def change(request: Training, row: dict[str, Any]) -> Training:

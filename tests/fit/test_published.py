@@ -16,21 +16,13 @@ from typing import Any
 import pytest
 
 from launcher.config.settings import FitConfig, LoraConfig, ParallelConfig, Settings
-from launcher.config.training import find_fit_device, make_request_on, read_dimensions
+from launcher.config.training import FitJob, make_training, read_dimensions
 from launcher.fit.choice import FitReport, assess
 from launcher.fit.counts import count_model_parameters
 from launcher.fit.gpus import find_gpu
 from launcher.fit.memory import estimate_memory
-from launcher.fit.training import (
-    Device,
-    ModelDimensions,
-    NodeResources,
-    ParallelLayout,
-    Range,
-    Training,
-    TrainingSettings,
-)
-from tests.fit.made_requests import DATA, MODELS, SETTINGS, TABLES
+from launcher.fit.training import Range, Training
+from tests.fit.made_requests import DATA, MODELS, REQUEST, SETTINGS, TABLES, ask
 
 GIB = 1 << 30
 TRAININGS, ADAPTERS = "published_trainings.json", "published_adapters.json"
@@ -41,26 +33,23 @@ steps, the others with programs that give tensors back before their backward pas
 
 
 def ask_on(
-    gpu_name: str, model: ModelDimensions, layout: ParallelLayout, settings: TrainingSettings
+    gpu_name: str, model: str | dict[str, Any], layout: dict[str, Any], settings: dict[str, Any]
 ) -> FitReport:
     gpu = find_gpu(gpu_name)
     assert gpu is not None
-    each = min(8, layout.world_size)
-    device = Device(gpu_name, gpu.memory_mib, nvlink_domain=gpu.nvlink_domain)
-    nodes = max(1, layout.world_size // each)
-    return assess(Training(model, layout, settings, device, each, nodes, is_bundled=False))
+    device = {"name": gpu_name, "memory_mib": gpu.memory_mib, "nvlink_domain": gpu.nvlink_domain}
+    return assess(ask(model, layout=layout, settings=settings, device=device))
 
 
 @pytest.mark.parametrize("row", SETTINGS["settings"], ids=lambda row: row["id"])
 def test_a_published_setting_is_decided_right(row: dict[str, Any]) -> None:
     """None that runs is refused, each that fails is."""
-    layout, settings = ParallelLayout(**row["layout"]), TrainingSettings(**row["settings"])
-    report = ask_on(row["gpu"], MODELS[row["model"]], layout, settings)
+    report = ask_on(row["gpu"], row["model"], row["layout"], row["settings"])
     assert (report.verdict != "does_not_fit") == row["runs"], row["source"]
     total, reserved, capacity = report.estimate.total, report.estimate.reserved, report.request.capacity
     assert total.low <= total.expected <= total.high
     assert all(change.total.high <= capacity for change in report.changes)
-    assert bool(report.changes) != row["runs"]
+    assert bool(report.changes) == (report.verdict != "fits")
     assert (total.expected <= capacity) == row["runs"] or report.request.model.name in DOUBTFUL
     if measured := row.get("reserved_gib", 0) * GIB:
         # Llama 3 70B in fp8 over tp 8 has 71.9 GiB, of 69.8 at the high end.
@@ -96,13 +85,13 @@ class Published:
     def speeds(self) -> tuple[float, float]:
         """Tokens a second of a GPU, low and high; zeros if nothing is known."""
         speed = self.report.speed
-        if speed is None or speed.step_seconds is None:
+        if speed.step_seconds is None:
             return 0.0, 0.0
         each = speed.tokens_per_step / self.report.request.layout.world_size
         return each / speed.step_seconds[1], each / speed.step_seconds[0]
 
 
-def read_request(model: ModelDimensions, words: dict[str, Any]) -> Training:
+def read_request(name: str, words: dict[str, Any]) -> Training:
     """What keys of the command line ask; with keys of `program`, of the bundled one."""
     sections: dict[str, dict[str, Any]] = {"fit": {}, "parallel": {}, "program": {}, "": {}}
     for key, value in words.items():
@@ -110,15 +99,12 @@ def read_request(model: ModelDimensions, words: dict[str, Any]) -> Training:
         sections[section][setting] = LoraConfig(**value) if key == "fit.lora" else value
     fit, parallel = FitConfig(**sections["fit"]), ParallelConfig(**sections["parallel"])
     top, program = sections[""], sections["program"]
-    return make_request_on(
-        replace(Settings(), fit=fit, parallel=parallel, program=program),
-        model,
-        find_fit_device(fit, [], 0),
-        NodeResources(),
-        shape=(top["nproc_per_node"], top["nodes"]),
-        is_bundled=bool(program),
-        expandable=top.get("expandable_segments", True),
-    )
+    config = replace(Settings(), fit=fit, parallel=parallel, program=program)
+    node, expandable = replace(REQUEST.node, num_workers=0), top.get("expandable_segments", True)
+    job = FitJob(config, None, top["nodes"], bool(program), top["nproc_per_node"], (), node, expandable)
+    found = make_training(replace(job, model=MODELS.get(name) or read_dimensions({"config": name})))
+    assert found is not None
+    return found
 
 
 def read_published(folder: Path, name: str) -> list[Published]:
@@ -128,9 +114,7 @@ def read_published(folder: Path, name: str) -> list[Published]:
     for row in every[name]["trainings"]:
         path = folder / f"{row['model']}.json"
         path.write_text(json.dumps(models[row["model"]]))
-        model = read_dimensions({"config": str(path)})
-        assert model is not None
-        request, weak = read_request(model, row["settings"]), row.get("weak", False)
+        request, weak = read_request(str(path), row["settings"]), row.get("weak", False)
         is_judged = row.get("memory_scored", True) and not weak
         is_selective = request.settings.checkpointing == "selective"
         found.append(Published(row["id"], row["truth"], is_judged, weak, is_selective, assess(request)))
@@ -139,7 +123,7 @@ def read_published(folder: Path, name: str) -> list[Published]:
 
 def estimate_row(row: dict[str, Any]) -> dict[str, Any]:
     """Fill a row of estimates.json: MiB of each part."""
-    parts = estimate_memory(read_request(MODELS[row["model"]], row["words"])).parts
+    parts = estimate_memory(read_request(row["model"], row["words"])).parts
     return {**row, "mib": {part.name: [size >> 20 for size in astuple(part.bytes)] for part in parts}}
 
 
@@ -183,26 +167,27 @@ def test_trainings_of_llm_foundry_fit_at_their_speeds() -> None:
     for row in rows:
         hidden, heads, layers = TABLES["foundry"][row["model"]]
         length, gpus = int(row["seq_len"]), int(row["gpus"])
-        shape = (50368, layers, hidden, heads, heads, hidden // heads, 4 * hidden, length)
-        kind = ("layernorm", "gelu", "learned")
-        model = ModelDimensions(row["model"], *shape, *kind, bias=True, tied_embeddings=True)
-        assert count_model_parameters(model) == int(row["parameters"]), row
-        settings = TrainingSettings(
-            framework="fsdp",
-            precision="fp8" if row["precision"] == "amp_fp8" else "mixed",
-            checkpointing="full" if row["checkpointing"] == "true" else "none",
-            micro_batch=int(row["micro_batch"]),
-            accumulation=int(row["accumulation"]),
-            seq_len=length,
-            loss="compiled",
-            optimizer_fused=True,
-            expandable_segments=False,
-        )
-        layout = ParallelLayout(dp=gpus, zero=2 if row["sharding"] == "SHARD_GRAD_OP" else 3)
+        model = {"vocab_size": 50368, "layers": layers, "hidden_size": hidden, "heads": heads}
+        model |= {"kv_heads": heads, "head_width": hidden // heads, "intermediate_size": 4 * hidden}
+        model |= {"max_seq_len": length, "norm": "layernorm", "mlp": "gelu", "position": "learned"}
+        settings = {
+            "framework": "fsdp",
+            "precision": "fp8" if row["precision"] == "amp_fp8" else "mixed",
+            "checkpointing": "full" if row["checkpointing"] == "true" else "none",
+            "micro_batch": int(row["micro_batch"]),
+            "accumulation": int(row["accumulation"]),
+            "seq_len": length,
+            "loss": "compiled",
+            "optimizer_fused": True,
+            "expandable_segments": False,
+        }
+        layout = {"dp": gpus, "zero": 2 if row["sharding"] == "SHARD_GRAD_OP" else 3}
+        model |= {"bias": True, "tied_embeddings": True}
         report = ask_on(row["gpu"].upper().replace("_", "-"), model, layout, settings)
+        assert count_model_parameters(report.request.model) == int(row["parameters"]), row
         refused += [row] * (report.verdict == "does_not_fit")
         above += [row] * (report.estimate.total.expected > report.request.capacity)
-        assert report.speed and report.speed.step_seconds
+        assert report.speed.step_seconds
         low, high = (
             report.speed.tokens_per_step / gpus / seconds for seconds in reversed(report.speed.step_seconds)
         )

@@ -131,9 +131,10 @@ def test_a_job_that_cannot_fit_is_refused_if_the_nodes_gpus_are_known() -> None:
     for unknown in (choose((None, 8)), choose(small, ("new9000", 8)), JobOptions()):
         assert judge_submission(spec, unknown) == spec and spec.fit_model is not None
     # Of several GPUs of a name the largest counts, and ranks have the GPUs that are asked for.
+    large = ("program.batch_size=64", "program.grad_accumulation=2")
     for name, told in {"a100": "80.0", "v100": "32.0", "h100": "93.6", "a100_80gb_pcie": "80.0"}.items():
         with pytest.raises(MachineError, match=rf"has {told} GiB") as caught:
-            judge_submission(specify_job("program.batch_size=64"), choose((name, 8), asked=4))
+            judge_submission(specify_job(*large), choose((name, 8), asked=4))
         assert name == "v100" or "program.grad_accumulation=128" in str(caught.value)
 
 
