@@ -46,10 +46,10 @@ def judge_nodes(
         findings += compare(nodes, wanted)
     findings += judge_work(nodes, wanted.tolerance)
     findings += judge_pairs(hosts or tuple(node.host for node in nodes), nodes, wanted.tolerance)
-    findings = [finding for finding in findings if finding.level != "ok"]
     unknown = Counter(replace(finding, host="") for finding in findings if finding.level == "unknown")
     everywhere = {finding for finding, times in unknown.items() if 1 < times == len(nodes)}
-    merged = [one if (job := replace(one, host="")) not in everywhere else job for one in findings]
+    told = (finding for finding in findings if finding.level != "ok")
+    merged = [one if (job := replace(one, host="")) not in everywhere else job for one in told]
     return tuple(dict.fromkeys(merged))
 
 
@@ -82,22 +82,21 @@ def compare_values(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
     for software, (subject, read) in readers.items():
         hosts_by_value: dict[str, list[str]] = {}
         for node in nodes:
-            if read(node):
-                hosts_by_value.setdefault(read(node), []).append(node.host)
+            hosts_by_value.setdefault(read(node), []).append(node.host)
+        hosts_by_value.pop("", None)
         known = sum(map(len, hosts_by_value.values()))
         usual, having = max(hosts_by_value.items(), key=lambda item: len(item[1]), default=("", []))
         if 2 * len(having) <= known and known:
             groups = [f"{value} on {', '.join(hosts[:4])}" for value, hosts in hosts_by_value.items()]
             yield found(f"{subject}.differ", "warning", software=software, values="; ".join(groups[:6]))
             continue
-        for node in nodes:
-            if read(node) not in ("", usual):
-                values = {"own": read(node), "usual": usual, "having": len(having), "nodes": known}
-                yield found(f"{subject}.node_differs", "warning", node.host, software=software, **values)
-    if len({_describe_gpu_kinds(node) for node in nodes}) == 1:  # else it is told
-        for node in nodes:
-            if len({gpu.name for gpu in node.gpus if gpu.name}) > 1:
-                yield found("gpu.mixed", "warning", node.host, kinds=_describe_gpu_kinds(node))
+        for value, hosts in hosts_by_value.items():
+            values = {"own": value, "usual": usual, "having": len(having), "nodes": known}
+            for host in hosts if value != usual else ():
+                yield found(f"{subject}.node_differs", "warning", host, software=software, **values)
+    for node in nodes if len({_describe_gpu_kinds(node) for node in nodes}) == 1 else ():  # else it is told
+        if len({gpu.name for gpu in node.gpus if gpu.name}) > 1:
+            yield found("gpu.mixed", "warning", node.host, kinds=_describe_gpu_kinds(node))
 
 
 def _describe_gpu_kinds(node: Facts) -> str:
@@ -153,30 +152,24 @@ def compare_nics(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
     counted = [nic.link_downed for node in nodes for nic in node.nics if nic.link_downed is not None]
     many = max(DOWNED, 10 * median(counted)) if counted else DOWNED
     for name in dict.fromkeys(nic.name for node in nodes for nic in node.nics):
-        ports = [(node, nic) for node in nodes for nic in node.nics if nic.name == name]
-        if 2 * len(ports) > len(nodes):
-            having = {id(node) for node, _nic in ports}
-            for node in nodes:
-                if id(node) not in having:
-                    yield found("nics.missing", "error", node.host, port=name, nodes=len(ports))
-        rates = [nic.rate_gbps for _node, nic in ports if nic.state == "ACTIVE"]
+        ports = {node.host: nic for node in nodes for nic in node.nics if nic.name == name}
+        for node in nodes if 2 * len(ports) > len(nodes) else ():
+            if node.host not in ports:
+                yield found("nics.missing", "error", node.host, port=name, nodes=len(ports))
+        rates = [nic.rate_gbps for nic in ports.values() if nic.state == "ACTIVE"]
         rate, count = Counter(rates).most_common(1)[0] if rates else (0.0, 0)
         has_majority = rate > 0 and 2 * count > len(rates)
         usual = rate if has_majority else max(rates, default=0.0)
         level = "error" if 2 * len(rates) > len(ports) else "warning"
-        for node, nic in ports:
-            if nic.state == "INIT":
-                yield found("nics.init", level, node.host, port=nic.name)
-            elif nic.state and nic.state != "ACTIVE" and rates:
-                values = {"state": nic.state, "nodes": len(rates)}
-                yield found("nics.down", level, node.host, port=nic.name, **values)
+        for host, nic in ports.items():
+            if nic.state not in ("", "ACTIVE") and (rates or nic.state == "INIT"):
+                rule = "nics.init" if nic.state == "INIT" else "nics.down"
+                yield found(rule, level, host, port=name, state=nic.state, nodes=len(rates))
             elif nic.state == "ACTIVE" and 0 < nic.rate_gbps < usual:
-                is_half = has_majority and 2 * nic.rate_gbps <= usual
-                values = {"rate": nic.rate_gbps, "usual": usual}
-                slow = "error" if is_half else "warning"
-                yield found("nics.slow", slow, node.host, port=nic.name, **values)
+                slow = "error" if has_majority and 2 * nic.rate_gbps <= usual else "warning"
+                yield found("nics.slow", slow, host, port=name, rate=nic.rate_gbps, usual=usual)
             if nic.link_downed is not None and nic.link_downed >= many:
-                yield found("nics.flapping", "warning", node.host, port=name, times=nic.link_downed)
+                yield found("nics.flapping", "warning", host, port=name, times=nic.link_downed)
 
 
 def compare_clocks(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
@@ -193,36 +186,29 @@ def compare_clocks(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
     usual = median_low(offsets) if len(offsets) > 2 else 0.0
     for node, offset in zip(nodes, offsets, strict=True):
         skew = offset - usual
-        if abs(skew) <= SKEW_WARNED:
-            continue
-        others = [other.host for other in nodes if other is not node]
-        rule, level = ("clock.dead", "error") if abs(skew) > SKEW_FATAL else ("clock.skewed", "warning")
-        yield found(
-            rule,
-            level,
-            node.host,
-            seconds=abs(skew),
-            direction="ahead of" if skew > 0 else "behind",
-            others=f"{others[0]}'s" if len(others) == 1 else "the other nodes'",
-        )
+        direction = "ahead of" if skew > 0 else "behind"
+        if abs(skew) > SKEW_FATAL:
+            yield found("clock.dead", "error", node.host, seconds=abs(skew), direction=direction)
+        elif abs(skew) > SKEW_WARNED:
+            yield found("clock.skewed", "warning", node.host, seconds=abs(skew), direction=direction)
 
 
 def compare_paths(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
     """Paths that are missing: on some nodes, or on all."""
     for name, purpose in dict.fromkeys((path.path, path.purpose) for node in nodes for path in node.paths):
-        without, having = [], []
-        for node in nodes:
-            states = [path.state for path in node.paths if (path.path, path.purpose) == (name, purpose)]
-            if "missing" in states:
-                without.append(node)
-            if states and states[0] not in ("missing", "stuck", "failed"):
-                having.append(node)
+        states = {
+            node.host: path.state
+            for node in nodes
+            for path in node.paths
+            if (path.path, path.purpose) == (name, purpose)
+        }
+        without = [host for host, state in states.items() if state == "missing"]
+        having = tuple(host for host, state in states.items() if state not in ("missing", "stuck", "failed"))
         level, label = rate_path(purpose), f"{name} ({purpose})"
-        if without and having:
-            for node in without:
-                yield found("paths.missing", level, node.host, name=label, hosts=_name(having))
-        elif without:
-            host, where = (without[0].host, "the node") if len(nodes) == 1 else ("", "all nodes")
+        for host in without if having else ():
+            yield found("paths.missing", level, host, name=label, hosts=having)
+        if without and not having:
+            host, where = (without[0], "the node") if len(nodes) == 1 else ("", "all nodes")
             yield found("paths.missing_everywhere", level, host, name=label, where=where)
 
 

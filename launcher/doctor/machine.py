@@ -101,14 +101,12 @@ def judge_machine(case: Case) -> tuple[Finding, ...]:
 
 
 def judge_plan(case: Case) -> Iterator[Finding]:
-    """The warnings of the probe and of the planner, and files that nobody understands."""
+    """The warnings of the probe and of the planner."""
     for warning in case.plan.warnings:
         if warning.subject == "machine":
             yield found("placement.probe", "warning", warning=warning.what)
         else:
             yield found("placement.plan", "warning", warning=warning.what, fix=warning.fix)
-    for oddity in case.health.oddities:
-        yield found("placement.odd_file", "note", oddity=oddity)
     if not case.plan.warnings:
         yield found("placement.planned", "ok", ranks=len(case.plan.ranks))
 
@@ -129,14 +127,12 @@ def judge_cpuset(case: Case) -> Iterator[Finding]:
     # NUMA nodes with a GPU whose CPUs the job may not use; if none is left, the plan may warn.
     for node in sorted({gpu.node for gpu in case.gpus if gpu.node is not None}):
         cpus = frozenset(cpu.id for cpu in machine.cpus if cpu.node == node)
-        lost = cpus - allowed
+        lost, near = cpus - allowed, tuple(gpu.index for gpu in case.gpus if gpu.node == node)
         if lost and (lost != cpus or case.binding == "none"):
-            level, near = (
-                "warning" if lost == cpus else "note",
-                [g.index for g in case.gpus if g.node == node],
+            counts = {"usable": len(cpus) - len(lost), "cpus": len(cpus), "lost": lost, "gpus": near}
+            problems.append(
+                found("cpus.uncovered", "warning" if lost == cpus else "note", node=node, **counts)
             )
-            counts = {"usable": len(cpus) - len(lost), "cpus": len(cpus), "lost": lost, "gpus": tuple(near)}
-            problems.append(found("cpus.uncovered", level, node=node, **counts))
     # Cores of which the job may use some threads; one thread of every core is somebody's choice.
     cores: dict[int, set[int]] = {}
     for cpu in machine.cpus:
@@ -149,11 +145,11 @@ def judge_cpuset(case: Case) -> Iterator[Finding]:
     usual = {node.id for node in machine.nodes if node.id in used and node.normal and node.memory_kib}
     if barred := frozenset(usual - machine.allowed_mems):
         problems.append(found("cpus.barred_memory", "warning", nodes=barred, mems=machine.allowed_mems))
+    if isolated := machine.isolated & allowed:
+        problems.append(found("cpus.isolated", "note", cpus=isolated))
     count = len(machine.cpus)
     share = "all" if len(allowed) == count else f"{len(allowed)} of"
     yield from or_ok(problems, "cpus.cpuset", share=share, cpus=count, nodes=len(used))
-    if isolated := machine.isolated & allowed:
-        yield found("cpus.isolated", "note", cpus=isolated)
 
 
 def judge_count(case: Case) -> Iterator[Finding]:
@@ -179,103 +175,74 @@ def judge_size(case: Case) -> Iterator[Finding]:
     """Memory of the job against the sum of its GPUs' (a rule of the Machine Learning Engineering book)."""
     machine = case.machine
     normal = sum(node.memory_kib for node in machine.nodes if node.normal) or machine.memory_kib
-    limit = machine.limits.memory_kib
-    size = min(normal, limit) if limit is not None else normal
-    source = " (the cgroup's limit)" if size == limit else ""
+    size = min(normal, machine.limits.memory_kib or normal)
     sizes = [gpu.memory_mib for gpu in case.gpus]
-    if not size:
-        yield case.unchecked("memory", "unknown")
+    if not size or not all(sizes):
+        yield case.unchecked("memory", "the GPUs' memory is not known" if size else "unknown")
     elif not sizes:
-        yield found("memory.no_gpus", "ok", size=size, source=source)
-    elif not all(sizes):
-        yield case.unchecked("gpu_sizes", "the GPUs' memory is not known")
+        yield found("memory.no_gpus", "ok", size=size)
     else:
         total = sum(sizes) << 10
-        level = "ok" if size >= total else "warning"
-        yield found("memory.size", level, size=size, source=source, total=total, gpus=len(sizes))
+        yield found(
+            "memory.size", "ok" if size >= total else "warning", size=size, total=total, gpus=len(sizes)
+        )
 
 
-def judge_balancing(case: Case) -> Iterator[Finding]:
-    """Settings of the kernel that move or reclaim memory between NUMA nodes.
+def judge_memory(case: Case) -> Iterator[Finding]:
+    """Settings of the kernel that move, reclaim or reserve memory, and swap in use.
 
     Source: the kernel's Documentation/admin-guide/sysctl/kernel.rst ("If the target workload is already
-    bound to NUMA nodes then this feature should be disabled") and vm.rst.
+    bound to NUMA nodes then this feature should be disabled"), vm.rst, transhuge.rst and hugetlbpage.rst.
     """
-    balancing, reclaim = case.health.numa_balancing, case.health.zone_reclaim
-    if sum(node.normal and node.memory_kib > 0 for node in case.machine.nodes) < 2:
+    health, nodes = case.health, [node for node in case.machine.nodes if node.normal and node.memory_kib]
+    balancing, reclaim, idle = health.numa_balancing, health.zone_reclaim, health.hugepages_kib
+    if len(nodes) < 2:
         yield found("memory.one_node", "ok")
-        return
-    if balancing is None:
+    elif balancing is None:
         yield case.unchecked("balancing", "the kernel shows no such setting")
-    elif balancing:
-        yield found("memory.balancing", "warning", value=balancing)
-    if reclaim:
+    elif balancing or not reclaim:
+        yield found("memory.balancing", "warning" if balancing else "ok", value=balancing)
+    if reclaim and len(nodes) > 1:
         yield found("memory.reclaim", "warning", value=reclaim)
-    if balancing == 0 and not reclaim:
-        yield found("memory.balancing", "ok")
-
-
-def judge_hugepages(case: Case) -> Iterator[Finding]:
-    """Transparent huge pages, and a twentieth of the memory or more that is set aside as huge pages.
-
-    Source: the kernel's Documentation/admin-guide/mm/transhuge.rst and hugetlbpage.rst.
-    """
-    health = case.health
-    idle = sum(pool.free * pool.size_kib for pool in health.hugepages or ())
-    is_reserved = bool(idle) and idle * 20 >= case.machine.memory_kib
-    if is_reserved:
+    if idle and idle * 20 >= case.machine.memory_kib:
         yield found("memory.reserved", "warning", idle=idle)
     if not health.transparent:
         yield case.unchecked("huge_pages", "the kernel shows no such setting")
     elif health.transparent == "never":
         yield found("memory.never_huge", "note")
-    elif health.defrag == "always":
-        yield found("memory.defrag", "note", mode=health.transparent)
-    elif not is_reserved:
-        yield found("memory.huge_pages", "ok", mode=health.transparent, idle=idle)
-
-
-def judge_swap(case: Case) -> Iterator[Finding]:
-    """Swap in use."""
-    used, eager = case.health.swap_kib, case.health.swappiness
-    if used is None:
+    else:
+        level = "note" if health.defrag == "always" else "ok"
+        yield found("memory.defrag", level, mode=health.transparent)
+    if health.swap_kib is None:
         yield case.unchecked("swap", "proc/meminfo does not show it")
     else:
-        setting = "" if eager is None else f" (vm.swappiness={eager})"
-        yield found("memory.swap", "ok" if used <= SWAPPED else "note", used=used, setting=setting)
+        yield found("memory.swap", "ok" if health.swap_kib <= SWAPPED else "note", used=health.swap_kib)
 
 
 def judge_devices(case: Case) -> Iterator[Finding]:
-    """The GPUs that were found against those that the driver shows in /proc."""
-    machine, shown = case.machine, case.health.driver_gpus or ()
+    """The GPUs that were found against those that the driver shows in /proc, and their places."""
+    machine, shown = case.machine, case.health.driver_gpus
     nvidia = [gpu.pci for gpu in machine.gpus if gpu.vendor == "nvidia"]
     if not machine.gpus and not shown:
         yield found("gpu.none", "ok")
         return
-    lost = tuple(pci for pci in shown if pci not in nvidia)
-    extra = tuple(pci for pci in nvidia if shown and pci not in shown)
-    problems = []
-    if lost:
+    if lost := tuple(pci for pci in shown if pci not in nvidia):
         level = "note" if nvidia else "warning"
-        problems.append(found("gpu.closed", level, shown=len(shown), opened=len(nvidia), lost=lost))
-    if extra:
-        problems.append(found("gpu.not_in_proc", "note", extra=extra))
-    names = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus if gpu.name))
-    names = names and f": {names}"
-    yield from or_ok(problems, "gpu.used", used=len(case.gpus), gpus=len(machine.gpus), names=names)
-
-
-def judge_places(case: Case) -> Iterator[Finding]:
-    """GPUs whose NUMA node the firmware does not tell."""
-    nodes = {cpu.node for cpu in case.machine.cpus}
+        yield found("gpu.closed", level, shown=len(shown), opened=len(nvidia), lost=lost)
+    else:
+        names = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus if gpu.name))
+        yield found("gpu.used", "ok", used=len(case.gpus), gpus=len(machine.gpus), names=names)
+    nodes = {cpu.node for cpu in machine.cpus}
     if case.gpus and len(nodes) > 1:
-        lost = tuple(gpu.index for gpu in case.gpus if gpu.node is None and not gpu.local_cpus)
-        yield found("gpu.places", "warning" if lost else "ok", gpus=lost, nodes=len(nodes))
+        placeless = tuple(gpu.index for gpu in case.gpus if gpu.node is None and not gpu.local_cpus)
+        yield found("gpu.places", "warning" if placeless else "ok", gpus=placeless, nodes=len(nodes))
 
 
 def judge_links(case: Case) -> Iterator[Finding]:
-    """PCI links with fewer lanes than the device has; their speed drops at idle, and says nothing."""
-    known = [device for device in case.health.devices if device.width and device.max_width]
+    """PCI links with fewer lanes than the device has (their speed drops at idle, and says nothing), and
+    persistence mode. Source: NVIDIA's "Driver Persistence" guide.
+    """
+    known = [one for one in case.health.devices if one.width and one.max_width]
     narrow = (
         found("gpu.narrow_link", "warning", name=one.name, width=one.width, max_width=one.max_width)
         for one in known
@@ -284,69 +251,52 @@ def judge_links(case: Case) -> Iterator[Finding]:
     yield from or_ok(narrow, "gpu.narrow_link", if_known=known, devices=len(known))
     if (case.machine.gpus or case.machine.nics) and not known:
         yield case.unchecked("links", "sysfs does not show it (a virtual machine?)")
-
-
-def judge_persistence(case: Case) -> Iterator[Finding]:
-    """Persistence mode. Source: NVIDIA's "Driver Persistence" guide."""
     used = {gpu.pci: gpu.index for gpu in case.gpus if gpu.vendor == "nvidia"}
-    modes = {gpu.pci: gpu.persistence for gpu in case.facts.gpus if gpu.pci in used}
-    modes = {pci: mode for pci, mode in modes.items() if mode is not None}
-    off = tuple(used[pci] for pci, mode in modes.items() if not mode)
-    if modes:
-        yield found("gpu.persistence", "note" if off else "ok", gpus=off)
-    elif used:
+    modes = {gpu.pci: gpu.persistence for gpu in case.facts.gpus if gpu.persistence is not None}
+    told = [pci for pci in used if pci in modes]
+    if used and not told:
         yield case.unchecked("persistence", "NVML does not answer")
+    elif used:
+        off = tuple(used[pci] for pci in told if not modes[pci])
+        yield found("gpu.persistence", "note" if off else "ok", gpus=off)
 
 
-def judge_shm(case: Case) -> Iterator[Finding]:
-    """Size of /dev/shm, through which DataLoader workers and NCCL hand data over."""
+def judge_limits(case: Case) -> Iterator[Finding]:
+    """Shared memory, open files, locked memory, and processes with their threads.
+
+    Ranks may have as many open files as the hard limit says: the shim raises theirs to it. Sources: PyTorch's
+    notes on multiprocessing, sharing strategy `file_descriptor`; NCCL's troubleshooting (`memlock=-1`).
+    """
+    health, ranks, nics = case.health, case.plan.ranks, case.machine.nics
     if case.facts.shm_kib is None:
         yield case.unchecked("shm", "no such mount was found")
     yield from check_shm(case.facts, case.wanted)
-
-
-def judge_files(case: Case) -> Iterator[Finding]:
-    """Open files, of which ranks may have as many as the hard limit says: the shim raises theirs to it.
-
-    Source: PyTorch's notes on multiprocessing, sharing strategy `file_descriptor`.
-    """
-    files = case.health.files
-    if files is None:
+    if not health.files:
         yield case.unchecked("files", "proc/self/limits does not show them")
     else:
-        is_low = files.hard is not None and files.hard < FILES_LEAST
-        limit = "unlimited" if files.hard is None else files.hard
-        yield found("limits.files", "warning" if is_low else "ok", files=limit)
-
-
-def judge_locked(case: Case) -> Iterator[Finding]:
-    """Locked memory, which RDMA needs. Source: NCCL's troubleshooting (`--ulimit memlock=-1`)."""
-    locked, nics = case.health.locked, case.machine.nics
-    if nics and locked is None:
-        yield case.unchecked("locked", "proc/self/limits does not show it")
-    elif nics and locked:
-        if locked.soft is None or case.health.capabilities >> CAP_IPC_LOCK & 1:
+        hard = health.files[-1]
+        is_low = hard is not None and hard < FILES_LEAST
+        yield found(
+            "limits.files", "warning" if is_low else "ok", files="unlimited" if hard is None else hard
+        )
+    if nics and health.locked:
+        soft = health.locked[0]
+        if soft is None or health.capabilities >> CAP_IPC_LOCK & 1:
             yield found("limits.locked", "ok")
         else:
-            yield found("limits.locked", "warning", locked=locked.soft >> 10, nic=nics[0].name)
-
-
-def judge_processes(case: Case) -> Iterator[Finding]:
-    """Processes and threads, of the user (RLIMIT_NPROC) and of the cgroup (pids.max)."""
-    health, ranks = case.health, case.plan.ranks
+            yield found("limits.locked", "warning", locked=soft >> 10, nic=nics[0].name)
     needed = sum(THREADS_EACH + rank.omp_num_threads + rank.num_workers * THREADS_EACH for rank in ranks)
-    is_lifted = health.processes is None or health.capabilities >> CAP_SYS_RESOURCE & 1
-    users = None if is_lifted or health.processes is None else health.processes.soft
+    is_lifted = not health.processes or health.capabilities >> CAP_SYS_RESOURCE & 1
+    users = None if is_lifted else health.processes[0]
     limits = {"limits.user_processes": users, "limits.cgroup_processes": health.pids_max}
     known = {rule: limit for rule, limit in limits.items() if limit is not None}
-    low = {rule: limit for rule, limit in known.items() if limit < needed}
-    for rule, limit in low.items():
-        yield found(rule, "warning", limit=limit, ranks=len(ranks), needed=needed)
-    if health.processes is None and health.pids_max is None:
-        yield case.unchecked("processes", "proc/self/limits does not show them")
-    elif not low:
-        lowest = min(known.values()) if known else "unlimited"
-        yield found("limits.user_processes", "ok", limit=lowest, needed=needed)
+    low = (
+        found(rule, "warning", limit=limit, ranks=len(ranks), needed=needed)
+        for rule, limit in known.items()
+        if limit < needed
+    )
+    lowest = min(known.values(), default="unlimited")
+    yield from or_ok(low, "limits.user_processes", limit=lowest, needed=needed)
 
 
 def judge_node(case: Case) -> Iterator[Finding]:
@@ -370,32 +320,23 @@ def judge_clocks(case: Case) -> Iterator[Finding]:
         yield case.unchecked("clocks", "there is no cpufreq (as in most virtual machines)")
     for clock in case.health.clocks:
         rule, level = "clocks.slow", "warning"
-        if clock.governor == "performance":
-            level = "ok"
-        elif clock.driver in HARDWARE and clock.governor == "powersave":
+        if clock.driver in HARDWARE and clock.governor == "powersave":
             sparing = "warning" if clock.preference in SPARING else "note"
             rule, level = "clocks.preference", "ok" if clock.preference == "performance" else sparing
-        elif clock.governor == "userspace":
-            rule, level = "clocks.fixed", "note"
-        elif clock.governor == "powersave":
-            rule = "clocks.lowest"
-        driver = clock.driver or "driver unknown"
-        choice = f"{driver}, {clock.preference}" if clock.preference else driver
-        yield found(rule, level, governor=clock.governor, driver=choice, cpus=clock.cpus)
+        elif clock.governor in ("performance", "userspace"):
+            level = "ok" if clock.governor == "performance" else "note"
+        driver = ", ".join(filter(None, (clock.driver or "driver unknown", clock.preference)))
+        yield found(rule, level, governor=clock.governor, driver=driver, cpus=clock.cpus)
 
 
 def judge_interrupts(case: Case) -> Iterator[Finding]:
     """Devices of whose interrupts most go to CPUs of other NUMA nodes alone."""
     machine, irqbalance = case.machine, RUNNING[case.health.irqbalance]
-    places = {gpu.node for gpu in machine.gpus} | {nic.node for nic in machine.nics}
     nodes = {cpu.node for cpu in machine.cpus}
+    places = {gpu.node for gpu in machine.gpus} | {nic.node for nic in machine.nics}
     shown = [device for device in case.health.devices if device.node is not None and device.interrupts]
     if places <= {None} or len(nodes) < 2:
-        reason = "one NUMA node" if len(nodes) < 2 else "no GPU or NIC with a known NUMA node"
-        yield found("interrupts.nowhere_far", "ok", reason=reason, irqbalance=irqbalance)
-        return
-    if not shown:
-        yield case.unchecked("interrupts", f"sysfs or /proc/irq does not show them; {irqbalance}")
+        yield found("interrupts.nowhere_far", "ok", irqbalance=irqbalance)
         return
     problems = []
     for device in shown:
@@ -406,7 +347,9 @@ def judge_interrupts(case: Case) -> Iterator[Finding]:
             counts = {"far": len(far), "count": len(device.interrupts), "name": device.name}
             where = {"node": device.node, "taken": taken, "near": near}
             problems.append(found("interrupts.far", level, **counts, **where, irqbalance=irqbalance))
-    yield from or_ok(problems, "interrupts.near", devices=len(shown), irqbalance=irqbalance)
+    yield from or_ok(problems, "interrupts.near", if_known=shown, devices=len(shown), irqbalance=irqbalance)
+    if not shown:
+        yield case.unchecked("interrupts", "sysfs or /proc/irq does not show them")
 
 
 def judge_environment(case: Case) -> Iterator[Finding]:
@@ -450,29 +393,25 @@ def judge_run_records(run: RunRecords, *, is_live: bool) -> Iterator[Finding]:
             continue
         records = {record.local_rank: record for record in host.records}
         for rank in host.planned:
-            if record := records.get(rank.local_rank):
-                for difference in compare_rank(rank, record):
-                    values = {"rank": record.rank, "difference": difference}
-                    yield found("run.differs", "error", host=host.name, **values)
-            else:
-                values = {"local_rank": rank.local_rank, "attempt": ""}
-                values["attempt"] = f" in attempt {host.attempt}" if host.attempt else ""
+            record = records.pop(rank.local_rank, None)
+            if record is None:
+                attempt = f" in attempt {host.attempt}" if host.attempt else ""
                 rule, level = ("run.no_record_yet", "note") if is_live else ("run.no_record", "warning")
-                yield found(rule, level, host=host.name, **values)
-        planned = {rank.local_rank for rank in host.planned}
+                yield found(rule, level, host=host.name, local_rank=rank.local_rank, attempt=attempt)
+                continue
+            for text in compare_rank(rank, record):
+                yield found("run.differs", "error", host=host.name, rank=record.rank, difference=text)
         for record in host.records:
-            for problem in record.problems:
-                yield found("run.problem", "warning", host=host.name, rank=record.rank, problem=problem)
-            if record.local_rank not in planned:
-                values = {"rank": record.rank, "local_rank": record.local_rank}
-                yield found("run.not_planned", "warning", host=host.name, **values)
+            for text in record.problems:
+                yield found("run.problem", "warning", host=host.name, rank=record.rank, problem=text)
+        for record in records.values():
+            values = {"rank": record.rank, "local_rank": record.local_rank}
+            yield found("run.not_planned", "warning", host=host.name, **values)
 
 
 CHECKS = (
-    *(judge_plan, judge_binding_trial, judge_cpuset, judge_count),
-    *(judge_size, judge_balancing, judge_hugepages, judge_swap),
-    *(judge_devices, judge_places, judge_links, judge_persistence),
-    *(judge_shm, judge_files, judge_locked, judge_processes, judge_node),
+    *(judge_plan, judge_binding_trial, judge_cpuset, judge_count, judge_size, judge_memory),
+    *(judge_devices, judge_links, judge_limits, judge_node),
     *(judge_clocks, judge_interrupts, judge_environment, judge_last_run),
 )
 """Each gives findings on one matter: at least one, or none if the machine has nothing of the kind."""

@@ -130,14 +130,6 @@ class Unchecked:
 
 
 @dataclass(frozen=True, slots=True)
-class Ceiling:
-    """A resource limit of this process (getrlimit(2)); None is unlimited."""
-
-    soft: int | None
-    hard: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Clock:
     """How the frequency of some CPUs is chosen, by sysfs' `cpufreq`."""
 
@@ -146,15 +138,6 @@ class Clock:
     governor: str
     preference: str = ""
     """`energy_performance_preference`; empty if the driver has none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hugepages:
-    """The pool of one size of huge pages."""
-
-    size_kib: int
-    free: int
-    """Pages that nobody uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +162,11 @@ class Health:
 
     live: bool = False
     """Read from the running machine rather than from another one's files or snapshot."""
-    files: Ceiling | None = None
-    """RLIMIT_NOFILE."""
-    locked: Ceiling | None = None
+    files: tuple[int | None, ...] = ()
+    """RLIMIT_NOFILE, soft and hard; None is unlimited, and empty unknown."""
+    locked: tuple[int | None, ...] = ()
     """RLIMIT_MEMLOCK, in bytes."""
-    processes: Ceiling | None = None
+    processes: tuple[int | None, ...] = ()
     """RLIMIT_NPROC, which counts threads."""
     pids_max: int | None = None
     """The lowest `pids.max` of the job's cgroup and those above it."""
@@ -191,22 +174,20 @@ class Health:
     """Effective capabilities as a mask (`CapEff`)."""
     numa_balancing: int | None = None
     zone_reclaim: int | None = None
-    swappiness: int | None = None
     swap_kib: int | None = None
     """Swap in use."""
     transparent: str = ""
     """Transparent hugepages: `always`, `madvise` or `never`."""
     defrag: str = ""
     """When a page fault waits for a transparent hugepage."""
-    hugepages: tuple[Hugepages, ...] | None = None
+    hugepages_kib: int = 0
+    """Reserved as huge pages that nobody uses."""
     clocks: tuple[Clock, ...] = ()
     devices: tuple[Device, ...] = ()
     irqbalance: bool | None = None
     """Whether irqbalance runs; None if other processes cannot be seen."""
-    driver_gpus: tuple[str, ...] | None = None
+    driver_gpus: tuple[str, ...] = ()
     """PCI addresses of the NVIDIA driver's GPUs in /proc."""
-    oddities: tuple[str, ...] = ()
-    """Files whose content is not understood."""
 
 
 @dataclass(frozen=True, slots=True)

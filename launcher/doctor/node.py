@@ -4,7 +4,6 @@ Each check gives findings on one matter: none if the node has nothing of the kin
 NVIDIA's "GPU Debug Guidelines", "GPU Memory Error Management" (its RMA criteria) and "XID Errors".
 """
 
-import math
 from collections.abc import Iterator
 from itertools import chain
 
@@ -111,26 +110,23 @@ def _judge_xids(node: Facts) -> Iterator[Finding]:
         gpu = gpus.get(xid.pci)
         is_old = xid.age is not None and xid.age > RECENT
         is_well = gpu is not None and gpu.recovery_action == "none" and not gpu.problem
-        rule, level = f"gpu.xid_{kind}" if kind else "gpu.xid", "note"
-        if kind == "reboot":
-            is_back = gpu and not gpu.problem
-            rule, level = ("gpu.xid_back", "warning") if is_back else ("gpu.xid_off_the_bus", "error")
-        elif kind == "reset" and is_well:
-            rule = "gpu.xid_reset_done"
-        elif kind == "reset":
-            level = "warning" if is_old else "error"
-        elif kind == "link" and not (is_well and is_old):
-            level = "warning"
+        is_back = gpu is not None and not gpu.problem
+        rule, level = {
+            "reboot": ("gpu.xid_back", "warning") if is_back else ("gpu.xid_off_the_bus", "error"),
+            "reset": ("gpu.xid_reset", "warning" if is_old else "error"),
+            "link": ("gpu.xid_link", "note" if is_well and is_old else "warning"),
+            "program": ("gpu.xid_program", "note"),
+        }.get(kind, ("gpu.xid", "note"))
+        if kind == "reset" and is_well:
+            rule, level = "gpu.xid_reset_done", "note"
         count = sum((other.pci, other.number) == (xid.pci, xid.number) for other in node.xids or ())
-        is_known = xid.age is not None and math.isfinite(xid.age)
-        when = f", the last {describe_time(xid.age or 0.0)} ago" if is_known else ""
-        times = f" {count} times" if count > 1 else ""
+        when = "" if xid.age is None else f", the last {describe_time(xid.age)} ago"
         yield found(
             rule,
             level if gpu else "note",
             gpu=gpu.label if gpu else f"GPU at {xid.pci}, which is not of this job,",
             number=xid.number,
-            history=f"{times}{when}",
+            history=(f" {count} times" if count > 1 else "") + when,
             text=f": {xid.text}" if xid.text else "",
             reset=_advise("gpu_reset", gpu),
         )
@@ -139,21 +135,16 @@ def _judge_xids(node: Facts) -> Iterator[Finding]:
 def check_leftovers(node: Facts, _: Wanted) -> Iterator[Finding]:
     """Memory that somebody else's processes hold on the job's GPUs."""
     known = [gpu for gpu in node.gpus if gpu.used_mib is not None and gpu.memory_mib > 0]
-    held = [gpu for gpu in known if (gpu.used_mib or 0) > USED_SHARE * gpu.memory_mib]
-
-    def tell(gpu: GpuFacts) -> Finding:
+    problems = []
+    for gpu in known:
         used = gpu.used_mib or 0
         names = [f"{process.name or 'a process'} (process {process.pid})" for process in gpu.processes or ()]
-        return found(
-            "gpu.held",
-            "error" if used > HEAVY_SHARE * gpu.memory_mib else "warning",
-            gpu=gpu.label,
-            used=used << 10,
-            size=gpu.memory_mib << 10,
-            holders=f" by {', '.join(names[:4])}" if names else ", and NVML shows no process that holds it",
-        )
-
-    yield from or_ok(map(tell, held), "gpu.held", if_known=known)
+        values = {"gpu": gpu.label, "used": used << 10, "size": gpu.memory_mib << 10}
+        holders = f" by {', '.join(names[:4])}" if names else ", and NVML shows no process that holds it"
+        level = "error" if used > HEAVY_SHARE * gpu.memory_mib else "warning"
+        if used > USED_SHARE * gpu.memory_mib:
+            problems.append(found("gpu.held", level, **values, holders=holders))
+    yield from or_ok(problems, "gpu.held", if_known=known)
 
 
 def rate_path(purpose: str) -> str:
@@ -172,16 +163,13 @@ def check_needed_paths(node: Facts, wanted: Wanted) -> Iterator[Finding]:
             yield found(rule, rate_path(path.purpose), name=name, detail=path.detail or detail, room=room)
         elif path.state == "ok" and path.seconds > SLOW_PATH:
             yield found("paths.slow", "warning", name=name, seconds=path.seconds)
-        if path.state != "ok" or path.purpose not in WRITTEN:
-            continue
-        if free is not None and free < least:
-            yield found(
-                "paths.space", "error" if free < FULL else "warning", name=name, free=free, least=least
-            )
-        if inodes is not None and inodes < INODES_LEAST:
-            yield found(
-                "paths.inodes", "error" if inodes < INODES_NONE else "warning", name=name, files=inodes
-            )
+        is_written = path.state == "ok" and path.purpose in WRITTEN
+        if is_written and free is not None and free < least:
+            level = "error" if free < FULL else "warning"
+            yield found("paths.space", level, name=name, free=free, least=least)
+        if is_written and inodes is not None and inodes < INODES_LEAST:
+            level = "error" if inodes < INODES_NONE else "warning"
+            yield found("paths.inodes", level, name=name, files=inodes)
     answered = [path for path in node.paths if path.state == "ok"]
     if answered and len(answered) == len(node.paths):
         yield found("paths.slow", "ok", paths=len(answered), seconds=max(path.seconds for path in answered))
@@ -226,19 +214,17 @@ def check_versions(node: Facts, _: Wanted) -> Iterator[Finding]:
     if not node.torch or not (node.gpus or has_nvidia):
         return
     needed, offered = _read_version(node.torch_cuda), _read_version(node.cuda_driver)
-    driver = _read_version(node.driver)
-    is_old = False
+    driver, is_old = _read_version(node.driver), False
     if needed and offered:
         is_old = offered[0] < needed[0]
     elif needed and driver:
         is_old = driver < tuple(read_tables()["driver"].get(str(needed[0]), (0,)))
-    with_cuda = f" with CUDA {node.cuda_driver}" if node.cuda_driver else ""
     values = {"torch": node.torch, "cuda": node.torch_cuda, "offered": node.cuda_driver or "of the driver"}
-    values["driver"] = (node.driver or "unknown") + with_cuda
     if has_nvidia and not needed and not any(build in node.torch for build in ("rocm", "xpu")):
         yield found("versions.no_cuda", "warning", torch=node.torch)
     else:
-        yield found("versions.driver_too_old", "error" if is_old else "ok", **values)
+        level = "error" if is_old else "ok"
+        yield found("versions.driver_too_old", level, driver=node.driver or "unknown", **values)
 
 
 def _read_version(text: str) -> tuple[int, ...]:

@@ -50,11 +50,6 @@ class _Work:
     def value(self) -> float:
         return self.result.value or 0.0
 
-    @property
-    def place(self) -> str:
-        """Where it was done, for people."""
-        return "the node" if self.result.where == "node" else self.result.where
-
 
 def judge_work(nodes: Sequence[Facts], tolerance: float) -> Iterator[Finding]:
     """Give what the measured work of a job's nodes says of them.
@@ -67,10 +62,8 @@ def judge_work(nodes: Sequence[Facts], tolerance: float) -> Iterator[Finding]:
         work += [_Work(node, one, is_gpu) for one in node.work if one.measure in NAMES]
     for one in work:
         if one.result.problem:
-            name = NAMES[one.result.measure]
-            yield found(
-                "work.failed", "error", one.node.host, place=one.place, work=name, problem=one.result.problem
-            )
+            values = {"place": one.result.where, "work": NAMES[one.result.measure]}
+            yield found("work.failed", "error", one.node.host, **values, problem=one.result.problem)
     yield from _compare_checksums(work)
     yield from _compare_speeds(work, find_shared_machines(nodes), tolerance)
     missed: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
@@ -103,11 +96,11 @@ def _compare_checksums(work: Sequence[_Work]) -> Iterator[Finding]:
         usual, count = Counter(one.result.checksum for one in group).most_common(1)[0]
         different = [one for one in group if one.result.checksum != usual]
         if different and count * 2 <= len(group):
-            places = tuple(f"{one.node.host} {one.place}" for one in group)
+            places = tuple(f"{one.node.host} {one.result.where}" for one in group)
             yield found("work.bits_differ", "warning", places=places, work=NAMES[measure])
             continue
         for host in dict.fromkeys(one.node.host for one in different):
-            places = tuple(dict.fromkeys(one.place for one in different if one.node.host == host))
+            places = tuple(dict.fromkeys(one.result.where for one in different if one.node.host == host))
             yield found("work.wrong_bits", "error", host, places=places, work=NAMES[measure], equal=count)
 
 
@@ -136,7 +129,7 @@ def _compare_speeds(work: Sequence[_Work], shared: set[str], tolerance: float) -
             "work.slow_gpu" if worst.is_gpu else "work.slow_cpu",
             level,
             host,
-            places=tuple(dict.fromkeys(one.place for _, _, one in own)),
+            places=tuple(dict.fromkeys(one.result.where for _, _, one in own)),
             work=NAMES[measure],
             value=worst.value,
             unit=worst.result.unit,
@@ -192,17 +185,16 @@ def judge_pairs(hosts: Sequence[str], nodes: Sequence[Facts], tolerance: float) 
             problem = next((one.problem for one in own if one.problem), "")
             value = None if problem else min(one.value for one in own if one.value is not None)
             measured[pair] = value, problem
-    compared = [
+    compared = sorted(
         value for pair, (value, _) in measured.items() if value is not None and incomparable.isdisjoint(pair)
-    ]
-    typical = sorted(compared)[min(len(compared) - 1, len(compared) * 3 // 4)] if len(compared) > 1 else 0.0
+    )
+    typical = compared[min(len(compared) - 1, len(compared) * 3 // 4)] if len(compared) > 1 else 0.0
     levels = {}
     for pair, (value, _) in measured.items():
-        usual = typical if incomparable.isdisjoint(pair) else 0.0
-        if value is None or value < sick * usual:
-            levels[pair] = "error"
-        else:
-            levels[pair] = "warning" if value < slow * usual else "ok"
+        share = 0.0 if value is None else 1.0
+        if value is not None and typical and incomparable.isdisjoint(pair):
+            share = value / typical
+        levels[pair] = "error" if share < sick else "warning" if share < slow else "ok"
     good = {host for pair, level in levels.items() if level == "ok" for host in pair}
 
     def say(pair: Pair) -> str:

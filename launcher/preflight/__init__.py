@@ -269,10 +269,11 @@ class Answers:
         has_driver = any(node.driver or node.gpus or node.lost_gpus for node in nodes)
         wanted = replace(self.request.wanted, gpus=gpus if has_driver else None)
         report = Asked(self.request.kind, hosts, silent, self.seconds).judge(nodes, wanted)
-        problems = []
-        for host in failed:
-            why = f"its program ended: {(ends or {}).get(host, 'it printed no answer')}"
-            problems.append(found("checks.failed", "unknown", host, reason=why))
+        reasons = {host: (ends or {}).get(host, "it printed no answer") for host in failed}
+        problems = (
+            found("checks.failed", "unknown", host, reason=f"its program ended: {reason}")
+            for host, reason in reasons.items()
+        )
         return replace(report, findings=(*report.findings, *problems))
 
 
@@ -280,17 +281,18 @@ class Answers:
 class Asked:
     """What is known of a preflight beside the nodes' answers: the part of `report.json` that is read."""
 
-    kind: str
-    hosts: tuple[str, ...]
-    silent: tuple[str, ...]
-    seconds: float
+    kind: str = "light"
+    hosts: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+    seconds: float = 0.0
 
     def judge(self, nodes: Sequence[Facts], wanted: Wanted) -> PreflightReport:
         """Judge the nodes that answered, by their ranks, and those that did not."""
         late = {"seconds": self.seconds, "limit": SECONDS.get(self.kind, 0.0)}
         silent = tuple(found("checks.silent", "error", host, **late) for host in self.silent)
-        findings = (*judge_nodes(nodes, wanted, self.hosts), *silent)
-        return PreflightReport(self.kind, self.hosts, tuple(nodes), findings, self.silent, self.seconds)
+        hosts = self.hosts or tuple(node.host for node in nodes)
+        findings = (*judge_nodes(nodes, wanted, hosts), *silent)
+        return PreflightReport(self.kind, hosts, tuple(nodes), findings, self.silent, self.seconds)
 
 
 def run_checks(
@@ -317,12 +319,11 @@ def run_checks(
             answers.ended = read_lines(process, deadline, take, wakeup)
         finally:
             grace = END_GRACE if answers.ended or not answers.missing else 0.0
-            for act, seconds in ((None, grace), (process.terminate, END_GRACE), (process.kill, END_GRACE)):
-                if process.poll() is None and act:
+            for act, seconds in ((bool, grace), (process.terminate, END_GRACE), (process.kill, END_GRACE)):
+                if process.poll() is None:
                     act()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(seconds)
-                    break
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(seconds)
     answers.exit_code, answers.seconds = process.returncode, time.monotonic() - began
     return answers
 
@@ -360,42 +361,35 @@ def start_child(
 
 def write_preflight_report(run_path: Path, attempt: int, report: PreflightReport) -> None:
     """Write each node's answer and the report of all, each whole or not at all; raises OSError."""
+    account = {name: getattr(report, name) for name in ("kind", "hosts", "silent", "seconds", "sick")}
+    account["findings"] = [{"host": one.host, **one.to_json()} for one in report.findings]
+    files: dict[str, object] = {REPORT: account}
+    for node in report.nodes:
+        # The name came from the node.
+        name = "".join(char if char.isalnum() or char in "-_." else "_" for char in node.host)[:200]
+        files[f"node-{name}.json"] = node
     with closing_descriptor(open_below(run_path, FOLDER, str(attempt))) as at:
-        for node in report.nodes:
-            # The name came from the node.
-            name = "".join(char if char.isalnum() or char in "-_." else "_" for char in node.host)[:200]
-            write_whole(at, f"node-{name}.json", _render(to_plain(node)))
-        account = {
-            "kind": report.kind,
-            "hosts": list(report.hosts),
-            "findings": [{"host": one.host, **one.to_json()} for one in report.findings],
-            "silent": list(report.silent),
-            "seconds": report.seconds,
-            "sick": list(report.sick),
-        }
-        write_whole(at, REPORT, _render(account))
-
-
-def _render(value: Mapping[str, object]) -> bytes:
-    return dump({"schema": SCHEMA, **value}, indent=1).encode()
+        for name, value in files.items():
+            write_whole(at, name, dump({"schema": SCHEMA, **to_plain(value)}, indent=1).encode())
 
 
 def judge_stored(run_path: Path, wanted: Wanted) -> PreflightReport | None:
     """Judge again what the nodes of a run's last attempt answered; None if there is no such report.
 
-    Answers that cannot be read are left out.
+    Answers that cannot be read are left out, and a report that cannot, as of another version, counts for
+    nothing: the answers are judged without it.
     """
     reports = [path for path in run_path.glob(f"{FOLDER}/*/{REPORT}") if path.parent.name.isdecimal()]
     for path in sorted(reports, key=lambda path: int(path.parent.name), reverse=True):
-        nodes: list[Facts] = []
-        try:
+        asked, nodes = None, list[Facts]()
+        with contextlib.suppress(OSError, ValueError):
             asked = load(Asked, read_file(path, LARGEST))
-        except (OSError, ValueError):
-            continue
         for answer in path.parent.glob("node-*.json"):
             with contextlib.suppress(OSError, ValueError):
                 nodes.append(load(Facts, read_file(answer, LARGEST)))
-        return asked.judge(sorted(nodes, key=lambda node: (node.node_rank, node.host)), wanted)
+        if asked or nodes:
+            nodes.sort(key=lambda node: (node.node_rank, node.host))
+            return (asked or Asked()).judge(nodes, wanted)
     return None
 
 

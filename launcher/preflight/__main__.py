@@ -23,7 +23,7 @@ from launcher.doctor.work import name_pair, plan_pairs
 from launcher.launch.signals import catch_signals
 from launcher.preflight import PreflightRequest, read_lines, render_answer, start_child
 from launcher.probe.node import read_node_facts
-from launcher.programs.measurement import GpuIdentity, Measurement
+from launcher.programs.measurement import Measurement
 from launcher.protocol import name_host
 from launcher.text import escape_text
 
@@ -36,16 +36,8 @@ PAIR_SHARE = 0.5
 PORTS = 16
 """Pairs whose ports differ; more than that are on different machines, or not at the same time."""
 GPU = re.compile(r"GPU (\d{1,4})(?:-(\d{1,4}))?")
-BOOT = """
-import importlib.util, sys
-if importlib.util.find_spec("torch") is None:
-    sys.exit(78)
-sys.path.append(sys.argv.pop(1))
-from launcher.programs.node_work import main
-main()
-"""
+BOOT = "import sys; sys.path.append(sys.argv.pop(1)); from launcher.programs.node_work import main; main()"
 """The ranks' interpreter may have no `launcher`: it finds this one, after all that it has itself."""
-NO_TORCH = 78
 PACKAGES = Path(__file__).parents[2]
 
 
@@ -119,7 +111,8 @@ class ChildWork:
     results: list[Measurement] = field(default_factory=list)
     torch: str = ""
     torch_cuda: str = ""
-    gpus: tuple[GpuIdentity, ...] = ()
+    gpus: dict[str, str] = field(default_factory=dict)
+    """UUIDs by torch's numbers."""
     problem: str = ""
     """Why there is nothing, or not all."""
     last_error: str = ""
@@ -138,7 +131,7 @@ class ChildWork:
             if "measure" in value:
                 self.results.append(convert(Measurement, value))
             elif "gpus" in value:
-                self.gpus = convert(tuple[GpuIdentity, ...], value["gpus"])
+                self.gpus = convert(dict[str, str], value["gpus"])
             else:
                 self.torch = convert(str, value.get("torch", self.torch))
                 self.torch_cuda = convert(str, value.get("torch_cuda", self.torch_cuda))
@@ -171,23 +164,20 @@ def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()
     except OSError as error:
         return ChildWork(problem=f"{python} cannot be run ({error.strerror})")
     code, last = child.returncode, f": {escape_text(work.last_error, 300)}" if work.last_error else ""
-    if code == NO_TORCH and not work.torch:
-        work.problem = f"{python} has no torch"
-    elif not has_ended and code in (None, -signal.SIGKILL):
+    if not has_ended and code in (None, -signal.SIGKILL):
         work.problem = f"it did not end in time{last}"
     elif code:
         work.problem = f"it ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}{last}"
     return work
 
 
-def _rename_gpus(result: Measurement, gpus: Sequence[GpuIdentity], facts: Facts) -> Measurement:
+def _rename_gpus(result: Measurement, gpus: Mapping[str, str], facts: Facts) -> Measurement:
     """Return a result with NVML's number of the GPU, which is not torch's if the job has some of them."""
     place = GPU.fullmatch(result.where)
     if not place:
         return result
-    by_uuid = {gpu.uuid: gpu.index for gpu in facts.gpus}
-    numbers = {gpu.index: by_uuid.get(gpu.uuid, gpu.index) for gpu in gpus}
-    named = [str(numbers.get(int(text), int(text))) for text in place.groups() if text]
+    by_uuid = {gpu.uuid: str(gpu.index) for gpu in facts.gpus}
+    named = [by_uuid.get(gpus.get(number, ""), number) for number in place.groups() if number]
     return replace(result, where=f"GPU {'-'.join(named)}")
 
 

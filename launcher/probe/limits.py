@@ -11,12 +11,8 @@ from launcher.probe.sysfs import Tree, parse_number
 
 TOP = "sys/fs/cgroup"
 """Where systemd and container runtimes mount the hierarchies."""
-LONGEST = 4096
-"""Characters of a path at most (PATH_MAX)."""
 UNLIMITED = 1 << 62
 """Bytes from which on a limit is none: version 1 shows 2^63 less a page if nothing was set."""
-UNSET = ("", "max", "-1")
-"""A missing file (the root cgroup, a controller that is off), version 2's and version 1's word for none."""
 SHM = "/dev/shm"  # noqa: S108  # its size is asked for, nothing is written
 SHM_SIZE = re.compile(r".*[ ,]size=([0-9]{1,20})([kmg]?)(?![^ ,])")
 UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
@@ -42,7 +38,7 @@ def list_cgroups(tree: Tree, controllers: tuple[str, ...], process: int | str = 
     own_paths: dict[str, str] = {}
     for line in (tree.read(f"proc/{process}/cgroup") or "").splitlines():
         _, names, path = (*line.split(":", 2), "", "")[:3]
-        if path.startswith("/") and len(path) <= LONGEST:
+        if path.startswith("/"):
             own_paths.update(dict.fromkeys(names.split(","), path))
     groups: dict[str, Groups] = {}
     for controller in controllers:
@@ -105,57 +101,36 @@ def read_capabilities(tree: Tree) -> int:
 
 
 def read_limits(tree: Tree) -> Limits:
-    """The tightest limits over the job's cgroup and its ancestors, /dev/shm, and what a process may open."""
+    """The tightest limits over the job's cgroup and its ancestors, /dev/shm, and what a process may open.
+
+    A limit that is no number is none.
+    """
     groups = list_cgroups(tree, ("cpu", "memory"))
     version, paths = groups.get("cpu", (2, []))
-    quotas = [quota for path in paths if (quota := _read_quota(tree, version, path))]
+    quotas = []
+    for path in paths:
+        words = (tree.read(f"{path}/cpu.max") or "").split()
+        if version == 1:
+            words = [tree.read(f"{path}/cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
+        quota, period = (parse_number(word) for word in (*words, "", "")[:2])
+        quotas += [quota / period] if quota and period else []
     version, paths = groups.get("memory", (2, []))
-    sizes = [size for path in paths if (size := _read_memory_limit(tree, version, path))]
-    words = find_resource(tree.read(RESOURCES) or "", FILES).removeprefix(FILES).split()
+    name = "memory.max" if version == 2 else "memory.limit_in_bytes"
+    sizes = [size for path in paths if (size := tree.read_number(f"{path}/{name}")) and size < UNLIMITED]
+    hard = read_resource(tree, FILES)[1:]
     return Limits(
         cpus=min(quotas, default=None),
         memory_kib=min(sizes) >> 10 if sizes else None,
         shm_kib=_read_shm_size(tree),
-        files=parse_number(words[1]) if len(words) > 1 else None,
+        files=hard[0] if hard else None,
     )
 
 
-def _read_quota(tree: Tree, version: int, path: str) -> float | None:
-    """CPUs' worth of time that a cgroup may use; None for no limit."""
-    text = tree.read(f"{path}/cpu.max" if version == 2 else f"{path}/cpu.cfs_quota_us") or ""
-    if version == 1 and text not in UNSET:
-        text = f"{text} {tree.read(f'{path}/cpu.cfs_period_us')}"
-    words = text.partition(" ")
-    if words[0] in UNSET:
-        return None
-    quota, period = parse_number(words[0]), parse_number(words[2])
-    if quota and period:
-        return quota / period
-    text_of_none = "the CPU quota of cgroup {items} is {value}: taken as no limit"
-    tree.add_warning(text_of_none, _clean_path(path), value=text)
-    return None
-
-
-def _read_memory_limit(tree: Tree, version: int, path: str) -> int | None:
-    """Bytes that a cgroup may use; None for no limit."""
-    text = tree.read(f"{path}/{'memory.max' if version == 2 else 'memory.limit_in_bytes'}") or ""
-    if text in UNSET:
-        return None
-    size = parse_number(text)
-    if not size:
-        text_of_none = "the memory limit of cgroup {items} is {value}: taken as no limit"
-        tree.add_warning(text_of_none, _clean_path(path), value=text)
-    return size if size and size < UNLIMITED else None
-
-
-def _clean_path(path: str) -> str:
-    """A path for people."""
-    return "".join(char if char.isprintable() else "?" for char in f"/{path}")
-
-
-def find_resource(text: str, name: str) -> str:
-    """The line of a resource in proc/PID/limits: its name, the soft limit, the hard one; empty without it."""
-    return next((line for line in text.splitlines() if line.startswith(name)), "")
+def read_resource(tree: Tree, name: str) -> tuple[int | None, ...]:
+    """The soft and the hard limit of a resource in proc/self/limits, None for unlimited; empty without it."""
+    lines = (tree.read(RESOURCES) or "").splitlines()
+    line = next((line for line in lines if line.startswith(name)), "")
+    return tuple(parse_number(word) for word in line.removeprefix(name).split()[:2])
 
 
 def _read_shm_size(tree: Tree) -> int | None:
@@ -166,11 +141,9 @@ def _read_shm_size(tree: Tree) -> int | None:
         except OSError:
             return None
         return space.f_blocks * space.f_frsize >> 10
-    tables = (tree.read(f"proc/{name}", lines=True) for name in ("self/mountinfo", "self/mounts", "mounts"))
-    lines = next(filter(None, tables), "").splitlines()
-    mounts = [line for line in lines if f" {SHM} " in line and " tmpfs " in line]
-    size = SHM_SIZE.match(mounts[-1]) if mounts else None
-    return int(size[1]) << UNITS[size[2]] >> 10 if size else None
+    lines = (tree.read("proc/self/mounts") or "").splitlines()
+    sizes = [found for line in lines if f" {SHM} tmpfs " in line and (found := SHM_SIZE.match(line))]
+    return int(sizes[-1][1]) << UNITS[sizes[-1][2]] >> 10 if sizes else None
 
 
 def find_usable_memory(machine: Machine) -> int:

@@ -16,33 +16,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, NoReturn, TypeVar
 
-from launcher.doctor.model import (
-    Ceiling,
-    Clock,
-    Device,
-    Facts,
-    Health,
-    Hugepages,
-    KernelXid,
-    PathFacts,
-    Unchecked,
-)
+from launcher.doctor.model import Clock, Device, Facts, Health, KernelXid, PathFacts, Unchecked
 from launcher.doctor.node import WRITTEN
 from launcher.errors import MachineError
 from launcher.plan.model import Machine
-from launcher.probe.devices import GPUS, list_cards, read_nic_ports
+from launcher.probe.devices import list_cards, read_nic_ports
 from launcher.probe.limits import (
     FILES,
-    RESOURCES,
     SHM,
     STATUS,
-    find_resource,
     read_capabilities,
     read_limits,
     read_pids_max,
+    read_resource,
 )
 from launcher.probe.machine import CPU, read_cpu_sets
 from launcher.probe.nvml import Wanted, import_nvml, read_gpu_facts
@@ -66,8 +56,6 @@ STATES = {
 }
 LOG_RECORD = 8192
 """Bytes of a record of the kernel's log at most: CONSOLE_EXT_LOG_MAX; a shorter buffer makes read(2) fail."""
-MOST_RECORDS = 200_000
-"""More than the largest log buffer holds (2^25 bytes)."""
 MOST_XIDS = 256
 """The last ones that are kept."""
 XID = re.compile(
@@ -79,8 +67,6 @@ XID = re.compile(
 LOCATE_TORCH = (
     "import importlib.util as u; s = u.find_spec('torch'); print((s.origin or '') if s else '', end='')"
 )
-LARGEST_VERSION = 1 << 16
-"""Bytes of `torch/version.py` that are read; it has less than one KB."""
 TORCH = re.compile(r"^__version__\s*(?::[^=]*)?=\s*['\"]([^'\"\s]{1,80})['\"]", re.MULTILINE)
 TORCH_CUDA = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]([0-9.]{1,20})['\"]", re.MULTILINE)
 HIGHEST = 1 << 20
@@ -137,23 +123,21 @@ def read_node_facts(
         lambda: read_torch(python) if tree.is_real else ("", ""),
         *(partial(read_path, *entry) for entry in live_paths),
     ]
-    try:
-        gpu_answer, torch_answer, *looks = call_in_children(calls, patience)
-    except OSError as error:
-        failed: Answer[Any] = Answer(None, 0.0, problem=f"no process can be made ({error.strerror})")
-        gpu_answer, torch_answer, *looks = (failed for _ in calls)
+    gpu_answer, torch_answer, *looks = call_in_children(calls, patience)
+    gpu_fields, (torch, torch_cuda) = gpu_answer.value, torch_answer.value or ("", "")
+    if gpu_fields is None:
+        problem = f"NVML: {gpu_answer.problem}"
+        gpu_fields = {
+            "gpu_problem": problem if gpu_answer.stuck else "",
+            "unchecked": [Unchecked("gpus", problem)],
+        }
+    unchecked += gpu_fields.pop("unchecked", ())
+    if torch_answer.value is None:
+        unchecked.append(Unchecked("torch", torch_answer.problem))
     xids = read_kernel_xids(tree)
     if xids is None:
         closed = "this user may not read the kernel's log (/dev/kmsg; kernel.dmesg_restrict)"
         unchecked.append(Unchecked("xids", closed if tree.is_real else "not in these files"))
-    gpu_fields = gpu_answer.value
-    if gpu_fields is None:
-        problem = f"NVML: {gpu_answer.problem}"
-        gpu_fields = {"gpu_problem": problem if gpu_answer.stuck else ""}
-        unchecked.append(Unchecked("gpus", problem))
-    unchecked += gpu_fields.pop("unchecked", ())
-    if torch_answer.value is None:
-        unchecked.append(Unchecked("torch", torch_answer.problem))
     if paths and not tree.is_real:
         unchecked.append(Unchecked("paths", "not in these files"))
     looked_at = []
@@ -164,10 +148,10 @@ def read_node_facts(
     memory_kib = min(memory.get("MemTotal", 0), limits.memory_kib or sys.maxsize)
     free_kib = memory.get("MemAvailable")
     space = os.statvfs(SHM) if tree.is_real and os.path.isdir(SHM) else None
-    torch, torch_cuda = torch_answer.value or ("", "")
     driver = DRIVER_VERSION.search((tree.read("proc/driver/nvidia/version") or "").partition("\n")[0])
+    kernel = "proc/sys/kernel/"
     return Facts(
-        host=host or (tree.read("proc/sys/kernel/hostname") or ""),
+        host=host or (tree.read(f"{kernel}hostname") or ""),
         node_rank=node_rank,
         time=clock() if tree.is_real else 0.0,
         nics=read_nic_ports(tree),
@@ -176,8 +160,8 @@ def read_node_facts(
         driver=driver[1] if driver else "",
         torch=torch,
         torch_cuda=torch_cuda,
-        kernel=(tree.read("proc/sys/kernel/osrelease") or "")[:80],
-        boot_id=(tree.read("proc/sys/kernel/random/boot_id") or "")[:80],
+        kernel=(tree.read(f"{kernel}osrelease") or "")[:80],
+        boot_id=(tree.read(f"{kernel}random/boot_id") or "")[:80],
         cpus=len(cpus),
         memory_kib=memory_kib,
         free_memory_kib=None if free_kib is None else min(free_kib, memory_kib),
@@ -199,7 +183,7 @@ def _read_others_time(tree: Tree, cpus: frozenset[int]) -> tuple[float, float] |
     if not tree.is_real:
         return None
     names = {f"cpu{cpu}" for cpu in cpus}
-    lines = (tree.read("proc/stat", lines=True) or "").splitlines()
+    lines = (tree.read("proc/stat") or "").splitlines()
     rows = [line.split() for line in lines if line.partition(" ")[0] in names]
     if not rows:
         return None
@@ -232,21 +216,18 @@ def read_kernel_xids(tree: Tree) -> tuple[KernelXid, ...] | None:
         handle = os.open(f"{tree.prefix}/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
-    try:
-        for _ in range(MOST_RECORDS):
+    with open(handle, "rb", buffering=0) as file:
+        data = b"-"
+        while data:
             try:
-                data = os.read(handle, LOG_RECORD)
+                data = os.read(file.fileno(), LOG_RECORD)
             except BrokenPipeError:  # The kernel has overwritten the record: the next read is of the oldest.
                 continue
-            log += data
-            if not data:
+            except BlockingIOError:  # the end
                 break
-    except BlockingIOError:  # the end
-        pass
-    except OSError:
-        return None
-    finally:
-        os.close(handle)
+            except OSError:
+                return None
+            log += data
     # The log counts from the boot; another machine's boot is not known.
     now = time.monotonic() if tree.is_real else None
     xids = []
@@ -292,12 +273,11 @@ def read_torch(python: str | None = None) -> tuple[str, str]:
     Torch is not imported: that takes seconds. `python` is the ranks' interpreter, by default this one.
     Raises OSError or SubprocessError if it does not run.
     """
+    origin = ""
     if python in (None, sys.executable):
-        try:
+        with contextlib.suppress(ImportError, ValueError, AttributeError):
             spec = find_spec("torch")
-        except (ImportError, ValueError, AttributeError):
-            spec = None
-        origin = (spec.origin or "") if spec else ""
+            origin = (spec.origin or "") if spec else ""
     else:
         command = [str(python), "-c", LOCATE_TORCH]
         # From the root, where no folder is `torch`.
@@ -307,9 +287,7 @@ def read_torch(python: str | None = None) -> tuple[str, str]:
         origin = done.stdout.decode("utf-8", "replace").rpartition("\n")[2]
     if not origin:
         return "", ""
-    path = os.path.join(os.path.dirname(origin), "version.py")
-    with open(path, encoding="utf-8", errors="replace") as file:
-        text = file.read(LARGEST_VERSION)
+    text = Path(origin).with_name("version.py").read_text(encoding="utf-8", errors="replace")
     version, cuda = (next(iter(pattern.findall(text)), "") for pattern in (TORCH, TORCH_CUDA))
     return version, cuda
 
@@ -319,13 +297,12 @@ def call_in_children(calls: Sequence[Callable[[], T]], limit: float) -> tuple[An
 
     For what may never return, such as calls of a file system or driver that hangs. A process that waits in
     the kernel without interruption (state D) cannot be killed, and whoever waits for it waits too: a child
-    that does not answer in time is killed and left behind.
-
-    A result has to be something that pickle can carry. Raises OSError if no process can be made.
+    that does not answer in time is killed and left behind. Results are what pickle can carry.
     """
     begin = time.monotonic()
-    pids: dict[Connection, int] = {}
+    children: dict[Connection, int] = {}
     answers: dict[Connection, Answer[T]] = {}
+    missing: list[Answer[T]] = []
     try:
         for call in calls:
             receiver, sender = Pipe(duplex=False)
@@ -333,10 +310,14 @@ def call_in_children(calls: Sequence[Callable[[], T]], limit: float) -> tuple[An
                 pid = os.fork()
                 if pid == 0:
                     _run_child(call, sender)
-            pids[receiver] = pid
+            children[receiver] = pid
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)  # Here too: the child may not have come to it when it is killed.
-        waiting = set(pids)
+    except OSError as error:
+        problem = f"no process can be made ({error.strerror})"
+        missing = [Answer(None, 0.0, problem=problem)] * (len(calls) - len(children))
+    try:
+        waiting = set(children)
         while waiting and (left := begin + limit - time.monotonic()) > 0:
             for pipe in wait(list(waiting), left):
                 assert isinstance(pipe, Connection)  # noqa: S101 - for mypy
@@ -344,18 +325,18 @@ def call_in_children(calls: Sequence[Callable[[], T]], limit: float) -> tuple[An
                 try:
                     value, problem = pipe.recv()
                 except (EOFError, OSError):
-                    value, problem = None, f"its process ended with {_reap_child(pids[pipe]) or 'no answer'}"
+                    value, problem = None, f"its process ended with {_reap(children[pipe]) or 'no answer'}"
                 answers[pipe] = Answer(value, time.monotonic() - begin, problem=problem)
     finally:
-        for pipe, pid in pids.items():
+        for pipe, pid in children.items():
             pipe.close()
             if pipe not in answers:
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
-        for pid in pids.values():
-            _reap_child(pid)
+        for pid in children.values():
+            _reap(pid)
     stuck: Answer[T] = Answer(None, limit, stuck=True, problem=f"no answer in {limit:g} s")
-    return tuple(answers.get(pipe, stuck) for pipe in pids)
+    return (*(answers.get(pipe, stuck) for pipe in children), *missing)
 
 
 def _run_child(call: Callable[[], Any], pipe: Connection) -> NoReturn:
@@ -378,17 +359,15 @@ def _run_child(call: Callable[[], Any], pipe: Connection) -> NoReturn:
         os._exit(0)
 
 
-def _reap_child(pid: int) -> str:
+def _reap(pid: int) -> str:
     """Wait a moment for a child to be gone; return the signal that ended it, if one has."""
     end = time.monotonic() + GRACE
-    while time.monotonic() < end:
-        try:
+    with contextlib.suppress(OSError):
+        while time.monotonic() < end:
             found, status = os.waitpid(pid, os.WNOHANG)
-        except OSError:
-            break
-        if found:
-            return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else ""
-        time.sleep(0.001)
+            if found:
+                return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else ""
+            time.sleep(0.001)
     return ""
 
 
@@ -396,7 +375,6 @@ WIDEST = 32
 """Lanes of the widest PCI Express link; a virtual machine may show 0, 63 or 255 for unknown."""
 POOLS = "sys/kernel/mm/hugepages"
 TRANSPARENT = "sys/kernel/mm/transparent_hugepage/"
-WORD = re.compile(r"[A-Za-z0-9_-]{0,39}")
 CHOICE = re.compile(r"[^\[]*\[([A-Za-z+]{1,20})\].*", re.DOTALL)
 """One of several words, as in `always [madvise] never`."""
 
@@ -404,79 +382,33 @@ CHOICE = re.compile(r"[^\[]*\[([A-Za-z+]{1,20})\].*", re.DOTALL)
 def read_health(root: str, machine: Machine) -> Health:
     """Read what the doctor judges of `machine`, which was probed below the same root.
 
-    Nothing raises: what is missing is None or empty, and what is not understood is told in `oddities`.
+    Nothing raises: what is missing or is not understood is None or empty.
     """
     tree = Tree(root)
-    ceilings = [_read_ceiling(tree, name) for name in (FILES, "Max locked memory", "Max processes")]
     memory = tree.read_meminfo()
     total, free = memory.get("SwapTotal"), memory.get("SwapFree")
+    pools = tree.list_directory(POOLS)
+    sizes = {pool: parse_number(pool.removeprefix("hugepages-").removesuffix("kB")) or 0 for pool in pools}
+    idle = [size * (tree.read_number(f"{POOLS}/{pool}/free_hugepages") or 0) for pool, size in sizes.items()]
+    modes = [CHOICE.fullmatch(tree.read(f"{TRANSPARENT}{name}") or "") for name in ("enabled", "defrag")]
     return Health(
         live=tree.is_real,
-        files=ceilings[0],
-        locked=ceilings[1],
-        processes=ceilings[2],
+        files=read_resource(tree, FILES),
+        locked=read_resource(tree, "Max locked memory"),
+        processes=read_resource(tree, "Max processes"),
         pids_max=read_pids_max(tree),
         capabilities=read_capabilities(tree),
-        numa_balancing=_read_setting(tree, "proc/sys/kernel/numa_balancing"),
-        zone_reclaim=_read_setting(tree, "proc/sys/vm/zone_reclaim_mode"),
-        swappiness=_read_setting(tree, "proc/sys/vm/swappiness"),
+        numa_balancing=tree.read_number("proc/sys/kernel/numa_balancing"),
+        zone_reclaim=tree.read_number("proc/sys/vm/zone_reclaim_mode"),
         swap_kib=None if total is None or free is None else max(0, total - free),
-        transparent=_read_word(tree, f"{TRANSPARENT}enabled", CHOICE),
-        defrag=_read_word(tree, f"{TRANSPARENT}defrag", CHOICE),
-        hugepages=_read_hugepages(tree),
+        transparent=modes[0][1] if modes[0] else "",
+        defrag=modes[1][1] if modes[1] else "",
+        hugepages_kib=sum(idle),
         clocks=_read_clocks(tree, machine.allowed_cpus),
         devices=_read_devices(tree, machine),
         irqbalance=_find_irqbalance(tree),
-        # What is odd in these files the probe tells already.
-        driver_gpus=tuple(pci for pci, _ in list_cards(Tree(root)) or ()) if tree.has(GPUS) else None,
-        oddities=tree.list_warnings(),
+        driver_gpus=tuple(pci for pci, _ in list_cards(tree) or ()),
     )
-
-
-def _read_ceiling(tree: Tree, name: str) -> Ceiling | None:
-    """A resource limit by the kernel's name for it; None if the file is not there."""
-    text = tree.read(RESOURCES)
-    if text is None:
-        return None
-    line = find_resource(text, name)
-    words = line.removeprefix(name).split()[:2]
-    limits = [parse_number(word) for word in words if word == "unlimited" or parse_number(word) is not None]
-    if len(limits) == 2:
-        return Ceiling(*limits)
-    tree.add_warning(f"{RESOURCES} has {{value}} for {name}, which is no limit", value=line)
-    return None
-
-
-def _read_setting(tree: Tree, path: str) -> int | None:
-    """A number; None if there is none, with a note if there is something else."""
-    number = tree.read_number(path)
-    if number is None and tree.has(path):
-        tree.add_warning(f"{path} is {{value}}, which is no number", path=path)
-    return number
-
-
-def _read_word(tree: Tree, path: str, pattern: re.Pattern[str] = WORD) -> str:
-    """What a pattern finds in a file; empty if there is none, with a note if there is something else."""
-    text = tree.read(path)
-    found = pattern.fullmatch(text or "")
-    if found:
-        return found[pattern.groups]
-    if text is not None:
-        tree.add_warning(f"{path} is {{value}}, which is not understood", path=path)
-    return ""
-
-
-def _read_hugepages(tree: Tree) -> tuple[Hugepages, ...] | None:
-    """The pools of all sizes; None if the kernel has none to show."""
-    if not tree.has(POOLS):
-        return None
-    pools = []
-    for name in tree.list_directory(POOLS):
-        size = parse_number(name.removeprefix("hugepages-").removesuffix("kB"))
-        free = _read_setting(tree, f"{POOLS}/{name}/free_hugepages")
-        if size is not None and free is not None:
-            pools.append(Hugepages(size, free))
-    return tuple(pools)
 
 
 def _read_clocks(tree: Tree, cpus: frozenset[int]) -> tuple[Clock, ...]:
@@ -484,10 +416,10 @@ def _read_clocks(tree: Tree, cpus: frozenset[int]) -> tuple[Clock, ...]:
     ways: dict[tuple[str, str, str], set[int]] = {}
     for cpu in sorted(cpus):
         here = f"{CPU}cpu{cpu}/cpufreq/"
-        if governor := _read_word(tree, f"{here}scaling_governor"):
-            driver = _read_word(tree, f"{here}scaling_driver")
-            way = (driver, governor, _read_word(tree, f"{here}energy_performance_preference"))
-            ways.setdefault(way, set()).add(cpu)
+        names = ("scaling_driver", "scaling_governor", "energy_performance_preference")
+        driver, governor, preference = ((tree.read(here + name) or "")[:40] for name in names)
+        if governor:
+            ways.setdefault((driver, governor, preference), set()).add(cpu)
     return tuple(Clock(frozenset(ways[way]), *way) for way in sorted(ways))
 
 

@@ -82,6 +82,15 @@ class Nvml:
         info = self.tell("nvmlDeviceGetPciInfo")
         return (normalise_pci(as_text(info.busId)) or "") if info else ""
 
+    def read_text(self, what: str) -> str:
+        """Return its `Name` or `UUID`; empty if NVML does not tell."""
+        return as_text(self.tell(f"nvmlDeviceGet{what}") or "")
+
+    def has_mig(self) -> bool:
+        """Whether it is divided into MIG instances."""
+        mode = self.tell("nvmlDeviceGetMigMode")
+        return bool(mode and mode[0])
+
     def read_readings(self) -> dict[str, Any]:
         """Return what a check and a sample both have, by the names of their fields."""
         sm_clock = self.module.NVML_CLOCK_SM
@@ -125,62 +134,39 @@ def open_nvml(module: Any) -> Iterator[Nvml]:  # noqa: ANN401 - pynvml
 def read_nvml(tree: Tree) -> tuple[Gpu, ...] | None:
     """The GPUs that NVML lists, in PCI bus order and without their place; None if it cannot be asked.
 
-    That it fails is noted in `tree`; that it is not installed is not.
+    That it fails is noted in `tree`; that it is not installed is not. A GPU that does not answer, as after
+    it has fallen off the bus, is left out. MIG instances are in NVML's order.
     """
-    nvml: Any = import_nvml()
-    if nvml is None:
+    module: Any = import_nvml()
+    if module is None:
         return None
+    gpus = []
     try:
-        with open_nvml(nvml):
-            gpus = [_read_gpu(tree, nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
-    except nvml.NVMLError_LibraryNotFound:
+        with open_nvml(module):
+            for index in range(module.nvmlDeviceGetCount()):
+                handle = Nvml(module).ask("nvmlDeviceGetHandleByIndex", index)
+                gpu = Nvml(module, handle)
+                pci = gpu.read_pci() if handle is not None else ""
+                if not pci:
+                    text = (
+                        "NVML does not answer for its GPUs {items}: left out, and CUDA may number others so"
+                    )
+                    tree.add_warning(text, index)
+                    continue
+                memory = gpu.tell("nvmlDeviceGetMemoryInfo")  # none of its own if it is the CPU's too (GB10)
+                count = gpu.tell("nvmlDeviceGetMaxMigDeviceCount") if gpu.has_mig() else 0
+                slots = [gpu.tell("nvmlDeviceGetMigDeviceHandleByIndex", slot) for slot in range(count or 0)]
+                mig = [Nvml(module, handle).read_text("UUID") for handle in slots if handle is not None]
+                uuid, name = gpu.read_text("UUID"), gpu.read_text("Name")
+                size = int(memory.total) >> 20 if memory else 0
+                gpus.append(Gpu(index, uuid, pci, None, name=name, mig=tuple(mig), memory_mib=size))
+    except module.NVMLError_LibraryNotFound:
         return None
-    except nvml.NVMLError as error:
+    except module.NVMLError as error:
         text = "NVML fails with {value}: GPUs are taken from /proc/driver/nvidia, without MIG instances"
         tree.add_warning(text, value=str(error))
         return None
-    return sort_gpus([gpu for gpu in gpus if gpu])
-
-
-def _read_gpu(tree: Tree, nvml: Any, index: int) -> Gpu | None:  # noqa: ANN401 - pynvml
-    """One GPU; None if NVML cannot open it, as after it has fallen off the bus."""
-    try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        address = as_text(nvml.nvmlDeviceGetPciInfo(handle).busId)
-        uuid, name = as_text(nvml.nvmlDeviceGetUUID(handle)), as_text(nvml.nvmlDeviceGetName(handle))
-        pci, problem = normalise_pci(address), f"{address} as PCI address"
-    except nvml.NVMLError as error:
-        pci, problem = None, str(error)
-    if pci is None:
-        text = (
-            "NVML fails with {value} for its GPUs {items}: left out, and CUDA may number the rest otherwise"
-        )
-        tree.add_warning(text, index, value=problem)
-        return None
-    # None of its own if it is the CPU's too (GB10).
-    memory = Nvml(nvml, handle).tell("nvmlDeviceGetMemoryInfo")
-    size = int(memory.total) >> 20 if memory else 0
-    mig = _read_mig(tree, nvml, handle, pci)
-    return Gpu(index, uuid, pci, None, name=name, mig=mig, memory_mib=size)
-
-
-def _read_mig(tree: Tree, nvml: Any, handle: object, pci: str) -> tuple[str, ...]:  # noqa: ANN401 - pynvml
-    """UUIDs of a GPU's MIG instances, in NVML's order; none if MIG is off or unknown to the GPU."""
-    uuids = []
-    try:
-        if nvml.nvmlDeviceGetMigMode(handle)[0] != nvml.NVML_DEVICE_MIG_ENABLE:
-            return ()
-        for slot in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            with contextlib.suppress(nvml.NVMLError_NotFound):  # an empty slot
-                instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
-                uuids.append(as_text(nvml.nvmlDeviceGetUUID(instance)))
-    except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):
-        return ()
-    except nvml.NVMLError as error:
-        text = "NVML fails with {value} for the MIG instances of GPUs {items}: taken as without"
-        tree.add_warning(text, pci, value=str(error))
-        return ()
-    return tuple(uuids)
+    return sort_gpus(gpus)
 
 
 class GpuSampler:
@@ -329,8 +315,7 @@ def _ask_nvml(tree: Tree, nvml: Nvml, wanted: Wanted) -> dict[str, Any]:
             gpus.append(GpuFacts(index, "", "", problem=str(error)))
             continue
         opened[index], facts = gpu, _read_state(gpu, index)
-        mode = gpu.tell("nvmlDeviceGetMigMode")
-        if mode and mode[0]:  # its memory and processes are not one job's
+        if gpu.has_mig():  # its memory and processes are not one job's
             facts = replace(facts, used_mib=None, processes=None)
             unchecked.append(Unchecked("gpu_memory", "it is divided into MIG instances", str(index)))
         gpus.append(facts)
@@ -361,8 +346,8 @@ def _read_state(gpu: Nvml, index: int) -> GpuFacts:
     persistence = gpu.tell("nvmlDeviceGetPersistenceMode")
     facts = GpuFacts(
         index=index,
-        uuid=as_text(gpu.tell("nvmlDeviceGetUUID") or ""),
-        name=as_text(gpu.tell("nvmlDeviceGetName") or ""),
+        uuid=gpu.read_text("UUID"),
+        name=gpu.read_text("Name"),
         pci=gpu.read_pci(),
         memory_mib=int(memory.total) >> 20 if memory else 0,
         used_mib=int(memory.used) >> 20 if memory else None,

@@ -13,19 +13,13 @@ FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """O_NONBLOCK: a pipe in a copied tree must not hang the start."""
 PAGE = 4096
 """The kernel gives a cpulist in reads of at most a page (kernfs)."""
-SIZE_LIMIT = 1 << 16
-"""Bytes read of a file at most; the longest cpulist of 8192 CPUs has 40 KB."""
+SIZE_LIMIT = 1 << 20
+"""Bytes read of a file at most; /proc/stat of hundreds of CPUs has some ten KB."""
 NUMBER_LIMIT = 1 << 16
 """No kernel has CPU or node numbers from here on: such a list is garbage."""
 NAME_LIMIT = (1 << 22) + 1
 """No directory has names with numbers from here on: the highest PID (PID_MAX_LIMIT)."""
-MASK = re.compile(r"[0-9a-fA-F]{1,8}(?:,[0-9a-fA-F]{1,8})*")
 MEMINFO = re.compile(r"(\w+):\s*(\d{1,19})\b", re.ASCII)
-MASKS = {
-    "cpulist": "cpumap", "thread_siblings_list": "thread_siblings", "core_cpus_list": "core_cpus",
-    "shared_cpu_list": "shared_cpu_map", "local_cpulist": "local_cpus",
-}  # fmt: skip
-"""Files with the same CPUs in hexadecimal: captures by hwloc-gather-topology have these alone."""
 PCI = "sys/bus/pci/devices/"
 ADDRESS = re.compile(
     r"([0-9a-f]{1,8}):([0-9a-f]{1,2}):([01]?[0-9a-f])(?:\.([0-7]))?", re.ASCII | re.IGNORECASE
@@ -48,39 +42,31 @@ class Tree:
         """Whether this is the machine itself rather than a written-out one."""
         return not self.prefix
 
-    def read(self, path: str, *, lines: bool = False) -> str | None:
-        """Text of a file without the white space around it; None if it cannot be read.
-
-        `lines` is for a file that procfs gives in reads of whole lines, such as `mounts`.
-        """
+    def read(self, path: str) -> str | None:
+        """Text of a file without the white space around it; None if it cannot be read."""
         try:
             handle = os.open(f"{self.prefix}/{path}", FLAGS)
         except (OSError, ValueError):  # ValueError: a name that was read from a file, with a NUL in it.
             return None
         try:
             data = chunk = os.read(handle, PAGE)
-            limit = SIZE_LIMIT << 4 if lines else SIZE_LIMIT
-            while (len(chunk) == PAGE or (lines and chunk)) and len(data) < limit:
+            while len(chunk) == PAGE and len(data) < SIZE_LIMIT:
                 chunk = os.read(handle, PAGE)
                 data += chunk
         except OSError:
             return None
         finally:
             os.close(handle)
-        # Many captures by hwloc-gather-topology have a NUL after each file's text.
-        return data.removesuffix(b"\n\0").decode("utf-8", "replace").strip()
+        return data.decode("utf-8", "replace").strip()
 
     def read_number(self, path: str) -> int | None:
         """A file's whole number, as `parse_number` has it."""
         return parse_number(self.read(path))
 
     def read_list(self, path: str) -> frozenset[int] | None:
-        """A file's cpulist, without one the mask beside it; None if it cannot be read or is none."""
+        """A file's cpulist; None if it cannot be read or is none."""
         text = self.read(path)
-        if text is not None:
-            return parse_list(text)
-        folder, slash, name = path.rpartition("/")
-        return parse_mask(self.read(f"{folder}{slash}{MASKS[name]}") or "") if name in MASKS else None
+        return None if text is None else parse_list(text)
 
     def read_fields(self, path: str) -> dict[str, str]:
         """A file's `name: value` lines; none if it cannot be read."""
@@ -144,15 +130,6 @@ def parse_list(text: str) -> frozenset[int] | None:
     return numbers if max(numbers, default=0) < NUMBER_LIMIT else None
 
 
-def parse_mask(text: str) -> frozenset[int] | None:
-    """The numbers of a mask, words of 32 bits from the highest (`1,0000000f`); None for any other text."""
-    if not MASK.fullmatch(text):
-        return None
-    bits = bin(int("".join(word.zfill(8) for word in text.split(",")), 16))[:1:-1]
-    numbers = frozenset(number for number, bit in enumerate(bits) if bit == "1")
-    return numbers if max(numbers, default=0) < NUMBER_LIMIT else None
-
-
 def parse_number(text: str | None) -> int | None:
     """A whole number as the kernel prints it, in decimal and without a sign; None for any other text."""
     return int(text) if text and text.isascii() and text.isdecimal() and len(text) <= 20 else None
@@ -202,25 +179,18 @@ def read_locality(
     From sysfs, since NVML masks the first two by the job's cpuset.
     """
     here = f"{PCI}{pci}/"
-    real = tree.resolve_links(here)
-    if real is None:
-        tree.add_warning("sysfs links of GPUs {items} lead out of the root: their NUMA node is unknown", pci)
-        return None, frozenset(), ()
-    text, cpus = tree.read(f"{here}numa_node"), tree.read_list(f"{here}local_cpulist")
-    if text is None and cpus is None:
+    real, text = tree.resolve_links(here), tree.read(f"{here}numa_node")
+    cpus = tree.read_list(f"{here}local_cpulist")
+    if real is None or (text is None and cpus is None):
         tree.add_warning("sysfs has no locality of GPUs {items}: their NUMA node is unknown", pci)
         return None, frozenset(), ()
-    if cpus is None:
-        warning = "local_cpulist of GPUs {items} is {value}: not used"
-        tree.add_warning(warning, pci, path=f"{here}local_cpulist")
-    node = find_node(tree, "GPUs", pci, text, nodes)
-    return node, (cpus or frozenset()) & online, split_path(real)[:-1]
+    return find_node(tree, pci, text, nodes), (cpus or frozenset()) & online, split_path(real)[:-1]
 
 
-def find_node(tree: Tree, what: str, name: str, text: str | None, nodes: frozenset[int]) -> int | None:
+def find_node(tree: Tree, name: str, text: str | None, nodes: frozenset[int]) -> int | None:
     """The online NUMA node that `numa_node` names; a kernel without NUMA has no such file."""
     named = {str(node): node for node in nodes}
     if text not in named and text not in (None, "-1"):
-        warning = f"numa_node of {what} {{items}} is {{value}}, which is not online: unknown"
+        warning = "numa_node of devices {items} is {value}, which is not online: unknown"
         tree.add_warning(warning, name, value=text)
     return named.get(text or "")

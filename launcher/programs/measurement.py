@@ -1,4 +1,4 @@
-"""What `launcher.programs.node_work` prints of a node's devices: each of these is a line of JSON, or in one.
+"""What `launcher.programs.node_work` prints of a node's devices: each of these is a line of JSON.
 
 The launcher reads them with the same types, so nothing here imports torch.
 """
@@ -25,13 +25,3 @@ class Measurement:
     """Why it was not measured, if that says nothing of the device: no time was left."""
     device: str = ""
     """Kind of device, as `NVIDIA H100 80GB HBM3`: only the same kind is compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class GpuIdentity:
-    """A GPU as torch numbers it, with what CUDA says of it."""
-
-    index: int
-    name: str
-    uuid: str
-    pci: str

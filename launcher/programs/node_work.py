@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from launcher.programs.measurement import GpuIdentity, Measurement
+from launcher.programs.measurement import Measurement
 
 SECONDS = {"light": 10.0, "deep": 60.0}
 DURATIONS = {
@@ -134,11 +134,6 @@ class Device:
         """Return what was measured on it."""
         return Measurement(measure, self.where, value, unit if value else "", device=self.name, **more)
 
-    def synchronize(self) -> None:
-        """Wait until a GPU has done what it was told."""
-        if self.index is not None:
-            torch.cuda.synchronize(self.index)
-
     def time(self, work: Callable[[], object]) -> float:
         """Return the seconds that it takes for what a function gives it to do."""
         self.synchronize()
@@ -146,6 +141,11 @@ class Device:
         work()
         self.synchronize()
         return max(time.perf_counter() - begin, 1e-9)
+
+    def synchronize(self) -> None:
+        """Wait until a GPU has done what it was told."""
+        if self.index is not None:
+            torch.cuda.synchronize(self.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,21 +298,22 @@ class NodeWork:
             if answer.value is None:
                 self.report(Measurement("matmul", "node"), answer)
                 return []
-            count = int(answer.value)
-        if not count:
-            return [WorkProcess(None, f"{name_processor()}, {len(os.sched_getaffinity(0))} CPUs")]
+            count = answer.value
         processes = [WorkProcess(index) for index in range(count)]
+        if not processes:
+            return [WorkProcess(None, f"{name_processor()}, {len(os.sched_getaffinity(0))} CPUs")]
         answers = self.ask(processes, start_gpu, grace=START)
-        self.print({"gpus": [asdict(answer.value) for answer in answers if answer.value]})
+        told = [(one, *answer.value) for one, answer in zip(processes, answers, strict=True) if answer.value]
+        self.print({"gpus": {str(one.device.index): uuid for one, _, uuid in told}})
+        for one, name, _ in told:
+            one.device.name = name
         for one, answer in zip(processes, answers, strict=True):
-            if answer.value:
-                one.device.name = answer.value.name
-                continue
-            self.report(Measurement("matmul", one.device.where), answer)
-            if not one.problem:
-                one.give_up(answer.problem or answer.reason)
+            if not answer.value:
+                self.report(Measurement("matmul", one.device.where), answer)
+                if not one.problem:
+                    one.give_up(answer.problem or answer.reason)
         live = [one for one in processes if not one.problem]
-        return [] if is_pair and len(live) < count else live
+        return [] if is_pair and len(live) < len(processes) else live
 
     def measure_node(self, processes: Sequence[WorkProcess]) -> None:
         """Measure this node's devices, all at once in each part; a line for each that has no result, too."""
@@ -328,14 +329,13 @@ class NodeWork:
                 for found in answer.value or ():
                     self.report(found)
         live = [one for one in processes if not one.problem]
-        if len(live) < 2:
-            return
-        asked = Measurement("all_reduce", "node", device=f"{live[0].device.name}, {len(live)} GPUs")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        limit = max(1.0, self.left)
-        group = Group(len(live), "127.0.0.1", port, self.take("all_reduce"), limit)
-        self.measure_group(live, asked, group, 0, max(GRACE, limit / 2))
+        if len(live) > 1:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            asked = Measurement("all_reduce", "node", device=f"{live[0].device.name}, {len(live)} GPUs")
+            limit = max(1.0, self.left)
+            group = Group(len(live), "127.0.0.1", port, self.take("all_reduce"), limit)
+            self.measure_group(live, asked, group, 0, max(GRACE, limit / 2))
 
     def measure_pair(self, processes: Sequence[WorkProcess], meeting: str, rank: int, name: str) -> None:
         """Report the bandwidth between this node and the other; both have to have as many devices."""
@@ -368,14 +368,14 @@ def count_torch_gpus(_: object) -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def start_gpu(device: Device) -> GpuIdentity:
-    """Make the GPU's context, on the CPUs next to it if those are known, and return what it is."""
+def start_gpu(device: Device) -> tuple[str, str]:
+    """Make the GPU's context, on the CPUs next to it if those are known, and return its name and UUID."""
     torch.cuda.set_device(device.torch)
     found = torch.cuda.get_device_properties(device.torch)
     numbers = [getattr(found, name, 0) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    pci = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
     # Pinned memory is to be in the GPU's NUMA node.
     with contextlib.suppress(OSError):
+        pci = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
         text = Path(f"/sys/bus/pci/devices/{pci}/local_cpulist").read_text().strip()
         ranges = [part.partition("-") for part in text.split(",") if part]
         near = {cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)}
@@ -385,7 +385,7 @@ def start_gpu(device: Device) -> GpuIdentity:
     torch.cuda.synchronize()
     device.name = found.name
     uuid = str(getattr(found, "uuid", "")).removeprefix("GPU-")
-    return GpuIdentity(device.index or 0, found.name, f"GPU-{uuid}" if uuid else "", pci)
+    return found.name, f"GPU-{uuid}" if uuid else ""
 
 
 def name_processor() -> str:

@@ -12,7 +12,7 @@ import pytest
 from launcher.codec import convert
 from launcher.doctor.job import judge_nodes
 from launcher.doctor.model import Facts
-from launcher.doctor.work import judge_pairs, name_pair, plan_pairs
+from launcher.doctor.work import plan_pairs
 from tests.doctor.healthy import JOBS, change, list_found, make_job, make_node, run_doctor, write_answers
 from tests.seam import Launch
 
@@ -76,8 +76,18 @@ def test_a_run_whose_nodes_were_not_checked(launch: Launch) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_answers_that_cannot_be_read_are_left_out() -> None:
-    run = write_answers(Path("run"), make_job({"nodes": 2}))
+def test_answers_are_judged_without_what_cannot_be_read() -> None:
+    """A report of another version may hold findings that nobody knows, or not be one at all."""
+    run = write_answers(Path("run"), make_job({"nodes": 2, "set": {"n1.load": 0.8}}))
+    expected = run_doctor(STORED, run)[1]
+    assert [(one["host"], one["rule"]) for one in expected] == [("n1", "load.others")]
+    report = Path("run/preflight/0/report.json")
+    told = json.loads(report.read_text())
+    for changed in ({**told, "findings": [{"rule": "of.tomorrow", "level": "dire"}]}, {"kind": 7}):
+        report.write_text(json.dumps(changed))
+        assert run_doctor(STORED, run)[1] == expected
+    report.write_text(json.dumps(told))
+    Path("run/preflight/0/node-n1.json").write_text('{"host": "n1"}')
     Path("run/preflight/0/node-n2.json").write_text('{"host": ')
     Path("run/preflight/1").mkdir()
     Path("run/preflight/1/report.json").write_text("[" * 100_000)
@@ -100,7 +110,7 @@ def measure_pairs(
     }
     for pair in chain.from_iterable(plan_pairs(hosts)):
         is_bad = bool({*pair} & bad)
-        result = {"measure": "pair", "where": name_pair(pair), "value": value if is_bad else 10.0}
+        result = {"measure": "pair", "where": "-".join(pair), "value": value if is_bad else 10.0}
         result["problem"] = "no answer within 9 s" if is_bad and value is None else ""
         for host in pair:
             nodes[host]["work"] += [result, {"measure": "dance", "where": where, "value": 1.0}]
@@ -108,7 +118,7 @@ def measure_pairs(
 
 
 def judge(hosts: tuple[str, ...], nodes: list[Facts]) -> list[tuple[str, str, str]]:
-    return [(one.host, one.rule, one.level) for one in judge_pairs(hosts, nodes, 0.93)]
+    return [(one.host, one.rule, one.level) for one in judge_nodes(nodes, hosts=hosts)]
 
 
 @pytest.mark.parametrize("count", range(12))

@@ -127,8 +127,7 @@ def write_rich(root: Path, vendor: str) -> Path:
     for cpu in range(16):
         put(root, f"{CPU}/cpu{cpu}/cpu_capacity", "1024")
     put(root, "proc/self/cgroup", "0::/job/step")
-    group, shm = "31 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw", "32 / /dev/shm rw - tmpfs shm rw,size=64m"
-    put(root, "proc/self/mountinfo", f"36 35 0:{group}\n37 35 0:{shm}")
+    put(root, "proc/self/mounts", "cgroup2 /sys/fs/cgroup cgroup2 rw 0 0\nshm /dev/shm tmpfs rw,size=64m 0 0")
     put(root, "sys/fs/cgroup/cgroup.controllers", "cpu memory")
     for path in ("job", "job/step"):
         put(root, f"sys/fs/cgroup/{path}/cpu.max", "max 100000")

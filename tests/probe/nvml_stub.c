@@ -45,6 +45,7 @@ int nvmlInitWithFlags(unsigned flags)
     char line[1024];
     FILE *file = fopen(getenv("NVML_STUB"), "r");
     (void)flags;
+    count = 0;
     if (!file)
         return UNINITIALIZED;
     while (count < GPUS && fgets(line, sizeof line, file))

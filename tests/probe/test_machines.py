@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from launcher.plan.model import Cache, Machine, Nic
-from launcher.probe import machine as machine_module
 from launcher.probe.machine import locate_malloc, probe
 from launcher.probe.sysfs import Tree
 from tests.plan.lab_machines import NAMES, Data, convert, fsroot, load
@@ -194,7 +193,7 @@ def test_nothing_but_this_package_is_loaded(tmp_path: Path) -> None:
 def test_the_library_of_a_malloc_is_the_one_nearest_to_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_module, "USUAL", (str(tmp_path / "usual"),))
+    monkeypatch.setattr("launcher.probe.machine.USUAL", (str(tmp_path / "usual"),))
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
     monkeypatch.setattr(sys, "base_prefix", "/no/such")
     monkeypatch.setattr(sys.implementation, "_multiarch", "no-such", raising=False)

@@ -1,20 +1,26 @@
-"""A sysfs that is partial, stale or odd: the probe goes on, and says so."""
+"""A sysfs that is partial, stale or odd, or has random bytes: the probe goes on, and says so."""
 
+import json
 import os
+import shutil
+import string
 from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf, isfinite
 from pathlib import Path
-from types import SimpleNamespace
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from launcher.errors import UsageError
-from launcher.plan.model import Gpu
-from launcher.probe.devices import list_gpus
+from launcher.errors import LaunchError, UsageError
+from launcher.plan.model import Machine, machine_to_json, parse_machine
 from launcher.probe.limits import count_oom_kills
 from launcher.probe.machine import probe
-from launcher.probe.sysfs import PAGE, SIZE_LIMIT, Tree, normalise_pci, parse_number, split_path
+from launcher.probe.sysfs import Tree
 
-from .machine_trees import CPU, NODE, PCI, put, short_lived, write_small
+from .machine_trees import CPU, GPUS, NODE, put, short_lived, spoilt, write_device, write_rich, write_small
 from .odd_machines import judge, read_cases, write_bases
 
 CASES = read_cases()["cases"]
@@ -46,21 +52,6 @@ def test_root_that_is_no_directory_is_a_usage_error(
         probe(root)
 
 
-def test_captured_machines_have_masks_for_lists_and_a_nul_after_each_text(tmp_path: Path) -> None:
-    """As hwloc-gather-topology writes them."""
-    sound = probe(write_small(tmp_path))
-    for stem in ("thread_siblings_list", "core_cpus_list", "shared_cpu_list", "cpulist"):
-        for path in tmp_path.rglob(stem):
-            path.unlink()
-    for pci, mask in (("0000:07:00.0", "0c0c"), ("0000:47:00.0", "0000,0000c0c0")):
-        (tmp_path / PCI / pci / "local_cpulist").unlink()
-        put(tmp_path, f"{PCI}/{pci}/local_cpus", mask)
-    for path in (tmp_path / "sys").rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            path.write_bytes(path.read_bytes() + b"\0")
-    assert probe(tmp_path) == sound
-
-
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_cpu_that_is_offline_leads_no_core(tmp_path: Path, stale: bool) -> None:
     write_small(tmp_path, offline="0")
@@ -72,19 +63,7 @@ def test_a_cpu_that_is_offline_leads_no_core(tmp_path: Path, stale: bool) -> Non
     assert {cpu.id: cpu.core for cpu in machine.cpus}[8] == 8
     assert min(cpu.l3 for cpu in machine.cpus) == 1
     assert 0 not in machine.allowed_cpus
-    assert bool(machine.warnings) == stale
-
-
-@pytest.mark.parametrize("sign", [True, False])
-def test_amds_gpus_count_only_with_the_compute_drivers_device(
-    sign: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without /dev/kfd it is a graphics card for the screen, which no program could compute on."""
-    gpu = Gpu(0, "", "0000:06:00.0", None, vendor="amd")
-    monkeypatch.setattr("launcher.probe.devices.NVIDIA_SIGNS", ())
-    monkeypatch.setattr("launcher.probe.devices.AMD_SIGN", "proc/self/status" if sign else "proc/nothing")
-    monkeypatch.setattr("launcher.probe.devices.read_amd", lambda tree: (gpu,))
-    assert list_gpus(Tree(), quick=False) == ((gpu,) if sign else ())
+    assert machine.warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -108,21 +87,12 @@ def test_processes_that_the_kernel_has_killed(
     assert count_oom_kills(Tree(tmp_path)) == count
 
 
-def test_long_files_are_read_whole_and_endless_ones_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_files_are_read_whole_and_endless_ones_are_not(tmp_path: Path) -> None:
     tree, numbers = Tree(tmp_path), range(0, 8192, 2)
     put(tmp_path, "list", ",".join(map(str, numbers)))
-    assert (tmp_path / "list").stat().st_size > 4 * PAGE
     assert tree.read_list("list") == frozenset(numbers)
     (tmp_path / "zero").symlink_to("/dev/zero")
-    assert len(tree.read("zero") or "") == SIZE_LIMIT
-    # Procfs ends a read of the mount table at a line's end (seq_file).
-    read = os.read
-    put(tmp_path, "mounts", "line\n" * 3000)
-    short = SimpleNamespace(**{**vars(os), "read": lambda handle, size: read(handle, min(size, 4000))})
-    monkeypatch.setattr("launcher.probe.sysfs.os", short)
-    assert tree.read("mounts", lines=True) == ("line\n" * 3000).strip()
+    assert len(tree.read("zero") or "") == 1 << 20
 
 
 def test_notes_of_one_text_become_one_warning(tmp_path: Path) -> None:
@@ -136,37 +106,201 @@ def test_notes_of_one_text_become_one_warning(tmp_path: Path) -> None:
     assert second == "nothing else"
 
 
-def test_numbers_sizes_and_addresses_are_as_the_kernel_prints_them(tmp_path: Path) -> None:
-    numbers = {"0": 0, "18446744073709551615": 2**64 - 1}
-    for text in ("0", "18446744073709551615", "-1", "", None, "1e3", "\u0663", "9" * 21, "1_0", "+1", " 1"):
-        assert parse_number(text) == numbers.get(text or "")
+def test_numbers_and_sizes_are_as_the_kernel_prints_them(tmp_path: Path) -> None:
+    tree, numbers = Tree(tmp_path), {"0": 0, "18446744073709551615": 2**64 - 1, " 1": 1}
+    for text in (*numbers, "-1", "", "1e3", "\u0663", "9" * 21, "1_0", "+1"):
+        put(tmp_path, "number", text)
+        assert tree.read_number("number") == numbers.get(text)
     memory = "MemTotal:       24684084 kB\nMemFree: 1 kB\nNode 0 MemUsed:       5204172 kB\nA:\nB: much"
     put(tmp_path, "meminfo", memory)
     sizes = {"MemTotal": 24684084, "MemFree": 1, "MemUsed": 5204172}
-    assert Tree(tmp_path).read_meminfo("meminfo") == sizes
-    addresses = {
-        "0000:07:00.0": "0000:07:00.0", "00000000:0F:00.0": "0000:0f:00.0", "0008:01:00": "0008:01:00.0",
-        "00010000:00:04.0": "10000:00:04.0", "10000:00:04.1": "10000:00:04.1", "0000:C1:1f.7": "0000:c1:1f.7",
-    }  # fmt: skip
-    odd = ("", "07:00.0", "0000:07:20.0", "0000:07:00.8", "0000:100:00.0", "x:07:00.0", "-1:0:0.0", "0:0:0:0")
-    for text in (*addresses, *odd):
-        assert normalise_pci(text) == addresses.get(text)
+    assert tree.read_meminfo("meminfo") == sizes
 
 
-@pytest.mark.parametrize(
-    ("real", "path"),
-    [
-        ("sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0", "pci0000:00 0000:00:01.0 0000:01:00.0"),
-        ("sys/devices/LNXSYSTM:00/LNXSYBUS:00/ACPI0004:00/VMBUS:00/f8b3-1/pci0001:00/0001:00:00.0",
-         "pci0001:00 0001:00:00.0"),
-        ("sys/devices/platform/40000000.pcie/pci0000:00/0000:00:02.0", "pci0000:00 0000:00:02.0"),
-        ("sys/devices/pci0000:00/0000:00:0e.0/pci10000:e0/10000:e0:01.0/10000:e1:00.0",
-         "pci0000:00 0000:00:0e.0 pci10000:e0 10000:e0:01.0 10000:e1:00.0"),
-        ("sys/devices/pci0000:00/0000:00:03.0/mlx5_core.rdma.0", "pci0000:00 0000:00:03.0"),
-        ("sys/bus/pci/devices/0000:00:03.0", "0000:00:03.0"),
-        ("sys/devices/virtual/net/lo", ""), ("sys/devices/pci0000:00", ""),
-        ("sys/devices/pci\udcff0:00/0000:00:03.0", ""), ("", ""),
-    ],
+PLACES = {
+    "pci0000:00/0000:00:01.0/0000:01:00.0": "pci0000:00 0000:00:01.0",
+    "LNXSYSTM:00/LNXSYBUS:00/ACPI0004:00/VMBUS:00/f8b3-1/pci0001:00/0001:00:00.0": "pci0001:00",
+    "platform/40000000.pcie/pci0000:00/0000:00:02.0": "pci0000:00",
+    "pci0000:00/0000:00:0e.0/pci10000:e0/10000:e0:01.0/10000:e1:00.1": (
+        "pci0000:00 0000:00:0e.0 pci10000:e0 10000:e0:01.0"
+    ),
+}
+ODD = ("07:00.0", "0000:07:20.0", "0000:07:00.8", "0000:100:00.0", "x:07:00.0", "-1:0:0.0", "0:0:0:0")
+
+
+def test_places_of_pci_devices(tmp_path: Path) -> None:
+    """Names that are no addresses are no GPUs; the driver may write an address in capitals or in full."""
+    write_small(tmp_path, gpus=[])
+    for name in ODD:
+        put(tmp_path, f"{GPUS}/{name}/information", "GPU UUID: GPU-9")
+    paths: dict[str, tuple[str, ...]] = {}
+    for real, path in PLACES.items():
+        address = real.rpartition("/")[2]
+        write_device(tmp_path, real, numa_node="1")
+        put(tmp_path, f"{GPUS}/{address.upper().zfill(16)}/information", f"GPU UUID: GPU-{len(paths)}")
+        paths[address] = tuple(path.split())
+    assert {gpu.pci: gpu.path for gpu in probe(tmp_path).gpus} == paths
+
+
+# Random bytes and lines in any file
+
+LINES = (
+    "", "-1", "0", "1", "3-1", "0-3", "2-5,9", "0-15:2/4", "0-15:4/2", "0-15:2/", "0-70000", "0-1048575",
+    "99999999999999999999", "9" * 5000, "0x10", "1e3", "\u0663", "1_0", "10 20", "10 20 20 20", "255 10",
+    "Cpus_allowed_list:\t", "Cpus_allowed_list:\t0-1", "Cpus_allowed_list:\t99", "Mems_allowed_list:\t3",
+    "MemTotal:", "MemTotal: x kB", "Node 0 MemTotal: 1 kB", "Node: 1", "Node: -1\nStatus: online",
+    "GPU UUID: {items}", "GPU UUID: GPU-12", "GPU Excluded: Yes", "Model: \x1b[2J{value}",
+    "4: ACTIVE", "9: NONE", "400 Gb/sec (4X NDR)", "inf Gb/sec", "nan Gb/sec", "1.2.3 Gb/sec", "512K",
+    "0::/..", "0::/job/../..", "0::/a\0b", "3:cpu:/x", "4:memory:/", "max 100000", "100000 0", "1 1",
+    "9999999999G", "max max", "36 35 0:31 /.. /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
+    "36 35 0:31 / /\0 rw - cgroup cgroup cpu,memory", "shm /dev/shm tmpfs size=9999999999999999999k",
+    "shm /dev/shm tmpfs size=", "9223372036854771712",
+    "simd_count 5", "location_id 99999999999", "domain 4294967295", "0x1002",
+    "unique_id 18446744073709551615",
 )  # fmt: skip
-def test_pci_part_of_a_path(real: str, path: str) -> None:
-    assert split_path(real) == tuple(path.split())
+WORDS = st.sampled_from(LINES) | st.text(string.digits + ",-:/ \n", max_size=30)
+CONTENT = st.binary(max_size=80) | st.lists(WORDS, max_size=3).map("\n".join).map(str.encode)
+
+
+@pytest.fixture(scope="module", params=["nvidia", "amd"])
+def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rich(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def files(tree: Path) -> list[str]:
+    """The files that the probe may read: not the hexadecimal maps, which only make the list longer."""
+    skipped = ("siblings", "core_cpus", "package_cpus", "type", "id", "core_id")
+    found = (path for path in tree.rglob("*") if path.is_file() and not path.is_symlink())
+    read = (path for path in found if path.name not in skipped and not path.name.endswith("map"))
+    return sorted(str(path.relative_to(tree)) for path in read)
+
+
+@pytest.fixture(scope="module")
+def links(tree: Path) -> list[str]:
+    return sorted(str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_symlink())
+
+
+@pytest.fixture(scope="module")
+def folders(tree: Path) -> list[str]:
+    return sorted(
+        str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_dir() and not path.is_symlink()
+    )
+
+
+def check(machine: Machine) -> None:
+    """What the planner takes for granted."""
+    cpus = {cpu.id: cpu for cpu in machine.cpus}
+    nodes = {node.id for node in machine.nodes}
+    assert list(cpus) == sorted(cpus) and machine.allowed_cpus <= cpus.keys() and machine.allowed_cpus
+    assert machine.isolated <= cpus.keys() and machine.allowed_mems <= nodes and machine.allowed_mems
+    for cpu in machine.cpus:
+        first = cpus[cpu.core]
+        assert first.core == cpu.core <= cpu.id
+        assert (first.node, first.package, first.l3, first.capacity) == (
+            cpu.node, cpu.package, cpu.l3, cpu.capacity,
+        )  # fmt: skip
+        assert cpu.node in nodes and cpus[cpu.l3].l3 == cpu.l3 and 0 < cpu.capacity <= 1024
+    for node in machine.nodes:
+        assert {other for other, _ in node.distances} == nodes and node.distance(node.id) == 10
+    for index, gpu in enumerate(machine.gpus):
+        assert gpu.index == index and (gpu.node is None or gpu.node in nodes)
+        assert gpu.local_cpus <= cpus.keys() and gpu.name.isprintable() and gpu.uuid.isascii()
+        assert gpu.memory_mib >= 0 and gpu.vendor in ("nvidia", "amd")
+    for nic in machine.nics:
+        assert nic.node is None or nic.node in nodes
+        assert isfinite(nic.rate_gbps) and nic.rate_gbps >= 0
+    for cache in machine.caches:
+        assert cpus[cache.id].l3 == cache.id and 0 < cache.level < 10 and cache.size_kib >= 0
+    assert machine.limits.cpus is None or 0 < machine.limits.cpus < inf
+    assert machine.name.isprintable() and len(machine.name) <= 100
+    text = json.dumps(machine_to_json(machine))
+    assert parse_machine(text) == machine and text.isascii()
+    for text in machine.warnings:
+        assert text.isprintable() and text.encode() and len(text) < 2000
+
+
+def probe_and_check(root: Path) -> None:
+    try:
+        machine = probe(root)
+    except LaunchError as error:
+        assert str(error).isprintable()
+    else:
+        check(machine)
+
+
+def test_the_sound_machine_passes_the_check(tree: Path) -> None:
+    machine = probe(tree)
+    check(machine)
+    assert not machine.warnings
+    assert machine.gpus and machine.nics and machine.caches and machine.name == "Small"
+    assert machine.limits.memory_kib == 8 << 20 and machine.limits.shm_kib == 65536
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_result_does_not_depend_on_the_order_of_files(
+    tree: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not with oddities, which are told in one order."""
+    odd = {"sys/devices/system/node/node1/cpulist": "x", "sys/devices/system/cpu/cpu3/topology": None}
+    shuffler, listdir = Random(seed), os.listdir
+
+    def shuffle(path: str) -> list[str]:
+        names = sorted(listdir(path), reverse=True)
+        shuffler.shuffle(names)
+        return names
+
+    with spoilt(tree, odd):
+        expected = probe(tree)
+        monkeypatch.setattr(os, "listdir", shuffle)
+        assert probe(tree) == expected
+        assert expected.warnings
+
+
+@contextmanager
+def turned_into(root: Path, path: str, kind: str, outside: Path) -> Iterator[None]:
+    """A file, folder or link that is of another kind for a while."""
+    here = root / path
+    with spoilt(root, {path: None}):
+        if kind == "folder":
+            (here / "cpu0").mkdir(parents=True)
+        elif kind == "file":
+            here.write_text("0")
+        elif kind == "pipe":
+            os.mkfifo(here)
+        else:
+            targets = {"loop": here.name, "dangling": "nothing", "out": str(outside), "up": ".."}
+            here.symlink_to(targets[kind])
+        try:
+            yield
+        finally:
+            shutil.rmtree(here) if here.is_dir() and not here.is_symlink() else here.unlink()
+
+
+@given(data=st.data())
+def test_garbage_in_files_and_files_that_are_gone(
+    tree: Path, files: list[str], folders: list[str], data: st.DataObject
+) -> None:
+    """In some files, in all of a name, and a directory out of sight, as in containers and partial copies."""
+    some = st.lists(st.sampled_from(files), min_size=1, max_size=4, unique=True)
+    names = st.sampled_from(sorted({Path(path).name for path in files}))
+    alike = names.map(lambda name: [path for path in files if Path(path).name == name])
+    contents = st.fixed_dictionaries
+    edits = data.draw(
+        some.flatmap(lambda paths: contents(dict.fromkeys(paths, CONTENT)))
+        | alike.flatmap(lambda paths: CONTENT.map(lambda content: dict.fromkeys(paths, content)))
+        | st.sampled_from(folders).map(lambda folder: {folder: None})
+    )
+    with spoilt(tree, edits):
+        probe_and_check(tree)
+
+
+@given(data=st.data())
+def test_things_that_are_of_another_kind(
+    tree: Path, files: list[str], folders: list[str], links: list[str], data: st.DataObject
+) -> None:
+    """Pipes, loops of links, folders for files, links to elsewhere, as broken copies of a tree have them."""
+    path = data.draw(st.sampled_from(files) | st.sampled_from(folders) | st.sampled_from(links))
+    kind = data.draw(st.sampled_from(["folder", "file", "pipe", "loop", "dangling", "out", "up"]))
+    with turned_into(tree, path, kind, tree.parent):
+        probe_and_check(tree)

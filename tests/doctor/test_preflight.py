@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -10,22 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from launcher import preflight
-from launcher.codec import dump
-from launcher.doctor.model import Facts, GpuFacts, PathFacts
-from launcher.preflight import (
-    AnswerReader,
-    Answers,
-    PreflightRequest,
-    find_rank_python,
-    render_answer,
-    run_checks,
-)
-from launcher.preflight.__main__ import add_work, list_turns
+from launcher.codec import convert, dump
+from launcher.doctor.model import Facts
+from launcher.preflight import PreflightRequest, find_rank_python, render_answer, run_checks
+from launcher.preflight.__main__ import add_work
 from launcher.programs.measurement import Measurement
 from tests.seam import clean_environ
 
@@ -38,7 +30,7 @@ def answer(host: str, *, is_final: bool = True, cpus: int = 0) -> str:
     return render_answer(Facts(host, 9, 1001.0, cpus=cpus, seconds=1.0 if is_final else 0.0))
 
 
-def check(script: str, wakeup: int | None = None, is_stopped: Callable[[], bool] = lambda: False) -> Answers:
+def check(script: str, wakeup: int | None = None, is_stopped: Callable[[], bool] = lambda: False) -> Any:
     """Have a script carry the answers."""
     command = [sys.executable, "-I", "-S", "-u", "-c", f"import sys, time, os, signal\n{script}"]
     return run_checks(command, REQUEST, clean_environ(), wakeup=wakeup, is_stopped=is_stopped)
@@ -66,30 +58,27 @@ def test_what_is_no_answer_or_of_no_node_of_the_job_is_passed_over() -> None:
     answers = check(f"{flood}sys.stdout.write({''.join(lines)!r}); sys.stderr.write('a\\n\\nb')")
     assert answers.ended and {*answers.facts} == {"n0"} and answers.missing == ("n1",)
     assert [*answers.errors] == ["a", "b"] and answers.exit_code == 0
-    *first, last = whole
-    for cut in range(0, len(last) - 2, 7):
-        reader = AnswerReader()
-        assert not any(map(reader.take, [*first, last[:cut]]))
 
 
 def test_lines_of_answers_are_so_short_that_srun_leaves_them_whole_and_come_in_any_order() -> None:
-    hosts, paths = ("n0", "n1"), (PathFacts("/p" * 1000, "data", "ok", 0.0),)
-    facts = [Facts(host, 9, 1001.0, cpus=7, paths=paths, seconds=1.0) for host in hosts]
-    texts = [render_answer(one).splitlines() for one in facts]
+    told: dict[str, Any] = {"node_rank": 9, "time": 1001.0, "cpus": 7, "seconds": 1.0}
+    told["paths"] = [{"path": "/p" * 1000, "purpose": "data", "state": "ok"}]
+    facts = {host: convert(Facts, {"host": host, **told}) for host in REQUEST.hosts}
+    texts = [render_answer(one).splitlines() for one in facts.values()]
     assert all(len(lines) == 3 and max(map(len, lines)) <= 1000 for lines in texts)
-    reader, rng = AnswerReader(), random.Random(3)
-    for _ in range(20):
-        left: list[list[str]] = [list(lines) for lines in texts]
-        found: list[Facts] = []
-        while any(left):
-            found += filter(None, [reader.take(rng.choice([lines for lines in left if lines]).pop(0))])
-        assert sorted(found, key=lambda one: one.host) == facts
-    assert not any(map(reader.take, [texts[0][0], texts[0][2], texts[0][1]])), "one is missing"
+    first, second = texts
+    mixed = [first[0], second[0], second[1], first[1], first[2], second[2]]
+    answers = check(f"print({mixed!r}, sep=chr(10))".replace("print([", "print(*["))
+    assert answers.missing == () and [one.paths for one in answers.facts.values()] == [
+        one.paths for one in facts.values()
+    ]
+    for torn in ([first[0], first[2], first[1]], [*first[:2], first[2][:-9]]):
+        assert check(f"print(*{torn!r}, sep=chr(10))").facts == {}, "a line is missing, or its end"
 
 
 def test_a_program_that_hangs_is_left_at_the_deadline_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has 3 s in place of 30; a process of its own keeps its output open."""
-    monkeypatch.setattr(preflight, "START_MARGIN", -7.0)
+    monkeypatch.setattr("launcher.preflight.START_MARGIN", -7.0)
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     answers = check(f"{ignore}sys.stdout.write({answer('n0')!r}); signal.pause()")
     assert (answers.ended, answers.missing, answers.exit_code) == (False, ("n1",), -signal.SIGKILL)
@@ -136,15 +125,16 @@ def make_interpreter(folder: Path, script: str) -> str:
 
 
 def test_a_node_answers_with_facts_and_again_with_work(tmp_path: Path) -> None:
-    request = replace(REQUEST, seconds=40.0, paths=((str(tmp_path), "run directory"),))
-    process = start(request)
-    out, err = process.communicate(timeout=90)
-    assert (process.returncode, err) == (0, "")
-    first, last = filter(None, map(AnswerReader().take, out.splitlines()))
-    assert first and last and first.host == last.host == "n1" and first.seconds == 0
-    assert first.paths[0].path == str(tmp_path) and first.work == ()
-    assert {"matmul", "memory"} == {one.measure for one in last.work}
-    assert 0 < last.seconds < 40.0 and not list(tmp_path.iterdir())
+    request = replace(REQUEST, hosts=("n1",), seconds=40.0, paths=((str(tmp_path), "run directory"),))
+    environ = {**clean_environ(), "SLURMD_NODENAME": "n1"}
+    answers = run_checks(request.command, request, environ)
+    (facts,) = answers.facts.values()
+    assert (answers.missing, [*answers.errors]) == ((), []) and facts.host == "n1"
+    assert facts.paths[0].path == str(tmp_path) and not list(tmp_path.iterdir())
+    assert {"matmul", "memory"} == {one.measure for one in facts.work}
+    assert 0 < facts.seconds < 40.0 and (facts.answered or 0.0) < time.time() - 1, (
+        "the first answer has no work"
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,14 +187,15 @@ def test_a_request_that_is_none(argument: str) -> None:
 
 
 def work(python: str, seconds: float) -> Facts:
-    facts = Facts("n0", 0, 0.0, gpus=tuple(GpuFacts(at, f"GPU-{at}", "H100") for at in range(8)))
+    gpus = [{"index": at, "uuid": f"GPU-{at}", "name": "H100"} for at in range(8)]
+    facts = convert(Facts, {"host": "n0", "node_rank": 0, "time": 0.0, "gpus": gpus})
     return add_work(facts, replace(REQUEST, python=python), time.monotonic() + seconds)
 
 
 @pytest.mark.parametrize(
     ("script", "problem"),
     [
-        (f'exec {sys.executable} -S "$@"', "has no torch"),
+        (f'exec {sys.executable} -S "$@"', "No module named 'torch'"),
         ("echo torn to pieces >&2; exit 3", "it ended with exit code 3: torn to pieces"),
         ("kill -SEGV $$", "it ended with signal 11"),
         ("echo '[['; echo '{\"torch\": 7}'; exit 1", "it ended with exit code 1"),
@@ -226,7 +217,7 @@ def test_work_that_cannot_begin(tmp_path: Path) -> None:
 
 def test_results_before_the_end_count_by_nvmls_numbers(tmp_path: Path) -> None:
     """torch counts the GPUs that are visible; lines that are no results are left out."""
-    gpus = [{"index": at, "name": "H100", "uuid": f"GPU-{at + 4}", "pci": ""} for at in range(4)]
+    gpus = {str(at): f"GPU-{at + 4}" for at in range(4)}
     names = ["GPU 1", "GPU 0-3", "node", "GPU 9", "GPU 99999"]
     lines = ['{"torch": "2.9"}', json.dumps({"gpus": gpus}), '{"gpus": 7}', "NCCL INFO hello"]
     lines += ['{"measure": "matmul", "where": "GPU 1", "value": NaN}']
@@ -244,12 +235,22 @@ def test_the_programs_folder_is_found_by_an_interpreter_with_torch_and_no_launch
     assert facts.unchecked[0].reason == "it ended with exit code 1: ImportError: this torch is broken"
 
 
-def test_turns_of_a_node_among_three() -> None:
-    request = replace(REQUEST, kind="deep", hosts=("a", "b", "c"), endpoint="a:4000")
-    turns = {host: list(list_turns(request, host)) for host in request.hosts}
-    assert [turn[1] for turn in turns["a"]] == ["a:4000", "c:4032"]
-    assert [turn[1::2] for turn in turns["b"]] == [["a:4000", "1", "a-b"], ["b:4016", "0", "b-c"]]
-    assert [turn[1::2] for turn in turns["c"]] == [["b:4016", "1", "b-c"], ["c:4032", "0", "c-a"]]
+def test_turns_of_a_node_among_three(tmp_path: Path) -> None:
+    """Each turn runs the program with its partner's options; the first is the node's own work."""
+    python = make_interpreter(tmp_path, f'echo "$@" >>{tmp_path}/said; echo \'{{"torch": "2.9"}}\'')
+    expected = {"a": "a:4000 0 a-b, c:4032 1 c-a", "b": "a:4000 1 a-b, b:4016 0 b-c"}
+    for host, turns in {**expected, "c": "b:4016 1 b-c, c:4032 0 c-a"}.items():
+        (tmp_path / "said").unlink(missing_ok=True)
+        facts = convert(Facts, {"host": host, "node_rank": 0, "time": 0.0})
+        hosts, kind = ("a", "b", "c"), "deep"
+        request = replace(REQUEST, kind=kind, hosts=hosts, endpoint="a:4000", python=python)
+        add_work(facts, request, time.monotonic() + 60)
+        own, *said = (tmp_path / "said").read_text().splitlines()
+        assert "--pair" not in own and all("--kind deep" in line for line in (own, *said))
+        pairs = [
+            line.partition(" --pair ")[2].replace("--pair-rank ", "").split(" --pair-name ") for line in said
+        ]
+        assert ", ".join(map(" ".join, pairs)) == turns
 
 
 @pytest.mark.parametrize(
