@@ -18,7 +18,6 @@ from tests.benchmarks.recovery import bench_recovery
 from tests.benchmarks.shim import bench_shim
 from tests.benchmarks.start import bench_slurm, bench_start, bench_start_memory
 from tests.benchmarks.stragglers import bench_stragglers
-from tests.benchmarks.watch import bench_watch_scale
 from tests.probe.machine_trees import short_lived
 
 RECOVERIES = ("recovery", "recovery-slurm", "recovery-node", "recovery-hang")
@@ -31,7 +30,6 @@ TIMED: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
     "slurm": (bench_slurm, 3),
     "shim": (bench_shim, 40),
     **{kind: (partial(bench_recovery, kind=kind), 2) for kind in RECOVERIES},
-    "watch-scale": (bench_watch_scale, 5),
 }
 """What is timed, with the rounds of each."""
 WATCHING: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {

@@ -12,7 +12,6 @@ import numpy as np
 from launcher.codec import convert
 from launcher.watch.flight_recorder import condense
 from launcher.watch.model import Heartbeat, NodeReport
-from launcher.watch.stragglers import subtract_others
 
 LATENCY = 1e-3
 """Seconds of a collective."""
@@ -213,5 +212,6 @@ def simulate_excess(
     for step in range(1, steps + 1):
         noise = [draw_noise(rng, kind, sigma, before) for before in noise]
         own = [1 + value + (excess if rank == slow else 0.0) for rank, value in enumerate(noise)]
-        found.append([step, max(own) + 0.02, *subtract_others(np.array(own))])
+        others = [np.median(own if ranks > 16 else np.delete(own, rank)) for rank in range(min(ranks, 17))]
+        found.append([step, max(own) + 0.02, *np.subtract(own, others if ranks <= 16 else others[0])])
     return np.array(found)

@@ -23,15 +23,7 @@ from launcher.codec import convert
 from launcher.watch.evidence import gather_node
 from launcher.watch.flight_recorder import CollectiveReader
 from launcher.watch.hang import Pause, decide
-from launcher.watch.model import (
-    Decision,
-    GpuSample,
-    Heartbeat,
-    NodeEvidence,
-    NodeReport,
-    Rank,
-    RankEvidence,
-)
+from launcher.watch.model import Heartbeat, NodeEvidence, NodeReport, Rank
 from launcher.watch.ranks import read_heartbeat
 from launcher.watch.stragglers import StragglerFinder
 from tests.inprocess.hooked import list_heartbeats, make_watched_environ
@@ -91,16 +83,17 @@ def make_heartbeat(pid: int, *, can_dump: bool = True) -> Heartbeat:
 
 def gather_one(
     folder: Path, pid: int, *, can_dump: bool = True, exit_code: int | None = None, **options: Any
-) -> RankEvidence:
+) -> Any:
     """The evidence of one process; the second look comes after 0.3 s."""
     beat = make_heartbeat(pid, can_dump=can_dump)
-    rank = Rank(0, 3, pid, 0, "training", beat.step, 40.0, exit_code=exit_code, gpu=GpuSample(3))
+    who = {"rank": 0, "local_rank": 3, "pid": pid, "attempt": 0, "phase": "training", "gpu": {"index": 3}}
+    rank = convert(Rank, {**who, "step": beat.step, "step_age": 40.0, "exit_code": exit_code})
     options = {"between": 0.3, **options}
     node = gather_node(folder, [rank], {0: beat}, host="n1", node_rank=0, number=1, **options)
     return node.ranks[0]
 
 
-def judge(*nodes: NodeEvidence | RankEvidence, idle: float = 30.0) -> Decision:
+def judge(*nodes: Any, idle: float = 30.0) -> Any:
     """What follows, if nobody has been active for `idle` seconds."""
     evidence = [
         one if isinstance(one, NodeEvidence) else NodeEvidence("n1", 0, 1, 0.0, 0.0, (one,)) for one in nodes
@@ -145,7 +138,7 @@ def test_evidence_of_one_that_sleeps_is_stopped_and_ends(tmp_path: Path) -> None
         with path.open("ab") as file:  # files in memory do not grow without bound
             file.write(b"x" * (1 << 20 | 1))
         found = gather_one(tmp_path, process.pid)
-        assert found.gpu == GpuSample(3) and found.process.stacks
+        assert found.gpu.index == 3 and found.process.stacks
         size = path.stat().st_size
         assert 0 < size < 1 << 14
         process.send_signal(signal.SIGSTOP)
@@ -186,6 +179,35 @@ def test_children_answer_one_after_the_other(tmp_path: Path) -> None:
     assert sorted(places) == ["hang", "hang", "read_shard"]
     main = found.process.main_stack
     assert main and main.frames[0].function == "hang"
+
+
+DUMP = """\
+noise of a child
+Thread 0x00007f1 (most recent call first):
+  <no Python frame>
+
+Current thread 0x00007f2 [worker] (most recent call first):
+  Garbage-collecting
+  File "/a dir/x, line 3 in y.py", line 12 in <lambda>
+  File "<string>", line ??? in f
+"""
+
+
+def test_a_dump_that_was_cut_off_after_a_hundred_threads_lacks_the_main_one(tmp_path: Path) -> None:
+    """The oldest, which comes last."""
+    main = '\nThread 0x00007f3 (most recent call first):\n  File "main.py", line 1 in <module>\n'
+    (tmp_path / "whole").write_text(DUMP + main)
+    (tmp_path / "cut").write_text(f"{DUMP}\n...\n")
+    with start(PROGRAMS["dump"], tmp_path) as process:
+        await_sleep(process.pid)
+        whole, cut = (gather_one(tmp_path, process.pid).process.stacks for _ in range(2))
+    assert [one.thread for one in whole] == ["0x00007f1", "worker", "0x00007f3"]
+    assert [[one.is_current for one in stacks] for stacks in (whole, cut)] == [
+        [False, False, True],
+        [False, True],
+    ]
+    frames = [(one.file, one.line, one.function) for one in whole[1].frames]
+    assert frames == [("/a dir/x, line 3 in y.py", 12, "<lambda>"), ("<string>", 0, "f")]
 
 
 @contextmanager
@@ -244,7 +266,7 @@ def tell(process: "subprocess.Popen[str]", *, waits: bool = False) -> None:
 
 
 def gather_until(
-    folder: Path, ranks: list["subprocess.Popen[str]"], is_there: Callable[[RankEvidence], bool]
+    folder: Path, ranks: list["subprocess.Popen[str]"], is_there: Callable[[Any], bool]
 ) -> NodeEvidence:
     """The node's evidence, as soon as that of rank 0 is as it is to be."""
     for _ in range(60):
@@ -262,7 +284,7 @@ def gather_until(
     raise AssertionError(node)
 
 
-def is_pending(rank: RankEvidence) -> bool:
+def is_pending(rank: Any) -> bool:
     return any(group.pending for group in rank.groups)
 
 

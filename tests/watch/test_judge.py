@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from time import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,61 +14,55 @@ from launcher.codec import convert
 from launcher.launch.processes import RankProcess
 from launcher.launch.watching import WatcherMessage
 from launcher.runs.records import NodeRecord
-from launcher.watch.hang import (
-    HangJudge,
-    JobView,
-    choose_limit,
-    is_judge,
-    list_orders,
-    list_stalled,
-    make_job_view,
-)
-from launcher.watch.model import (
-    Decision,
-    Hang,
-    Heartbeat,
-    JobState,
-    NodeEvidence,
-    NodeReport,
-    Rank,
-    RankEntry,
-    RankMessage,
-    RankSample,
-    Verdict,
-)
+from launcher.watch.hang import HangJudge, choose_limit, is_judge, list_orders, make_job_view
+from launcher.watch.model import Heartbeat, JobState, NodeEvidence, NodeReport, RankMessage
 from launcher.watch.procfs import Sample
 from launcher.watch.ranks import RankBook
 from launcher.watch.run_files import Found, Stored
 
 TABLES = tomllib.loads(Path(__file__).with_name("judge.toml").read_text())
-ABSENT = Verdict("absent", "rank 1 on n1 has not joined", (1,), ("n1",))
-HANG = Hang(1, 1000.0, 970.0, 10, ABSENT, "restart", pids=((1, 101),))
+VERDICT = {"kind": "absent", "sentence": "rank 1 on n1 has not joined", "ranks": [1], "hosts": ["n1"]}
+HANG = {
+    "number": 1,
+    "time": 1000.0,
+    "stalled_since": 970.0,
+    "step": 10,
+    "verdict": VERDICT,
+    "pids": [[1, 101]],
+}
 
 
 def table(name: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", TABLES[name], ids=lambda case: case.get("name", ""))
 
 
-def make_view(text: str, hangs: int = 0) -> JobView:
-    """A job of nodes with a rank each: `IDLE/STEP/ATTEMPT/PHASE …`."""
+def make_reports(text: str) -> list[NodeReport]:
+    """Reports of nodes with a rank each: `IDLE/STEP/ATTEMPT/PHASE …`."""
     reports = []
     for rank, words in enumerate(text.split()):
         idle, step, attempt, phase = (*words.split("/"), "0", "training")[:4]
         if not attempt.isdigit():
             attempt, phase = "0", attempt
-        pid = 100 + rank + 1000 * int(attempt)
         seconds = None if idle == "none" else float(idle)
-        state = Rank(rank, 0, pid, int(attempt), phase, int(step), seconds, p50=1.0, idle=seconds)
+        who = {
+            "rank": rank,
+            "local_rank": 0,
+            "pid": 100 + rank + 1000 * int(attempt),
+            "attempt": int(attempt),
+        }
+        state = {**who, "phase": phase, "step": int(step), "step_age": seconds, "p50": 1.0, "idle": seconds}
         reports.append(report(rank, state))
-    return JobView(tuple(reports), hangs=hangs)
+    return reports
 
 
-def report(node: int, *ranks: Rank, attempt: int = 0) -> NodeReport:
-    return NodeReport(f"n{node}", node, 2, attempt, 1000.0, 1, 5.0, ranks, limit=20.0)
+def report(node: int, *ranks: dict[str, Any], attempt: int = 0) -> NodeReport:
+    who = {"host": f"n{node}", "node_rank": node, "nodes": 2, "attempt": attempt, "ranks": ranks}
+    return convert(NodeReport, {**who, "ranks": [*ranks], "time": 1000.0, "number": 1, "interval": 5.0})
 
 
 def job(host: str, **more: Any) -> JobState:
-    return replace(JobState(1000.0, host, 0, "running", 10, 1.0, 1.0, 2), **more)
+    known = {"time": 1000.0, "attempt": 0, "state": "running", "step": 10, "step_age": 1.0, "p50": 1.0}
+    return convert(JobState, {**known, "nodes": 2, "host": host, **more})
 
 
 @table("judging")
@@ -83,23 +78,28 @@ def test_who_judges(case: dict[str, Any]) -> None:
 
 @table("story")
 def test_what_the_judging_node_tells(case: dict[str, Any]) -> None:
-    word, verdict = case.get("word", "hang"), replace(ABSENT, kind=case.get("kind", "absent"))
-
-    def decide(*_: object) -> Decision:
-        return Decision(word, verdict, 0.0 if word == "hang" else 500.0)
-
-    judge, hangs = HangJudge(case.get("on_hang", "report"), decide=decide), case.get("number", 1) - 1
-    if told := case.get("adopted"):
-        judge.adopt(job("n0", hangs=(Hang(told, 1.0, 0.0, 10, ABSENT),)))
+    word = case.get("word", "hang")
+    told = {**HANG, "verdict": {**VERDICT, "kind": case.get("kind", "absent")}}
+    verdict = job("n0", hangs=[told]).hangs[0].verdict
+    decision: Any = SimpleNamespace(word=word, verdict=verdict, seconds=0.0 if word == "hang" else 500.0)
+    judge, hangs = (
+        HangJudge(case.get("on_hang", "report"), decide=lambda *_: decision),
+        case.get("number", 1) - 1,
+    )
+    if number := case.get("adopted"):
+        before = {**HANG, "number": number, "pids": []}
+        judge.adopt(job("n0", hangs=[before]))
     for now, ranks, hosts, expected, *longest in case["looks"]:
         evidence = {host: NodeEvidence(host, int(host[1:]), 1, 0.0, 1.0, ()) for host in hosts.split()}
-        found = judge.look(make_view(ranks, hangs), evidence, 20, now)
+        own, *others = make_reports(ranks)
+        seen = Found(reports=tuple(Stored(one, now) for one in others), hangs=hangs)
+        found = judge.look(make_job_view(own, seen, now), evidence, 20, now)
         assert show(found) == expected, now
         assert longest in ([], [judge.longest_pause]), now
     assert sum(hang.action == "restart" for hang in judge.hangs) == case.get("restarts", 0)
 
 
-def show(found: int | str | Hang | None) -> str:
+def show(found: Any) -> str:
     if isinstance(found, int):
         return "asks"
     if isinstance(found, str) or found is None:
@@ -114,7 +114,8 @@ def show(found: int | str | Hang | None) -> str:
 @table("orders")
 def test_what_a_node_does_about_a_hang(case: dict[str, Any]) -> None:
     pids = {int(rank): pid for rank, pid in case["pids"].items()}
-    hang = replace(HANG, action=case["action"], recovered=case.get("recovered"))
+    told = {**HANG, "action": case["action"], "recovered": case.get("recovered")}
+    (hang,) = job("n0", hangs=[told]).hangs
     orders = [convert(WatcherMessage, {"event": "act", **order}) for order in list_orders((hang,), 0, pids)]
     assert [" ".join(map(str, (order.action, *order.ranks))) for order in orders] == case["orders"]
     assert list(list_orders((hang,), hang.number, pids)) == [], "each hang once"
@@ -133,21 +134,20 @@ def test_when_ranks_are_looked_at(case: dict[str, Any]) -> None:
 
 @table("stalled")
 def test_who_counts_as_stalled(case: dict[str, Any]) -> None:
-    found = list_stalled(make_view(case["ranks"]).ranks, 20)
-    assert [one.rank for one in found] == case["stalled"]
-
-
-def make_sample(values: dict[str, Any]) -> Sample:
-    """A sample of the rank with PID 9."""
-    found = dict(values)
-    resting = () if found.pop("is_active", True) else (9,)
-    return Sample({9: RankSample(**found)}, resting=resting)
+    own, *others = make_reports(case["ranks"])
+    view = make_job_view(own, Found(reports=tuple(Stored(one, 0.0) for one in others)), 0.0)
+    assert (HangJudge("report").look(view, {}, 20, 0.0) is not None) is case["stalled"]
 
 
 def make_book(beat: Heartbeat | None) -> RankBook:
     book = RankBook(Path("/nowhere"), lambda _: beat)
-    book.take(RankMessage(found=(RankEntry(0, 0, 0, 9),)))
+    book.take(make_message(0, 9))
     return book
+
+
+def make_message(rank: int, pid: int) -> RankMessage:
+    entry = {"rank": rank, "local_rank": rank, "attempt": 0, "pid": pid}
+    return convert(RankMessage, {"found": [entry]})
 
 
 @table("work")
@@ -157,7 +157,7 @@ def test_activity_counts_as_progress_before_the_first_step_alone(case: dict[str,
     for found in (beat, None):
         book = make_book(found)
         book.look(1000.0)
-        book.take_sample(make_sample(case["sample"]), {}, counts=True)
+        book.take_sample(Sample(resting=(9,) if case.get("rests") else ()), {}, counts=True)
         book.now, book.ranks[0].read_at = 1004.0, began + 4
         (rank,) = book.list_ranks(Sample(), {}, {})
         if found is None:
@@ -170,13 +170,13 @@ def test_activity_counts_as_progress_before_the_first_step_alone(case: dict[str,
 def test_ranks_are_added_while_another_thread_goes_through_them() -> None:
     book = make_book(None)
     others = iter(book.ranks.items())
-    book.take(RankMessage(found=(RankEntry(2, 2, 0, 102),)))
+    book.take(make_message(2, 102))
     assert [rank for rank, _ in others] == [0] and list(book.ranks) == [0, 2]
 
 
 def test_the_job_as_its_nodes_reports_have_it() -> None:
     """Reports of other attempts do not count, old ones are silent, and a node that has ended has a record."""
-    (own,) = make_view("30/10").fresh
+    (own,) = make_reports("30/10")
     reports = ((report(1, attempt=3), 1.0), (report(2), 15.5), (report(3), 2.0))
     found = Found(reports=tuple(Stored(one, 50.0 - age) for one, age in reports))
     for now, fresh, silent in ((50.0, ["n0", "n3"], ["n2"]), (65.0, ["n0"], ["n2", "n3"])):

@@ -1,13 +1,14 @@
 """What a job gives out while it runs: notifications, pings, metrics for Prometheus and in a file."""
 
 import builtins
+import html
 import json
 import socket
 import threading
 import time
 import tomllib
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from launcher.codec import convert
 from launcher.config.settings import NotifyConfig
 from launcher.files import open_below
 from launcher.launch import ending
@@ -28,14 +30,7 @@ from launcher.watch.metrics import (
     Prometheus,
     read_metrics,
 )
-from launcher.watch.model import (
-    GpuSample,
-    NodeReport,
-    NotifySettings,
-    Rank,
-    WatchSettings,
-)
-from launcher.watch.notify import Notifier
+from launcher.watch.model import NodeReport, WatchSettings
 from tests.seam import QUICK_AGENT, run_outside, start, wait_for, write_program
 
 PROGRAMS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
@@ -56,7 +51,6 @@ class Hook:
     answers: list[int | str | threading.Event] = field(default_factory=list)
     requests: list[tuple[str, str, bytes]] = field(default_factory=list)
     url: str = ""
-    warnings: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -172,17 +166,16 @@ def test_a_job_that_hangs_and_is_restarted(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quick_agent")
 def test_what_cannot_be_given_out_is_a_warning_each_and_the_job_goes_on(tmp_path: Path) -> None:
-    reports = "import glob, time\nwhile not glob.glob('runs/*/*/watch/metrics*'): time.sleep(0.1)\n"
-    program = write_program(tmp_path, f"{reports}time.sleep(2)\n")
+    """Its ranks fail once, and are started again, which is written down."""
+    program = write_program(tmp_path, PROGRAMS["restarted"])
     with socket.socket() as taken, serving([403] * 9) as hook:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         done = run_outside(
             [
-                *("nproc_per_node=1", "watch.interval=1", "watch.metrics_interval=1"),
+                *("nproc_per_node=1", "restarts=1", "watch.interval=1", "watch.metrics_interval=1"),
                 *(f"watch.prometheus_port={taken.getsockname()[1]}", f"watch.textfile={tmp_path}/none"),
-                f"notify.url={hook.url}",
-                *("notify.events=[start]", "--", program),
+                *(f"notify.url={hook.url}", "notify.events=[start]", "--", program),
             ],
             tmp_path,
             {"no_proxy": "*"},
@@ -191,23 +184,16 @@ def test_what_cannot_be_given_out_is_a_warning_each_and_the_job_goes_on(tmp_path
     for setting in ("watch.prometheus_port", "watch.textfile", "notify.url"):
         assert done.err.count(setting) == 1, (setting, done.err)
     assert "403" in done.err and SECRET not in done.err + done.out
-
-
-def test_a_restart_after_a_failure_is_written_down(tmp_path: Path) -> None:
-    program = write_program(tmp_path, PROGRAMS["restarted"])
-    words = ("nproc_per_node=1", "restarts=1", "watch.interval=1", "watch.metrics_interval=1", "--", program)
-    done = run_outside([*words], tmp_path)
-    assert done.code == 0, done
     (file,) = tmp_path.glob("runs/*/*/watch/metrics-*.jsonl")
     events = [json.loads(line) for line in file.read_text().splitlines() if line.startswith('{"event"')]
     assert [event["event"] for event in events] == ["start", "restart"]
     assert events[1]["sentence"] == "the ranks were started again, attempt 1"
 
 
-# Notifications
+# Notifications, as the end of a job posts them
 
-JOB = {"run": "gpt/7", "run_dir": "/runs/gpt/7", "host": "n1", "job_id": "4711"}
-SENTENCE = "rank 5 on n2 has not joined <all_reduce> & co"
+FAILURE = {"rank": 3, "host": "n<2>", "reason": "exited with code 1"}
+FAILED = {"state": "failed", "exit_code": 1, "first_failure": FAILURE}
 
 
 @pytest.fixture
@@ -216,95 +202,74 @@ def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "*")
 
 
-def make_notifier(hook: Hook, job_id: str | None = "4711", **settings: object) -> Notifier:
-    values = {"url": hook.url, "events": tuple(NotifyConfig().events), **settings}
-    return Notifier(NotifySettings(**values), hook.warnings.append, **{**JOB, "job_id": job_id})  # type: ignore[arg-type]  # by name
+def post(folder: Path, outcome: Mapping[str, object] = FAILED, **settings: Any) -> None:
+    run = folder / "gpt" / "7"
+    run.mkdir(parents=True, exist_ok=True)
+    post_end(NotifyConfig(**settings), RunDir(run), "n1", outcome, job_id="4711")
 
 
 @pytest.mark.usefixtures("no_delays")
-def test_a_message_in_both_forms_is_tried_again_and_pings_are_as_often_as_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_message_in_both_forms_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving([500, 503]) as hook:
-        ping: dict[str, Any] = {"ping_url": f"{hook.url}/ping", "ping_interval": 3600}
-        notifier = make_notifier(hook, events=("hang",), **ping)
-        notifier.tell("start", "not asked for")
-        notifier.tell("hang", SENTENCE, state="hanging", step=120)
-        wait_for(lambda: len(hook.requests) == 3, "the third attempt")
-        for _ in range(9):
-            notifier.ping()
-        notifier.close(30)
-    assert hook.warnings == [] and len({data for _, _, data in hook.requests[:3]}) == 1
-    assert [one[:2] for one in hook.requests[2:]] == [("POST", f"/{SECRET}"), ("GET", f"/{SECRET}/ping")]
+        post(tmp_path, url=hook.url)
+    assert len({data for _, _, data in hook.requests}) == 1
+    assert [one[:2] for one in hook.requests] == [("POST", f"/{SECRET}")] * 3
     found = json.loads(hook.requests[0][2])
     assert found.pop("time") == pytest.approx(time.time(), abs=60)
-    message = {"event": "hang", "state": "hanging", "step": 120, "sentence": SENTENCE, "exit_code": None}
-    assert found == {**JOB, **message}
-    text = (
-        "gpt/7 on n1 hangs at step 120: rank 5 on n2 has not joined &lt;all_reduce&gt; &amp; co\n/runs/gpt/7"
-    )
+    job = {"run": "gpt/7", "run_dir": str(tmp_path / "gpt/7"), "host": "n1", "job_id": "4711"}
+    sentence = "failed; rank 3 on n<2> exited with code 1"
+    assert found == {
+        **job, "event": "fail", "state": "failed", "step": None, "sentence": sentence, "exit_code": 1
+    }  # fmt: skip
+    text = f"gpt/7 on n1, job 4711 failed with exit code 1: {sentence}\n{tmp_path}/gpt/7"
     with serving() as hook:
         monkeypatch.delenv("no_proxy")
         monkeypatch.setenv("http_proxy", hook.url.rpartition("/")[0])
         slack, plain = "http://hooks.slack.com/services/T0", "http://slack.com.example.org/"
         for url, form in ((slack, "auto"), (plain, "slack"), (plain, "auto")):
-            notifier = make_notifier(hook, job_id=None, url=url, format=form, events=("hang",))
-            notifier.tell("hang", SENTENCE, state="hanging", step=120)
-            notifier.close(30)
+            post(tmp_path, url=url, format=form)
     assert [path for _, path, _ in hook.requests] == [slack, plain, plain]
     *shown, own = [json.loads(data) for _, _, data in hook.requests]
-    assert shown == [{"text": text}] * 2 and "text" not in own
+    assert shown == [{"text": html.escape(text, quote=False)}] * 2 and "text" not in own
 
 
 @pytest.mark.usefixtures("no_delays")
 @pytest.mark.parametrize(
     ("answers", "requests", "reason"),
-    [([500] * 9, 3, "HTTP 500"), ([403] * 9, 1, "HTTP 403"), (["/elsewhere"] * 9, 1, "HTTP 302, a redirect")],
+    [
+        ([500] * 9, 3, "HTTP 500"),
+        ([403] * 9, 1, "HTTP 403"),
+        (["/elsewhere"] * 9, 1, "HTTP 302, a redirect"),
+        ("http://127.0.0.1:1/", 0, "refused"),
+        ("http://127.0.0.1:x/", 0, "InvalidURL"),
+        ("file:///", 0, "ValueError"),
+    ],
 )
 def test_what_cannot_be_posted_is_one_warning_without_the_url(
-    answers: list[int | str | threading.Event], requests: int, reason: str
+    answers: list[int | str | threading.Event] | str,
+    requests: int,
+    reason: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with serving(answers) as hook:
-        notifier = make_notifier(hook)
-        notifier.tell("start", "")
-        wait_for(lambda: hook.warnings, "the warning")
-        assert len(hook.requests) == requests
-        notifier.tell("end", "")
-        notifier.close(30)
-    (warning,) = hook.warnings
+    with serving([] if isinstance(answers, str) else answers) as hook:
+        post(tmp_path, url=answers + SECRET if isinstance(answers, str) else hook.url)
+    (warning,) = caplog.messages
     assert warning.startswith("notify.url could not be told (") and reason in warning
-    for url in ("http://127.0.0.1:1/", "http://127.0.0.1:x/", "file:///"):
-        hook = Hook(url=url + SECRET)
-        notifier = make_notifier(hook, ping_url=hook.url)
-        notifier.tell("start", "")
-        notifier.ping()
-        notifier.close(30)
-        assert len(hook.warnings) == 2 and not [text for text in hook.warnings if SECRET in text]
+    assert len(hook.requests) == requests and SECRET not in warning
 
 
 @pytest.mark.usefixtures("no_delays")
-def test_a_server_that_does_not_answer_delays_nobody(
+def test_a_server_that_does_not_answer_delays_nobody_and_one_node_alone_posts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(ending, "NOTICE_PATIENCE", 0.1)
     stuck = threading.Event()
     with serving([stuck]) as hook:
-        notifier = make_notifier(hook)
-        for _ in range(64):
-            notifier.tell("straggler", "")
-        notifier.close(0.05)
-        assert notifier.posts and notifier.posts.thread.is_alive()
-        stuck.set()
-        notifier.close(30)
-    monkeypatch.setattr(ending, "NOTICE_PATIENCE", 0.1)
-    stuck.clear()
-    with serving([stuck]) as hook:
-        post_end(NotifyConfig(url=hook.url), RunDir(tmp_path), "n1", {"state": "failed"})
+        post(tmp_path, url=hook.url)
         stuck.set()
     post_end(NotifyConfig(url=hook.url), RunDir(tmp_path, node_rank=1), "n1", {"state": "failed"})
     assert len(hook.requests) == 1 and SECRET not in caplog.text
-
-
-FAILURE = {"rank": 3, "host": "n2", "reason": "exited with code 1"}
 
 
 @pytest.mark.parametrize(
@@ -312,7 +277,6 @@ FAILURE = {"rank": 3, "host": "n2", "reason": "exited with code 1"}
     [
         ({"state": "succeeded", "exit_code": 0}, "end", "succeeded"),
         ({"state": "stopped", "exit_code": 143}, "end", "stopped"),
-        ({"state": "failed", "first_failure": FAILURE}, "fail", "failed; rank 3 on n2 exited with code 1"),
         ({"state": "requeued", "cause": "crash", "reason": "r"}, "fail", "requeued; r"),
         ({"state": "requeued", "cause": "preempted", "reason": "r"}, "end", "requeued; r"),
     ],
@@ -324,17 +288,24 @@ def test_what_is_told_of_an_end(outcome: dict[str, object], event: str, sentence
 # Metrics
 
 TIME = 1767225600.25
-RANK = Rank(
-    rank=8, local_rank=0, pid=7, attempt=0, phase="training", step=120, step_age=0.25, p50=0.412, p99=0.5,
-    data_share=0.1, wait_share=0.25, cpu=1.5, rss=1 << 30,
-    gpu=GpuSample(3, utilization=0.9, sm_clock=1980, pcie_replays=2, xids=(79, 79),
-                  event_reasons=("sw_power_cap",)),
-)  # fmt: skip
-OTHER = Rank(rank=9, local_rank=1, pid=8, attempt=0, phase="unwatched", step=0, step_age=None)
-REPORT = NodeReport(
-    "n2", 1, 2, 0, TIME, 1, 5.0, (RANK, OTHER), stalled_since=TIME - 30, nic_rates=(("mlx5_0", 25e9),),
-    io_pressure=0.03,
-)  # fmt: skip
+HEAD = {"host": "n2", "node_rank": 1, "nodes": 2, "attempt": 0, "time": TIME, "interval": 5.0, "number": 1}
+GPU = {"index": 3, "utilization": 0.9, "sm_clock": 1980, "pcie_replays": 2, "xids": [79, 79]}
+RANK: dict[str, Any] = {
+    "rank": 8, "local_rank": 0, "pid": 7, "attempt": 0, "phase": "training", "step": 120, "step_age": 0.25,
+    "p50": 0.412, "p99": 0.5, "data_share": 0.1, "wait_share": 0.25, "cpu": 1.5, "rss": 1 << 30,
+    "gpu": {**GPU, "event_reasons": ["sw_power_cap"]},
+}  # fmt: skip
+OTHER = {**dict.fromkeys(("local_rank", "attempt", "step"), 0), "rank": 9, "pid": 8, "phase": "unwatched"}
+REPORT = convert(
+    NodeReport,
+    {
+        **HEAD,
+        "ranks": [RANK, {**OTHER, "step_age": None}],
+        "stalled_since": TIME - 30,
+        "nic_rates": [["mlx5_0", 25e9]],
+        "io_pressure": 0.03,
+    },
+)
 EVENT = MetricsEvent("hang", TIME, "rank 5 on n2 has not joined all_reduce #1042", 120, (5,), ("n2",), 1)
 
 
@@ -381,7 +352,7 @@ def test_what_prometheus_gets_is_what_the_report_says(
 
 
 def test_a_metrics_file_is_compact_and_ends_in_whole_lines(tmp_path: Path) -> None:
-    odd = replace(REPORT, ranks=(replace(RANK, p50=1 / 3, cpu=float("nan"), notes=("x",)),))
+    odd = replace(REPORT, ranks=(replace(REPORT.ranks[0], p50=1 / 3, cpu=float("nan"), notes=("x",)),))
     path = tmp_path / "watch/metrics-n2.jsonl"
     for report in (odd, REPORT):  # each by another process
         log = MetricsLog(tmp_path, "n2", 30.0, pytest.fail)
@@ -426,12 +397,9 @@ def test_a_file_that_cannot_be_written_is_one_warning_and_a_stuck_filesystem_sto
 
 
 def test_samples_are_left_out_evenly(tmp_path: Path) -> None:
-    lines = [json.dumps({**HEAD, "number": number}) for number in range(10)]
+    lines = [json.dumps({**HEAD, "number": number, "ranks": []}) for number in range(10)]
     (tmp_path / "watch").mkdir()
     (tmp_path / "watch/metrics-n2.jsonl").write_text("\n".join(lines))
     for most, numbers in ((None, range(10)), (10, range(10)), (3, (1, 5, 9))):
         (found,) = read_metrics(tmp_path, most)
         assert [row.number for row in found.rows] == [*numbers]
-
-
-HEAD = {"host": "n2", "node_rank": 0, "nodes": 1, "attempt": 0, "time": TIME, "interval": 5.0, "ranks": []}

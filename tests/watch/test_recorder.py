@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from launcher.watch.evidence import gather_node, parse_stacks
+from launcher.watch.evidence import gather_node
 from launcher.watch.flight_recorder import CollectiveReader, condense, unpack_marks
-from launcher.watch.model import Frame, Heartbeat, Rank, RankEvidence
+from launcher.watch.model import Heartbeat, Rank
 
 TABLES = json.loads(Path(__file__).with_name("traces.json").read_text())
 BEAT = Heartbeat(
@@ -61,7 +61,7 @@ def serve(path: Path, *answers: bytes) -> Generator[list[str]]:
     path.unlink()
 
 
-def gather(folder: Path, *answers: bytes) -> RankEvidence:
+def gather(folder: Path, *answers: bytes) -> Any:
     """The evidence of a rank whose server gives these answers: of this process, which has no handler."""
     rank = Rank(0, 0, os.getpid(), 0, "unwatched", 0, None)
     with serve(folder / "rank-0.sock", *answers):
@@ -156,29 +156,3 @@ def test_readings_are_often_at_first_then_seldom_and_often_again_if_steps_are_lo
     assert len([now for now in slower if now <= 1262]) >= 10
     for beats in ([make_beat(1, 1.0)], []):
         assert not CollectiveReader(tmp_path, 1).is_due(beats, 100.0)
-
-
-DUMP = """\
-noise of a child
-Thread 0x00007f1 (most recent call first):
-  <no Python frame>
-
-Current thread 0x00007f2 [worker] (most recent call first):
-  Garbage-collecting
-  File "/a dir/x, line 3 in y.py", line 12 in <lambda>
-  File "<string>", line ??? in f
-
-Thread 0x00007f3 (most recent call first):
-  File "main.py", line 1 in <module>
-"""
-
-
-def test_a_dump_of_faulthandler() -> None:
-    """One that was cut off after a hundred threads lacks the main one, which is the oldest."""
-    first, second, main = parse_stacks(DUMP)
-    assert (first.frames, second.thread) == ((), "worker")
-    assert second.frames == (Frame("/a dir/x, line 3 in y.py", 12, "<lambda>"), Frame("<string>", 0, "f"))
-    assert [stack.is_current for stack in (first, second, main)] == [False, False, True]
-    first, second = parse_stacks(DUMP.partition("\nThread 0x00007f3")[0] + "\n...\n")
-    assert (first.is_current, second.is_current) == (False, True)
-    assert parse_stacks("") == parse_stacks("nothing\n") == ()

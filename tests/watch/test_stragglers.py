@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launcher.watch.stragglers import ExcessHistory, StragglerFinder, explain_straggler, list_slow_ranks
+from launcher.watch.stragglers import ExcessHistory, StragglerFinder
 from tests.watch.simulated_ranks import PROGRAMS, Simulation, make_reports, simulate_excess
 
 CAUSES = tomllib.loads(Path(__file__).with_name("causes.toml").read_text())["cause"]
@@ -97,11 +97,7 @@ def test_the_finder_names_rank_cause_and_waits() -> None:
     assert (found.rank, found.host, found.cause) == (1, "n1", "data")
     assert finder.told == (found,) and finder.waits[0] > 0.05 > finder.waits[1]
     assert finder.update(made) == ()
-    text = explain_straggler(found)
-    assert text.startswith("rank 1 on n1 is a straggler: its own part of a step is 1")
-    assert text.endswith("): it waits for data for 10% of the time, the others for 1%")
-    worst = list_slow_ranks([found, replace(found, rank=7, excess=0.5)])
-    assert worst.startswith("rank 7 on n1 (50%, data), rank 1") and list_slow_ranks([]) == ""
+    assert found.detail == "it waits for data for 10% of the time, the others for 1%"
     again = {rank: {**WAITS.get(rank, {}), "pid": 500} for rank in range(4)}
     assert len(finder.update(make_reports(reports, 2, again))) == 1, "started again"
     assert len(finder.told) == 2

@@ -16,7 +16,7 @@ import pytest
 from launcher.codec import convert
 from launcher.cpulist import parse_cpulist
 from launcher.watch.hang import Pause, decide
-from launcher.watch.model import Decision, NodeEvidence, NodeReport
+from launcher.watch.model import NodeEvidence, NodeReport
 
 DATA: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "evidence.json").read_text())
 TABLE = tomllib.loads(Path(__file__).with_name("decisions.toml").read_text())
@@ -118,7 +118,7 @@ def test_what_follows_from_a_pause(row: dict[str, Any]) -> None:
     assert (decision.seconds > 0) is (decision.word != "hang" and row["doing"] != "debugs")
 
 
-def _decide(row: dict[str, Any], ranks: list[dict[str, Any]], hosts: list[dict[str, Any]]) -> Decision:
+def _decide(row: dict[str, Any], ranks: list[dict[str, Any]], hosts: list[dict[str, Any]]) -> Any:
     quiet = dict.fromkeys((0, 1) if row["doing"] != "silent" else (0,), row["quiet"])
     pause = Pause(20.0, row["idle"], quiet, row["longest"], row["setting"])
     return decide(_load_nodes(ranks), _load_reports(hosts, row["step"]), pause)

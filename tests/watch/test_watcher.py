@@ -1,6 +1,5 @@
 """The watcher of a node: what it says of a hang, and that nothing that happens to it stops the job."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -14,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from launcher.watch.model import JobState, NodeReport
-from launcher.watch.run_files import SharedFiles, read_job_state
-from tests.seam import QUICK_AGENT, Started, find_run, run_outside, start, wait_for, write_program
+from launcher.watch.run_files import SharedFiles
+from tests.seam import QUICK_AGENT, Started, find_run, start, wait_for, write_program
 
 PROGRAMS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
 
@@ -28,16 +27,16 @@ def test_the_console_names_the_rank_the_collective_and_the_line(tmp_path: Path) 
         wait_for(lambda: "has not joined" in job.read(), "the verdict", 90, job.read)
         (told,) = (text for text in job.read().splitlines() if "has not joined" in text)
         path = find_run(tmp_path)
-        wait_for(lambda: (state := read_job_state(path)) and state.hangs, "the job's state", 30)
-        state = read_job_state(path)
-    assert state is not None and state.state == "hanging"
-    (hang,) = state.hangs
-    verdict = hang.verdict
-    assert (verdict.kind, verdict.ranks, verdict.waiting, hang.step) == ("absent", (1,), 1, 3)
-    assert (verdict.group, verdict.operation) == ("default group", "all_reduce")
-    assert verdict.frame is not None
-    assert (verdict.frame.file, verdict.frame.line, verdict.frame.function) == (program, line, "read_shard")
-    assert verdict.sentence in told and f"it sleeps at program.py:{line}, read_shard" in told
+        file = path / "watch/job.json"
+        wait_for(lambda: file.exists() and '"hangs":[{' in file.read_text(), "the job's state", 30)
+        state = json.loads(file.read_text())
+    assert state["state"] == "hanging"
+    (hang,) = state["hangs"]
+    verdict, place = hang["verdict"], {"file": program, "line": line, "function": "read_shard"}
+    assert (verdict["kind"], verdict["ranks"], verdict["waiting"], hang["step"]) == ("absent", [1], 1, 3)
+    assert (verdict["group"], verdict["operation"]) == ("default group", "all_reduce")
+    assert verdict["frame"] == place
+    assert verdict["sentence"] in told and f"it sleeps at program.py:{line}, read_shard" in told
     folder = path / "hang-1"
     assert json.loads((folder / "verdict.json").read_text())["verdict"]["ranks"] == [1]
     stacks = [file.read_text() for file in folder.iterdir() if file.suffix == ".txt"]
@@ -57,11 +56,19 @@ def find_watcher(job: Started) -> int:
     return find()[0]
 
 
-def test_signals_of_the_job_do_not_end_it(tmp_path: Path) -> None:
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="heartbeats are elsewhere")
+def test_signals_of_the_job_do_not_end_it_and_what_killed_launchers_left_is_removed(tmp_path: Path) -> None:
+    dead, fresh = (Path(f"/dev/shm/launch-watch-{name}-{os.getpid()}") for name in ("dead", "fresh"))
+    for left in (dead, fresh):
+        left.mkdir(mode=0o700)
+        (left / "lock").touch()
+    os.utime(dead, (time.time() - 3600,) * 2)
     program = write_program(tmp_path, PROGRAMS["waits"])
     with start(tmp_path, *WORDS, "--", program, PYTHONPATH=QUICK_AGENT) as job:
         watcher = find_watcher(job)
         wait_for(lambda: list(tmp_path.glob("runs/*/*/watch/node-*.json")), "a report", tell=job.read)
+        assert not dead.exists() and fresh.exists()
+        shutil.rmtree(fresh)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             os.kill(watcher, number)
         (report,) = tmp_path.glob("runs/*/*/watch/node-*.json")
@@ -82,33 +89,13 @@ def test_signals_of_the_job_do_not_end_it(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_in_which_it_cannot_write_is_one_warning(tmp_path: Path) -> None:
-    environ = {"PYTHONPATH": QUICK_AGENT}
-    assert run_outside([*WORDS, "new_run_dir=run", "--", "/bin/true"], tmp_path, environ).code == 0
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(tmp_path / "run/watch")
-    (tmp_path / "run/watch").write_text("a file in the folder's place")
-    told = "reports of watching cannot be written"
-    with start(
-        tmp_path, *WORDS, "run_dir=run", "--", write_program(tmp_path, PROGRAMS["waits"]), **environ
-    ) as job:
+    told, program = "reports of watching cannot be written", write_program(tmp_path, PROGRAMS["waits"])
+    with start(tmp_path, *WORDS, "new_run_dir=run", "--", program, PYTHONPATH=QUICK_AGENT) as job:
+        wait_for((tmp_path / "run").is_dir, "the run directory", tell=job.read)
+        (tmp_path / "run/watch").write_text("a file in the folder's place")
         wait_for(lambda: told in job.read(), "the warning", tell=job.read)
         (tmp_path / "go").touch()
         assert job.wait(60) == 0 and job.read().count(told) == 1, job.read()
-
-
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="heartbeats are elsewhere")
-def test_folders_of_launchers_that_were_killed_are_removed(tmp_path: Path) -> None:
-    dead, fresh = (Path(f"/dev/shm/launch-watch-{name}-{os.getpid()}") for name in ("dead", "fresh"))
-    try:
-        for folder in (dead, fresh):
-            folder.mkdir(mode=0o700)
-            (folder / "lock").touch()
-        os.utime(dead, (time.time() - 3600,) * 2)
-        assert run_outside([*WORDS, "--", "/bin/true"], tmp_path, {"PYTHONPATH": QUICK_AGENT}).code == 0
-        assert not dead.exists() and fresh.exists()
-    finally:
-        for folder in (dead, fresh):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 # The run directory's thread: a filesystem that hangs stops it alone, and what it has to say is not lost
@@ -149,7 +136,8 @@ def test_what_fails_is_told_and_tried_again_and_no_exception_ends_the_thread(tmp
     (tmp_path / "later").mkdir()
     files.submit(REPORT, STATE)
     assert files.worker.wait_idle(10) and files.trouble == ""
-    assert (tmp_path / "later/watch/node-n0.json").exists() and read_job_state(tmp_path / "later") == STATE
+    assert files.found and files.found.job is None
+    assert {path.name for path in (tmp_path / "later/watch").iterdir()} == {"node-n0.json", "job.json"}
 
 
 def test_another_node_follows_the_judge_by_the_filesystems_clock(tmp_path: Path) -> None:
