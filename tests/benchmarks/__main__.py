@@ -15,8 +15,7 @@ from tests.benchmarks.false_alarms import bench_false_alarms
 from tests.benchmarks.fit import bench_fit
 from tests.benchmarks.hangs import bench_hangs
 from tests.benchmarks.recovery import bench_recovery
-from tests.benchmarks.shim import bench_shim
-from tests.benchmarks.start import bench_slurm, bench_start, bench_start_memory
+from tests.benchmarks.start import bench_shim, bench_slurm, bench_start, bench_start_memory
 from tests.benchmarks.stragglers import bench_stragglers
 from tests.probe.machine_trees import short_lived
 

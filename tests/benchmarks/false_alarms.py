@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks.healthy_program import CASES
-from tests.benchmarks.jobs import HERE, make_command, read_state, start_job
-from tests.benchmarks.measure import print_head, print_row
+from tests.benchmarks.jobs import HERE, make_command, print_head, print_row, read_state, start_job
 from tests.launch.terminals import open_terminal
 
 COFFEE = 90.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launcher.fit.memory import estimate_memory
 from launcher.fit.training import Training
-from tests.benchmarks.measure import print_head, print_row
+from tests.benchmarks.jobs import print_head, print_row
 from tests.fit.made_requests import ask
 
 GIB = 2**30

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from tests.benchmarks.jobs import HERE, Job, make_command, read_state, start_job
-from tests.benchmarks.measure import print_head, print_row
+from tests.benchmarks.jobs import HERE, Job, make_command, print_head, print_row, read_state, start_job
 from tests.seam import find_processes
 from tests.slurm.cluster.conftest import Sandbox, start_sandbox
 
@@ -74,7 +73,7 @@ class Found:
         if not self.case.kind:
             return {"ended by torch": self.code is not None and not self.sentence}
         # `rank 2 on n2`; of a node, `nothing is heard of node n2 (rank 2 on n2)`.
-        ranks = re.search(r"ranks? ([\d,-]+(?: on \S+ and \d+)*)", self.sentence)
+        ranks = re.search(r"ranks? ([\d,-]+(?: on \S+, \d+)*)", self.sentence)
         marks = {"rank": ranks is not None and expand(ranks[1]) == expand(self.case.ranks)}
         if self.case.group:
             marks["group"] = any(group in self.sentence for group in GROUPS[program])
@@ -88,7 +87,7 @@ class Found:
 
 
 def expand(text: str) -> set[int]:
-    """Return the numbers of `0-3` or `1 on n1 and 2`."""
+    """Return the numbers of `0-3` or `1 on n1, 2`."""
     found: set[int] = set()
     for first, last in re.findall(r"(?<![\w-])(\d+)(?:-(\d+))?", text):
         found |= set(range(int(first), int(last or first) + 1))

@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from tests.benchmarks.jobs import WAYS, Job, make_command, start_job
-from tests.benchmarks.measure import print_head, print_row
+from tests.benchmarks.jobs import WAYS, Job, make_command, print_head, print_row, start_job
 from tests.programs.start_program import PROGRAM, SMALL, read_losses
 from tests.slurm.cluster.conftest import Sandbox, start_sandbox
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from launcher.watch.stragglers import ExcessHistory
-from tests.benchmarks.jobs import HERE, Job, make_command, read_state, start_job
-from tests.benchmarks.measure import print_head, print_row
+from tests.benchmarks.jobs import HERE, Job, make_command, print_head, print_row, read_state, start_job
 from tests.watch.simulated_ranks import simulate_excess
 
 NOISES = (

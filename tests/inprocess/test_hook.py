@@ -1,7 +1,9 @@
 """Garbage collection in a rank: what policies do, and what becomes of the program's own use of gc."""
 
+import json
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.inprocess.hooked import (
     run_program,
     run_scenarios,
 )
+from tests.rank.start_shim import ALLOWED
 from tests.seam import find_run, start
 
 
@@ -94,3 +97,51 @@ def test_ranks_of_a_job_collect_at_the_same_steps(tmp_path: Path) -> None:
         text = (folder / f"rank-{rank}.err").read_text()
         found = re.findall(rf"^launch: rank {rank}: step (\d+): ", text, re.MULTILINE)
         assert found == ["4", "10", "20", "30"], text
+
+
+# Heartbeats
+
+
+@pytest.mark.timeout(600)
+def test_what_heartbeats_tell(tmp_path: Path) -> None:
+    check_table("heartbeat.toml", tmp_path)
+
+
+def test_a_program_without_torch_and_steps_leaves_nothing(tmp_path: Path) -> None:
+    code = """
+import json, os, sys
+loaded = [name for name in ("mmap", "faulthandler", "ctypes", "signal", "torch") if name in sys.modules]
+tasks = os.listdir("/proc/self/task")
+print(json.dumps([loaded, len(tasks), "LAUNCH_WATCH" in os.environ, os.listdir("beats")]))
+"""
+    (tmp_path / "beats").mkdir()
+    watched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LAUNCH_WATCH": str(tmp_path / "beats")}
+    assert run_code(code, tmp_path, "default", **watched) == [[], 1, False, []]
+
+
+# Ranks with torch
+
+
+@pytest.mark.skipif(len(ALLOWED) < 2, reason="one CPU has no room for workers of their own")
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+def test_what_ranks_with_torch_do(tmp_path: Path) -> None:
+    check_table("torch_ranks.toml", tmp_path)
+    record = json.loads((tmp_path / "rank-0.memory.json").read_text())
+    assert record["steps"] == 8
+    assert record["resident"] > 1 << 20
+
+
+@pytest.mark.slow
+def test_compiled_steps_have_no_more_graphs_nor_breaks(tmp_path: Path) -> None:
+    def run(policy: str | None) -> object:
+        folder = tmp_path / str(policy is None)
+        folder.mkdir()
+        return run_code(PROGRAMS["compiled"], folder, policy, python=(sys.executable,))
+
+    with ThreadPoolExecutor() as pool:
+        with_hook, without = pool.map(run, (QUICK, None))
+    assert isinstance(with_hook, list) and isinstance(without, list)
+    assert with_hook[0] == without[0]
+    assert without[0]["stats"]["unique_graphs"] > 1
+    assert (with_hook[1], without[1]) == (True, False)
