@@ -193,10 +193,10 @@ def test_the_job_as_its_nodes_reports_have_it() -> None:
         assert [(rank.rank, rank.exit_code, rank.host) for rank in node.ranks] == [(1, 0, "n1")]
 
 
-# Evidence and reports as data: who holds the others up, and which pauses are hangs. Ranks, processes and groups
-# of `tests/data/evidence.json` are as in `hang-N/evidence-HOST.json`, less what is by default (`rank`) and what
-# several have alike, which is named (`processes`, `groups`). A frame is `FILE:LINE FUNCTION`. Pauses are in
-# `decisions.toml`.
+# Evidence and reports as data: who holds the others up, and which pauses are hangs. Ranks, processes and
+# groups of `tests/data/evidence.json` are as in `hang-N/evidence-HOST.json`, less what is by default (`rank`)
+# and what several have alike, which is named (`processes`, `groups`). A frame is `FILE:LINE FUNCTION`. Pauses
+# are in `decisions.toml`.
 
 DATA: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "evidence.json").read_text())
 TABLE = tomllib.loads(Path(__file__).with_name("decisions.toml").read_text())
