@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from launcher.cli.verbs import VERBS, find_verb, group_words
+from launcher.cli.main import VERBS, find_verb, group_words
 from launcher.config.settings import Settings
 from launcher.config.words import list_flag_values, make_parser, parse_flags
 from launcher.errors import UsageError

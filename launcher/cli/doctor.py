@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from launcher.cli.verbs import Call
+from launcher.cli.main import Call
 from launcher.codec import dump
 from launcher.config.run_path import EMPTY_PATH
 from launcher.config.settings import Settings
@@ -33,8 +33,8 @@ from launcher.preflight import (
 )
 from launcher.probe.node import read_health, read_node_facts
 from launcher.protocol import LAUNCH_PLAN, LAUNCH_QUIET, LAUNCH_RECORD_DIR, PREFIX, name_host, name_plan_file
-from launcher.report.console import make_console
 from launcher.report.findings import list_preflight_lines, print_findings, summarise_preflight
+from launcher.report.tables import make_console
 from launcher.runs.manifest import stamp_time, write_manifest
 from launcher.runs.records import RunRecords, compare_rank, find_last_run, read_run
 from launcher.runs.run_directory import RunDir

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.verbs import Command
+from launcher.cli.main import Command
 from launcher.errors import UsageError
 from launcher.protocol import LAUNCH_WATCH
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUN_FLAGS = ("-r", "--run")
-DRY = "dry_run=true"
 
 
 @dataclass(slots=True)
@@ -105,8 +104,6 @@ def find_early_program(command: Command, environ: Mapping[str, str]) -> tuple[st
     from launcher.launch.warm.program import read_program
 
     words = [word for word in command.words if word not in RUN_FLAGS]
-    if command.verb != "run" or DRY in words:
-        return None
     if any(word.startswith("-") or ("=" not in word and word[:1] != "~") for word in words):  # no settings
         return None
     if command.program is None and (Path("conf").exists() or any(w.startswith("program=") for w in words)):

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from launcher.cli.verbs import Call, print_json
+from launcher.cli.main import Call, print_json
 from launcher.codec import DecodeError, load
 from launcher.config.program import find_program
 from launcher.config.settings import Settings
@@ -125,8 +125,8 @@ def show_fit(call: Call) -> int:
     if call.config.format == "json":
         print_json({"schema": 1, **fit_to_json(report)})
     else:
-        from launcher.report.console import make_console
         from launcher.report.fit import print_fit
+        from launcher.report.tables import make_console
 
         print_fit(make_console(stderr=False), report, memory_alone=True)
     return EXIT_MACHINE if report.verdict == "does_not_fit" else 0
@@ -209,8 +209,8 @@ def _show_steps(call: Call, plan: Plan) -> int:
         found |= {"estimate": estimate_to_json(estimate), "learned": told}
         print_json({"schema": 1, **found, "seconds": record.seconds, "torch": record.torch})
     else:
-        from launcher.report.console import make_console
         from launcher.report.fit import print_step_fit
+        from launcher.report.tables import make_console
 
         notes = (told, f"{record.parameters:,} parameters, {', '.join(record.optimizers)}", *record.notes)
         print_step_fit(make_console(stderr=False), estimate, verdict, device, modules, notes)

@@ -1,32 +1,139 @@
-"""`launch`: reads the command line, composes the configuration, and calls the verb."""
+"""`launch`: the words of a command line, the verbs, and what each is called with.
+
+The help of a verb is `help/VERB.txt`; a line in `help/all.txt` says what it does.
+"""
 
 import contextlib
 import io
 import logging
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.verbs import (
-    Call,
-    Command,
-    call_verb,
-    check_words,
-    find_verb,
-    parse_command,
-    print_full_help,
-    print_help,
-)
-from launcher.errors import EXIT_DEFECT, EXIT_MACHINE, LaunchError
+from launcher.errors import EXIT_DEFECT, EXIT_MACHINE, LaunchError, UsageError
 from launcher.protocol import LAUNCH_RANK_PLAN, OWN_VARIABLES
-from launcher.text import leave, log_defect, log_error, set_up_logging
+from launcher.text import leave, log_defect, log_error, print_text, set_up_logging
 
 if TYPE_CHECKING:
     from launcher.cli.early_start import EarlyStart
     from launcher.config.compose import Composed
+    from launcher.config.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+HELP = Path(__file__).with_name("help")
+WIDTH = 106
+"""Columns of the full help."""
+FOLLOW = ("-f", "--follow")
+"""`follow=true` as `tail` writes it, for `launch logs`."""
+MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""A module's dotted name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A word that may stand first on the command line."""
+
+    function: str
+    """A module of this package and its function, which takes a Call and returns the exit code."""
+    takes: str = ""
+    """What may stand beside settings and flags: a `program`, `runs` (or numbers of jobs), or `nodes`."""
+    keys: tuple[str, ...] = ()
+    """What completion offers beside the names of runs."""
+    subjects: tuple[str, ...] = ()
+    """Words of which the first has to follow."""
+
+    @property
+    def takes_names(self) -> bool:
+        """Whether it takes names of what there is already: runs, jobs, nodes."""
+        return self.takes in ("runs", "nodes")
+
+
+VERBS: Mapping[str, Verb] = {
+    "plan": Verb("plan:show_plan", "program"),
+    "topo": Verb("plan:show_topo"),
+    "doctor": Verb("doctor:show_checkup"),
+    "fit": Verb("fit:show_fit", "program"),
+    "tune": Verb("tune:tune_program", "program", subjects=("dataloader", "batch")),
+    "status": Verb("runs:show_status", "runs", ("format=", "runs_dir=")),
+    "logs": Verb("runs:show_logs", "runs", ("-f", "rank=", "logs.tail=", "runs_dir=")),
+    "watch": Verb("watch:show_watch", "runs", ("rank=", "format=", "runs_dir=")),
+    "nodes": Verb("runs:show_nodes", "nodes", ("format=", "runs_dir=")),
+    "report": Verb("watch:write_run_report", "runs", ("save=", "runs_dir=")),
+    "cancel": Verb("runs:cancel_runs", "runs", ("yes=true", "runs_dir=")),
+}
+"""Without one of these words at its beginning, a command line runs a job."""
+RUN = Verb("run:run_job", "program")
+
+
+def find_verb(name: str) -> Verb:
+    """Return a verb's row; that of a run for any other word."""
+    return VERBS.get(name, RUN)
+
+
+@dataclass
+class Call:
+    """What a verb is called with."""
+
+    verb: str
+    composed: "Composed | None" = None
+    """The configuration before it is resolved; None if a verb of runs or nodes is given no setting."""
+    names: Sequence[str] = ()
+    program: tuple[str, ...] | None = None
+    """The program on the command line and its arguments; None if there is none."""
+    argv: Sequence[str] = ()
+    """The whole command line."""
+    early: "EarlyStart | None" = None
+    """A warm process for a run, started while the configuration was composed."""
+
+    @property
+    def composition(self) -> "Composed":
+        """The configuration before it is resolved, for verbs of programs and machines, which have one."""
+        if self.composed is None:
+            raise TypeError(f"{self.verb} is called without a configuration")
+        return self.composed
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Keys that the command line sets."""
+        return self.composed.given if self.composed else frozenset()
+
+    @cached_property
+    def config(self) -> "Settings":
+        """The settings, checked; raises UsageError.
+
+        What runs a program makes its own, in which the run directory is known.
+        """
+        from launcher.config.settings import Settings, settle_words
+
+        if self.composed is None:
+            config = Settings()
+            settle_words(config)
+            return config
+        from launcher.cli.job_warnings import name_files, warn_elsewhere
+        from launcher.config.compose import resolve
+        from launcher.config.program import fill_env, read_env_files
+        from launcher.config.rules import Context, check
+
+        name_files(self.composed.own_files)
+        config = resolve(self.composed)
+        if not find_verb(self.verb).takes_names:
+            config = fill_env(config, read_env_files(config))
+            if self.verb != "topo" or config.image:
+                warn_elsewhere(config, os.environ)
+        check(Context(config, f"launch {self.verb}", self.given))
+        return config
+
+    @cached_property
+    def environ(self) -> Mapping[str, str]:
+        """The environment that ranks would have."""
+        return {**os.environ, **self.config.env}
 
 
 def main() -> None:
@@ -89,7 +196,7 @@ def drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def run_command(command: Command, argv: Sequence[str]) -> int:
+def run_command(command: "Command", argv: Sequence[str]) -> int:
     """Do what a command line asks, and return the exit code; raises LaunchError."""
     if "--help-all" in command.words:
         return print_full_help()
@@ -100,15 +207,18 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
 
         sys.stdout.write(f"launch {find_version(DISTRIBUTION) or 'is not installed'}\n")
         return 0
-    from launcher.cli.early_start import start_early
     from launcher.config.words import check_here
 
     check_here()
-    with start_early(command, os.environ) as early:
-        return compose_and_call(command, argv, early)
+    if command.verb == "run" and "dry_run=true" not in command.words:
+        from launcher.cli.early_start import start_early
+
+        with start_early(command, os.environ) as early:
+            return compose_and_call(command, argv, early)
+    return compose_and_call(command, argv)
 
 
-def compose_and_call(command: Command, argv: Sequence[str], early: "EarlyStart") -> int:
+def compose_and_call(command: "Command", argv: Sequence[str], early: "EarlyStart | None" = None) -> int:
     """Compose what the words ask for, and call the verb with it: once, or for each job of a sweep."""
     from launcher.config.words import Sources, asks_sweep, find_shipped, parse_flags, refuse_other_mode
 
@@ -126,14 +236,18 @@ def compose_and_call(command: Command, argv: Sequence[str], early: "EarlyStart")
     sweep = asks_sweep(flags, command.verb)
     refuse_other_mode(flags, sweep=sweep)
     if sweep:
-        early.close()
-        from launcher.cli.sweep import run_sweep
+        if early:
+            early.close()
+        from launcher.cli.run import run_sweep
 
         return run_sweep(flags, command, argv)
-    overrides = add_pet(flags.overrides, os.environ)
-    if find_verb(command.verb).takes_names and not overrides and flags.sources == Sources((find_shipped(),)):
-        # Without a setting these verbs need no Hydra, which takes longer than all of the rest.
-        return call_verb(Call(command.verb, None, command.names, argv=argv))
+    if find_verb(command.verb).takes_names:
+        if not flags.overrides and flags.sources == Sources((find_shipped(),)):
+            # Without a setting these verbs need no Hydra, which takes longer than all of the rest.
+            return call_verb(Call(command.verb, None, command.names, argv=argv))
+        overrides = list(flags.overrides)
+    else:
+        overrides = add_pet(flags.overrides, os.environ)
     from launcher.config.compose import compose
 
     return call_composed(compose(flags.sources, overrides), command, argv, early)
@@ -150,7 +264,7 @@ def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
 
 
 def call_composed(
-    composed: "Composed", command: Command, argv: Sequence[str], early: "EarlyStart | None" = None
+    composed: "Composed", command: "Command", argv: Sequence[str], early: "EarlyStart | None" = None
 ) -> int:
     """Call the verb with a configuration; return the exit code, raise LaunchError."""
     for warning in composed.warnings:
@@ -160,3 +274,226 @@ def call_composed(
 
         warn_unread(command.program or ())
     return call_verb(Call(command.verb, composed, command.names, command.program, argv, early))
+
+
+def call_verb(call: Call) -> int:
+    """Do what a verb does; returns the exit code, raises LaunchError."""
+    module, function = find_verb(call.verb).function.split(":")
+    status: int = getattr(import_module(f"launcher.cli.{module}"), function)(call)
+    return status
+
+
+def print_json(value: object) -> None:
+    """Print an answer for programs."""
+    import json
+
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+
+def print_help(verb: str) -> int:
+    """Print the help of a verb, or of `run`, and return exit code 0."""
+    print_text((HELP / f"{verb}.txt").read_text(encoding="utf-8"))
+    return 0
+
+
+def print_full_help() -> int:
+    """Print the help of all verbs, keys, groups and flags; return exit code 0.
+
+    If ./conf cannot be read, its options are left out: help always works.
+    """
+    from textwrap import fill
+
+    from launcher.config.words import Sources, find_shipped, find_sources, make_parser
+
+    try:
+        sources = find_sources(None, None, None)
+    except UsageError:
+        sources = Sources((find_shipped(),))
+    groups = []
+    for group in sources.list_groups():
+        options = ", ".join(sources.list_options(group))
+        groups.append(fill(options, WIDTH, initial_indent=f"  {group:<14}  ", subsequent_indent=" " * 18))
+    parts = {
+        "{groups}": groups,
+        "{flags}": [f"  {', '.join(one.option_strings):<25}  {one.help}" for one in make_parser()._actions],
+    }
+    text = (HELP / "all.txt").read_text(encoding="utf-8")
+    for name, lines in parts.items():
+        text = text.replace(name, "\n".join(lines))
+    print_text(text)
+    return 0
+
+
+# The words of a command line
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command line's parts."""
+
+    verb: str
+    words: tuple[str, ...]
+    """Overrides and Hydra's flags."""
+    names: tuple[str, ...]
+    """Runs, jobs and nodes, for the verbs that take them; what `tune` is to tune."""
+    program: tuple[str, ...] | None
+    """The program and its arguments; None if there is none."""
+
+
+def parse_command(argv: Sequence[str]) -> Command:
+    """Split a command line into verb, overrides and program; raises UsageError for an empty program."""
+    words = list(argv)
+    name = words.pop(0) if words and words[0] in VERBS else "run"
+    verb = find_verb(name)
+    names: list[str] = []
+    if verb.subjects and words and words[0].isalpha():
+        names = [words.pop(0)]
+    if verb.takes_names:
+        words = ["follow=true" if word in FOLLOW else word for word in words]
+    groups = list(group_words(words, has_program=not verb.takes_names))
+    size = sum(map(len, groups))
+    words, tail = words[:size], tuple(words[size:])
+    program = tail[tail[0] == "--" :] if tail else None
+    if program == ():
+        raise UsageError("nothing stands after `--`: give a program, as in `launch -- ./train --lr 3e-4`")
+    alone = [group[0] for group in groups if len(group) == 1]
+    if verb.takes_names:
+        names = [word for word in alone if "=" not in word and not word.startswith(("-", "~"))]
+        words = [word for group in groups for word in group if len(group) == 2 or word not in names]
+    else:
+        _check_verbs(name, alone)
+    return Command(name, tuple(words), tuple(names), program)
+
+
+def group_words(argv: Sequence[str], *, has_program: bool = True) -> Iterator[tuple[str, ...]]:
+    """Give the words before the program: an option together with its value, any other word alone.
+
+    Without a program, `--` ends them.
+    """
+    at = 0
+    while at < len(argv) and not (_begins_program(argv[at : at + 2]) if has_program else argv[at] == "--"):
+        size = 2 if _takes_value(argv[at : at + 3]) else 1
+        yield tuple(argv[at : at + size])
+        at += size
+
+
+def _begins_program(words: Sequence[str]) -> bool:
+    """Tell whether a program begins with the first of these words, which is no value of an option.
+
+    A program begins with `--`, with `-m` before the name of a module (before anything else `-m` is Hydra's
+    --multirun), or with a word that is a file or ends in .py. An override or a verb is no program, even if
+    there is a file of that name.
+    """
+    word, *after = words
+    if word == "-m":
+        module = after[0] if after else ""
+        return bool(MODULE.fullmatch(module)) and module not in VERBS and not _is_script(module)
+    if word == "--":
+        return True
+    if word.startswith(("-", "~")) or "=" in word or word in VERBS:
+        return False
+    return _is_script(word)
+
+
+def _is_script(word: str) -> bool:
+    """Tell whether a word names a program by itself: it ends in .py, or is a file."""
+    try:
+        return word.endswith(".py") or Path(word).is_file()
+    except (OSError, ValueError):  # too long for a name
+        return False
+
+
+def _takes_value(words: Sequence[str]) -> bool:
+    """Tell whether the second of these words is the value of the first, an option."""
+    option, *after = words
+    if not option.startswith("-") or "=" in option or not after or after[0] == "--":
+        return False
+    from launcher.config.words import takes_flag_value
+
+    if (is_value := takes_flag_value(option, after[0])) is not None:
+        return is_value
+    return not after[0].startswith("-") and "=" not in after[0] and not _begins_program(after)
+
+
+def _check_verbs(verb: str, words: Sequence[str]) -> None:
+    """Raise UsageError for a verb that does not stand first, and for a first word that is nearly one."""
+    if late := next((word for word in words if word in VERBS), None):
+        raise UsageError(
+            f"{late} is a verb, which stands first and alone: launch {late} KEY=VALUE … (a program:"
+            f" `launch -- {late}`)"
+        )
+    if verb not in VERBS and words and words[0].isalpha():
+        import difflib
+
+        near = difflib.get_close_matches(words[0].lower(), VERBS, n=1, cutoff=0.8)
+        if near:
+            raise UsageError(f"there is no verb {words[0]!r}: did you mean {near[0]}?")
+
+
+def check_words(command: Command) -> None:
+    """Raise UsageError for the words before the program that are neither settings nor flags.
+
+    All names of other tools are told of at once, with ours.
+    """
+    problems: list[str] = []
+    for group in group_words(command.words):
+        word = group[0]
+        if word.startswith("-") and word != "-":
+            problems.append(_explain_option(group))
+        elif "=" in word or word.startswith("~") or not word:
+            problems.append(_explain_key(word, command.words))
+        elif not any(problems):
+            wrong = f"{word!r} is not KEY=VALUE, and"
+            if find_verb(command.verb).takes == "program":
+                problems.append(f"{wrong} no file here: to run it as a program, put `--` before it")
+            else:
+                problems.append(f"{wrong} `launch {command.verb}` takes nothing else")
+            break
+    if any(problems):
+        raise UsageError("; ".join(filter(None, problems)))
+
+
+def _explain_key(word: str, words: Sequence[str]) -> str:
+    """Say what another tool's key is here; empty for others, and for a group of the user's of that name."""
+    from launcher.config.words import explain_foreign, find_flag_sources, read_key
+
+    key, value = read_key(word), word.partition("=")[2]
+    if key == "devices" and re.match(r"[\d,]+$|GPU-|MIG-", value):
+        return f"{word} names GPUs, and devices is all, own or spread: write env.CUDA_VISIBLE_DEVICES={value}"
+    explained = "" if key in _list_own_keys() else explain_foreign(key)
+    if not explained or find_flag_sources(words).has_group(key):
+        return ""
+    return f"{_mask([word])} {explained}"
+
+
+def _explain_option(group: Sequence[str]) -> str:
+    """Say what to write instead of an option that is not ours, else nothing."""
+    import difflib
+
+    from launcher.config.words import explain_option, make_parser, takes_flag_value
+
+    option, _, value = group[0].partition("=")
+    if takes_flag_value(option, "") is not None:
+        return ""
+    name = option.lstrip("-").replace("-", "_")
+    if explained := explain_option(option):
+        return f"{_mask(group)} {explained}"
+    if name.partition(".")[0] in _list_own_keys():
+        value = group[1] if len(group) == 2 else value
+        return f"{_mask(group)} is a setting, and these are written KEY=VALUE: write {name}={value or '…'}"
+    if near := difflib.get_close_matches(option, make_parser()._option_string_actions, n=1, cutoff=0.7):
+        return f"there is no option {option}: did you mean {near[0]}?"
+    return f"there is no option {option}: a program's options stand after the program"
+
+
+def _mask(words: Sequence[str]) -> str:
+    from launcher.runs.secrets import mask_words
+
+    return " ".join(mask_words(list(words)))
+
+
+def _list_own_keys() -> set[str]:
+    """Return the keys at the top of the configuration."""
+    from launcher.config.settings import Settings
+
+    return {field.name for field in fields(Settings)}

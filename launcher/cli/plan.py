@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from launcher.cli.job_warnings import settle_allocator, unset_settings, warn_overruled
-from launcher.cli.verbs import Call, print_json
+from launcher.cli.main import Call, print_json
 from launcher.config.program import render_program
 from launcher.config.start import plan_node, read_machine
 from launcher.config.words import quote_value
@@ -53,8 +53,8 @@ def show_plan(call: Call) -> int:
             found = {**found, "fit": fit_to_json(fit)}
         print_json(found)
         return 0
-    from launcher.report.console import make_console
     from launcher.report.placement import print_placement
+    from launcher.report.tables import make_console
 
     if fit and not call.program and not any(key.partition(".")[0] in ("model", "program") for key in given):
         logger.info(
@@ -107,8 +107,8 @@ def show_topo(call: Call) -> int:
     if config.format == "json":
         sys.stdout.write(snapshot)
     elif save is None and image is None:
-        from launcher.report.console import make_console
         from launcher.report.machine import print_topology
+        from launcher.report.tables import make_console
 
         print_topology(make_console(stderr=False), machine, explain=config.explain)
     return 0

@@ -1,15 +1,15 @@
-"""`launch` without a verb: runs a program where the configuration says."""
+"""`launch` without a verb: runs a program where the configuration says, or the jobs of a sweep."""
 
 import difflib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.early_start import EarlyStart
 from launcher.cli.job_warnings import (
     name_files,
     settle_allocator,
@@ -19,8 +19,8 @@ from launcher.cli.job_warnings import (
     warn_unused,
     warn_visible,
 )
-from launcher.cli.verbs import Call
-from launcher.config.compose import Composed, read_values, resolve
+from launcher.cli.main import Call
+from launcher.config.compose import Composed, compose, read_values, resolve
 from launcher.config.program import (
     BUNDLED,
     clear_sections,
@@ -31,23 +31,33 @@ from launcher.config.program import (
     read_env_files,
 )
 from launcher.config.rules import Context, check, check_placed
-from launcher.config.run_path import RunPath, choose_run_path, find_changes, read_config_value, render_config
+from launcher.config.run_path import (
+    RunPath,
+    choose_run_path,
+    find_changes,
+    read_config_value,
+    render_config,
+    use_sweep_folder,
+)
 from launcher.config.settings import Settings
 from launcher.config.start import check_command, choose_agent, choose_cluster
 from launcher.errors import LaunchError, UsageError
 from launcher.launch.job import Job, JobSpec, render_start
-from launcher.launch.warm.read_ahead import reading_ahead
+from launcher.launch.signals import STOPPING
 from launcher.plan.model import plan_to_json
 from launcher.protocol import name_host
-from launcher.runs.records import keep_prediction
 from launcher.runs.run_directory import RunIdTakenError
-from launcher.runs.run_status import MOST_NEAR, list_runs
+from launcher.runs.secrets import mask_words
 from launcher.text import join_words, name_some, print_text
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from launcher.cli.early_start import EarlyStart
+    from launcher.cli.main import Command
+    from launcher.config.sweep import Multirun
     from launcher.config.training import FitJob
+    from launcher.config.words import Flags
     from launcher.plan.model import Plan
     from launcher.report.viewer import OutputViewer
     from launcher.runs.run_directory import RunDir
@@ -58,21 +68,19 @@ MAX_CHANGES = 12
 
 def run_job(call: Call) -> int:
     """Run a program where the configuration says, and return the exit code; raises LaunchError."""
-    early = call.early or EarlyStart()
-    return try_again(lambda: _start_job(call, early))
+    return try_again(lambda: _start_job(call))
 
 
-def _start_job(call: Call, early: EarlyStart) -> int:
-    """Run a program once; raises LaunchError, or RunIdTakenError before anything is started.
-
-    `early` may have a process from which the ranks can be forked.
-    """
-    composed, argv = call.composition, call.argv
+def _start_job(call: Call) -> int:
+    """Run a program once; raises LaunchError, or RunIdTakenError before anything is started."""
+    composed, argv, early = call.composition, call.argv, call.early
     run_path = choose_run_path(composed, call.program, submits=is_for_slurm(composed))
     spec = specify_job(composed, call.program, run_path, os.environ)
     check_resume(spec)
     start, kind = spec.config.start, spec.cluster.kind
-    if kind in ("slurm", "allocation"):
+    if early is None:
+        pass
+    elif kind in ("slurm", "allocation"):
         early.close()
     elif spec.agent.kind != "direct" or start.warm == "off" or start.preload:
         early.drop_warm()  # it has imported torch and nothing else, and nobody forks from it
@@ -86,14 +94,18 @@ def _start_job(call: Call, early: EarlyStart) -> int:
 
         return run_allocation(spec, argv)
     if spec.config.dry_run:
-        from launcher.report.console import make_console
         from launcher.report.placement import print_placement
+        from launcher.report.tables import make_console
 
         _, job = settle_fit(spec, plan_job(spec))
         print_placement(make_console(), job.plan, explain=job.config.explain)
         logger.info(f"{_describe_agent(job)}:")
         print_text(join_words(render_start(job, "RUN_ID")) + "\n")
         return 0
+    from launcher.cli.early_start import EarlyStart
+    from launcher.launch.warm.read_ahead import reading_ahead
+
+    early = early or EarlyStart()
     program_argv = find_program(spec.program, spec.config, spec.environ)
     if early.argv != program_argv or start.read_ahead == "off":
         early.drop_reader()
@@ -199,7 +211,7 @@ def specify_job(
 
 
 def _check_earlier(path: Path, runs_dir: Path) -> None:
-    """Raise UsageError if a directory is no run's, with the paths of near runs, or of the newest."""
+    """Raise UsageError if a directory is no run's, with the paths of near runs."""
     try:
         if any(entry.name.startswith("manifest") for entry in path.iterdir()):
             return
@@ -207,11 +219,12 @@ def _check_earlier(path: Path, runs_dir: Path) -> None:
         pass
     except OSError:  # of which the opening tells
         return
+    from launcher.runs.run_status import MOST_NEAR, list_runs
+
     shown = os.path.relpath(path)
     known = [os.path.relpath(path) for path in islice(list_runs(runs_dir), MOST_NEAR)]
-    hint = f", the newest is {known[0]}" if known else ""
-    if near := difflib.get_close_matches(shown, known, n=3, cutoff=0.6):
-        hint = f": did you mean {' or '.join(near)}?"
+    near = difflib.get_close_matches(shown, known, n=3, cutoff=0.6) or known[:1]
+    hint = f", did you mean {' or '.join(near)}?" if near else ""
     raise UsageError(f"run_dir={shown}: there is no run{hint}; new_run_dir={shown} makes a new one")
 
 
@@ -282,7 +295,7 @@ def settle_fit(spec: JobSpec, job: Job, *, judges: bool = True) -> tuple[JobSpec
 
 
 def _execute_here(
-    spec: JobSpec, job: Job, argv: Sequence[str], helpers: Sequence[int], early: EarlyStart
+    spec: JobSpec, job: Job, argv: Sequence[str], helpers: Sequence[int], early: "EarlyStart"
 ) -> int:
     """Run a planned job on this machine to its end, and return the exit code; raises LaunchError.
 
@@ -290,6 +303,7 @@ def _execute_here(
     """
     from launcher.launch import local_run
     from launcher.probe.limits import count_oom_kills
+    from launcher.runs.records import keep_prediction
 
     run, manifest = local_run.prepare_run(spec, argv, [job.host])
     local_run.write_plan(spec, run, job.host, plan_to_json(job.plan))
@@ -358,3 +372,97 @@ def _make_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
         notice=STARTING if job.config.logs.console != "none" and job.cluster.max_nodes == 1 else "",
     )
     return OutputViewer(run, Follower(measure_logs(run.path)), options)
+
+
+# Sweeps
+
+
+def run_sweep(flags: "Flags", command: "Command", argv: Sequence[str]) -> int:
+    """Run the jobs of a sweep; return the first exit code that is not 0."""
+    from launcher.cli.main import add_pet, call_composed
+    from launcher.config.sweep import expand_sweep, read_multirun
+
+    multirun = read_multirun(flags.sources, add_pet(flags.overrides, os.environ))
+    if multirun.sweeper != "basic":
+        return run_plugin(multirun, command, argv)
+    jobs = expand_sweep(multirun)
+    # A mistake in the last job shows before the first runs.
+    composed = [compose(multirun.sources, overrides, number) for number, overrides in enumerate(jobs)]
+    folder = multirun.sweep_dir
+    for number, each in enumerate(composed if folder and command.verb == "run" else ()):
+        use_sweep_folder(each.tree, f"{folder}/{number}")
+    if command.verb == "run" and all(map(is_for_slurm, composed)):
+        return try_again(lambda: submit_all(specify_all(composed, command), composed, argv))
+    first = 0
+    for number, (each, overrides) in enumerate(zip(composed, jobs, strict=True), 1):
+        logger.info(f"job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}")
+        status = call_composed(each, command, argv)
+        first = first or status
+        if status - 128 in STOPPING:
+            break
+    return first
+
+
+def specify_all(composed: Sequence[Composed], command: "Command") -> list[JobSpec]:
+    """Resolve and check the jobs of an array, each with a run directory of its own; raises LaunchError."""
+    specs: list[JobSpec] = []
+    for each in composed:
+        taken = {spec.run_path for spec in specs}
+        run_path = choose_run_path(each, command.program, submits=True, taken=taken)
+        specs.append(specify_job(each, command.program, run_path, os.environ))
+    return specs
+
+
+def submit_all(specs: Sequence[JobSpec], composed: Sequence[Composed], argv: Sequence[str]) -> int:
+    """Submit jobs, several as one array."""
+    from launcher.slurm.submission import submit_jobs
+
+    for spec in specs:
+        check_resume(spec)
+    name_files(list(dict.fromkeys(name for each in composed for name in each.own_files)))
+    return submit_jobs(specs, argv)
+
+
+def run_plugin(multirun: "Multirun", command: "Command", argv: Sequence[str]) -> int:
+    """Run the trials that a plugin of Hydra's asks for; raises LaunchError.
+
+    It says first which files the sweep is from.
+    """
+    from launcher.config.sweep import run_trials
+    from launcher.runs.progress import read_objective
+
+    sweeper = f"hydra/sweeper={multirun.sweeper}"
+    what = f"{sweeper} chooses trials by the results of runs"
+    if command.verb != "run":
+        raise UsageError(f"{what}: leave it out for `launch {command.verb}`")
+    if multirun.tree is not None and multirun.tree.dry_run:
+        raise UsageError(f"{what}, and dry_run=true starts none: leave one of them out")
+    name_files(multirun.own_files)
+    return run_trials(multirun, lambda batch: run_batch(batch, command, argv), read_objective)
+
+
+def run_batch(batch: Sequence[Composed], command: "Command", argv: Sequence[str]) -> Iterator[int]:
+    """Run trials to their ends, on a cluster all of them at the same time, and give their exit codes.
+
+    The process exits if the user stops a trial or leaves it to the queue.
+    """
+    from launcher.cli.main import call_composed
+    from launcher.runs.manifest import CLOSED, read_manifest, take_dict
+
+    if not all(map(is_for_slurm, batch)):
+        for each in batch:
+            code = call_composed(each, command, argv)
+            if code - 128 in STOPPING:
+                sys.exit(code)
+            yield code
+        return
+    for each in batch:
+        each.tree.follow = True
+    specs = specify_all(batch, command)
+    status = submit_all(specs, batch, argv)
+    for spec in specs:
+        outcome = take_dict(read_manifest(spec.run_path), "outcome")
+        if outcome.get("state") not in CLOSED:
+            logger.info(f"the sweep stops here, since {spec.run_path} has not ended")
+            sys.exit(status)
+        yield int(outcome.get("exit_code") or 0)

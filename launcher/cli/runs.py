@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from launcher.cli.verbs import Call, print_json
+from launcher.cli.main import Call, print_json
 from launcher.config.settings import Settings
 from launcher.errors import EXIT_MACHINE, MachineError, SchedulerError, UsageError
 from launcher.files import read_file
@@ -124,8 +124,7 @@ def show_status(call: Call) -> int:
     if not runs:
         print_text(f"no run below runs_dir={config.runs_dir} yet\n")
         return 0
-    from launcher.report.console import make_console
-    from launcher.report.tables import print_details, print_runs
+    from launcher.report.tables import make_console, print_details, print_runs
 
     console = make_console(stderr=False)
     for at, run in enumerate(runs):
@@ -201,8 +200,7 @@ def show_nodes(call: Call) -> int:
     if not nodes:
         print_text(f"no run below runs_dir={config.runs_dir} yet\n")
         return 0
-    from launcher.report.console import make_console
-    from launcher.report.tables import print_nodes
+    from launcher.report.tables import make_console, print_nodes
 
     shown = nodes if call.names else nodes[:MOST_NODES]
     print_nodes(make_console(stderr=False), shown, detailed=bool(call.names))

@@ -16,9 +16,9 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from launcher.cli.job_warnings import name_files, unset_settings
+from launcher.cli.main import Call, print_json
 from launcher.cli.plan import check_target, explain, write_file
 from launcher.cli.run import plan_job, settle_fit, specify_job, try_again
-from launcher.cli.verbs import Call, print_json
 from launcher.config.compose import Composed, read_values, resolve
 from launcher.config.program import fill_env
 from launcher.config.run_path import choose_run_path, render_config
@@ -32,7 +32,7 @@ from launcher.launch.supervisor import Supervisor
 from launcher.plan.model import plan_to_json
 from launcher.probe.limits import count_oom_kills, find_usable_memory, is_memory_low
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
-from launcher.report.console import show_spinner
+from launcher.report.tables import show_spinner
 from launcher.runs.manifest import stamp_time, write_manifest
 from launcher.runs.progress import Progress
 from launcher.runs.rank_logs import read_tail

@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.cli.main import Call, print_json
 from launcher.cli.plan import check_target, explain, write_file
 from launcher.cli.runs import choose_one
-from launcher.cli.verbs import Call, print_json
 from launcher.codec import load
 from launcher.config.run_path import read_config_value
 from launcher.errors import MachineError, UsageError
@@ -57,7 +57,7 @@ def show_watch(call: Call) -> int:
         facts = {name: asdict(value) if value else None for name, value in known.items()}
         print_json({"schema": SCHEMA, "run": asdict(run), **facts, "nodes": nodes})
         return 0
-    from launcher.report.console import make_console
+    from launcher.report.tables import make_console
     from launcher.report.watch import print_once
 
     # The screen is drawn on stderr, and its keys are read from stdin.

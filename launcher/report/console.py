@@ -1,13 +1,11 @@
 """What people see while a job runs: the ranks' output with its origin, a progress bar, our own messages."""
 
-import errno
 import math
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -15,6 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from launcher.report.tables import make_console
 from launcher.report.viewer import Stream, ViewOptions, open_stream
 from launcher.runs.progress import Progress as Step
 from launcher.runs.progress import ProgressReader
@@ -190,29 +189,6 @@ class StepBar:
         while len(metrics) > 1 and len("  ".join(metrics)) > room:
             metrics.pop()
         return f"{head}{'  '.join(metrics)[:room]:{room}} {left:>{TIME_WIDTH}}"[:width]
-
-
-class PipeAwareConsole(Console):
-    """A console that raises BrokenPipeError when its reader has left, while rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        """Called by rich in place of the error."""
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-
-def make_console(*, stderr: bool = True) -> Console:
-    """Return a console; if it is no terminal, one so wide that tables do not wrap."""
-    console = PipeAwareConsole(stderr=stderr, highlight=False)
-    return console if console.is_terminal else PipeAwareConsole(stderr=stderr, highlight=False, width=160)
-
-
-@contextmanager
-def show_spinner(text: str) -> Iterator[None]:
-    """Show what goes on, on a terminal alone."""
-    console = make_console()
-    spinner = "dots" if console.encoding.startswith("utf") else "line"
-    with console.status(Text(text), spinner=spinner) if console.is_terminal else nullcontext():
-        yield
 
 
 @dataclass(slots=True)

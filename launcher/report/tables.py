@@ -1,8 +1,11 @@
-"""Tables on a terminal: columns that give way to its width, short figures, and those of runs and nodes."""
+"""Consoles and tables: columns that give way to its width, short figures, and those of runs and nodes."""
 
+import errno
+import os
 import shlex
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -41,6 +44,29 @@ _TROUBLE_COLOURS = {
     "hang": "red",
     **dict.fromkeys(("slow", "warning"), "yellow"),
 }
+
+
+class PipeAwareConsole(Console):
+    """A console that raises BrokenPipeError when its reader has left, while rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich in place of the error."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def make_console(*, stderr: bool = True) -> Console:
+    """Return a console; if it is no terminal, one so wide that tables do not wrap."""
+    console = PipeAwareConsole(stderr=stderr, highlight=False)
+    return console if console.is_terminal else PipeAwareConsole(stderr=stderr, highlight=False, width=160)
+
+
+@contextmanager
+def show_spinner(text: str) -> Iterator[None]:
+    """Show what goes on, on a terminal alone."""
+    console = make_console()
+    spinner = "dots" if console.encoding.startswith("utf") else "line"
+    with console.status(Text(text), spinner=spinner) if console.is_terminal else nullcontext():
+        yield
 
 
 def make_table(

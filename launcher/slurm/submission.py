@@ -124,8 +124,8 @@ def _preview_submission(
 
 def _show_plan(plan: "Plan", spec: JobSpec) -> None:
     """Show a node's plan on stderr."""
-    from launcher.report.console import make_console
     from launcher.report.placement import print_placement
+    from launcher.report.tables import make_console
 
     print_placement(make_console(), plan, explain=spec.config.explain)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.cli.verbs import parse_command
+from launcher.cli.main import parse_command
 from launcher.errors import UsageError
-from tests.cli.make_runs import make_run
+from tests.cli.make_runs import make_run, make_watched_run
 from tests.data_files import DATA
 from tests.golden.outputs import path_of
-from tests.seam import Launch, Result
+from tests.seam import Launch, Result, list_loaded
 
 VERBS: list[str] = json.loads(path_of("help").read_text())["verbs"]
 CONF = Path(__file__).parents[2] / "conf"
@@ -124,3 +124,12 @@ def test_every_example_of_the_help_runs(launch: Launch, files: Path) -> None:
             result = launch(*started)
             assert result.code == 0 or verb == "doctor", (example, result.err)
             assert "launch: error:" not in result.err, result.err
+
+
+def test_few_modules_are_loaded(here: Path) -> None:
+    """Each costs a start some milliseconds; what starts processes early is for runs alone."""
+    make_watched_run(here / "runs")
+    for words, most in ((["status"], 35), (["dry_run=true"], 50)):
+        ours = {name for name in list_loaded(words, here) if name.startswith("launcher.")}
+        assert "launcher.cli.main" in ours and "launcher.cli.early_start" not in ours
+        assert len(ours) <= most, sorted(ours)

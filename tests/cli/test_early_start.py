@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.early_start import find_early_program
-from launcher.cli.verbs import parse_command
+from launcher.cli.main import parse_command
 from tests.seam import LAUNCH, clean_environ, run_outside, wait_for
 
 EARLY: tuple[Sequence[str], ...] = (
@@ -23,8 +23,6 @@ EARLY: tuple[Sequence[str], ...] = (
 )
 """Command lines that name a program whose ranks may be forked."""
 OTHERS: tuple[Sequence[str], ...] = (
-    ("plan", "x.py"),
-    ("dry_run=true", "x.py"),
     ("program=other",),
     ("--cfg", "job"),
     ("-cd", "elsewhere", "x.py"),

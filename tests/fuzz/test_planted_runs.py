@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from launcher.cli.verbs import Call, call_verb
+from launcher.cli.main import Call, call_verb
 from launcher.config.settings import Settings
 from launcher.errors import LaunchError
 from launcher.files import open_append, open_below
