@@ -133,7 +133,6 @@ class DirectAgent:
 
     def begin(self) -> None:
         """Start the ranks, if the node's part is to begin at once; raises OSError."""
-        close_on_exec()
         self.environ = {
             **self.environ,
             "TORCHELASTIC_MAX_RESTARTS": str(choose_restarts(self.job.config, self.job.environ) or 0),
@@ -413,8 +412,11 @@ def spawn_rank(argv: Sequence[str], environ: Mapping[str, str], streams: Sequenc
 
     It ends with this process. Signals that `launch` passes on would end the shim: they are blocked until it
     has the program's own dispositions. Those that end a job are as torchrun's ranks have them: not ignored,
-    even with nohup.
+    even with nohup. Descriptors beyond stderr that this process was started with are not for them.
     """
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names are what is wanted
+        with contextlib.suppress(OSError):
+            os.set_inheritable(int(name), int(name) <= 2)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     return os.posix_spawn(
         sys.executable,
@@ -425,14 +427,6 @@ def spawn_rank(argv: Sequence[str], environ: Mapping[str, str], streams: Sequenc
         setsigmask=(*mask, *FORWARDED),
         setsigdef=(*STOPPING, signal.SIGPIPE),
     )
-
-
-def close_on_exec() -> None:
-    """Keep descriptors beyond stderr that this process was started with from its children."""
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names are what is wanted
-        if int(name) > 2:
-            with contextlib.suppress(OSError):
-                os.set_inheritable(int(name), False)
 
 
 def reap(pid: int) -> None:

@@ -70,6 +70,36 @@ class Identity:
                 )
                 return
 
+    def list_variables(self, environ: dict[str, str]) -> tuple[dict[str, str], str]:
+        """Return torchrun's variables for a task of srun's that nothing has made a rank, or why it gets none.
+
+        They are those that torch.distributed reads: by TORCHELASTIC_RUN_ID, frameworks would take another way
+        than under srun. MASTER_ADDR is the step's first node, which has rank 0. MASTER_PORT differs between
+        jobs and steps that may share a node, as long as there are ports.
+        """
+        ranks, nodes = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_STEP_NUM_NODES", "")
+        size = self.local_world_size
+        if "RANK" in environ or self.family != SRUN_LOCAL_RANK:
+            return {}, ""
+        if not is_number(ranks) or not is_number(nodes) or not size:
+            return {}, ""
+        visible = [entry for entry in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
+        if 0 < len(visible) < size:
+            return {}, HIDDEN_GPUS if self.local_rank == 0 else ""
+        rank, port_range = str(self.rank), MAX_PORT - MIN_PORT + 1
+        salt = read_number(environ, "SLURM_JOB_ID") * 7919 + read_number(environ, "SLURM_STEP_ID") * 101
+        host = find_first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+        kept = ("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        variables = {
+            **{"MASTER_ADDR": host, "MASTER_PORT": str(MIN_PORT + salt % port_range)},
+            **{"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "ROLE_NAME": "default"},
+            **{"RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": ranks, "ROLE_WORLD_SIZE": ranks},
+            **{"LOCAL_RANK": str(self.local_rank), "LOCAL_WORLD_SIZE": str(size)},
+            **{"GROUP_RANK": environ.get("SLURM_NODEID", "0"), "GROUP_WORLD_SIZE": nodes},
+        }
+        own = {name: environ[name] for name in kept if environ.get(name)}
+        return {name: value for name, value in {**variables, **own}.items() if value}, ""
+
 
 def is_number(text: str) -> bool:
     """Tell whether a variable holds a plain number, of no more digits than a count of ranks has."""
@@ -112,38 +142,6 @@ def _read_size(environ: dict[str, str], name: str) -> int | None:
         sizes += [int(size)] * int(count)
     node = read_number(environ, "SLURM_NODEID") if len(sizes) > 1 else 0
     return sizes[node] if node < len(sizes) else None
-
-
-def make_rank_variables(identity: Identity, environ: dict[str, str]) -> tuple[dict[str, str], str]:
-    """Return torchrun's variables for a task of srun's that nothing has made a rank, and a notice if it gets
-    none.
-
-    They are those that torch.distributed reads: by TORCHELASTIC_RUN_ID, frameworks would take another way
-    than under srun. MASTER_ADDR is the step's first node, which has rank 0. MASTER_PORT differs between jobs
-    and steps that may share a node, as long as there are ports.
-    """
-    ranks, nodes = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_STEP_NUM_NODES", "")
-    size = identity.local_world_size
-    if "RANK" in environ or identity.family != SRUN_LOCAL_RANK:
-        return {}, ""
-    if not is_number(ranks) or not is_number(nodes) or not size:
-        return {}, ""
-    visible = [entry for entry in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
-    if 0 < len(visible) < size:
-        return {}, HIDDEN_GPUS if identity.local_rank == 0 else ""
-    rank, port_range = str(identity.rank), MAX_PORT - MIN_PORT + 1
-    salt = read_number(environ, "SLURM_JOB_ID") * 7919 + read_number(environ, "SLURM_STEP_ID") * 101
-    host = find_first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
-    kept = ("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-    variables = {
-        **{"MASTER_ADDR": host, "MASTER_PORT": str(MIN_PORT + salt % port_range)},
-        **{"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "ROLE_NAME": "default"},
-        **{"RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": ranks, "ROLE_WORLD_SIZE": ranks},
-        **{"LOCAL_RANK": str(identity.local_rank), "LOCAL_WORLD_SIZE": str(size)},
-        **{"GROUP_RANK": environ.get("SLURM_NODEID", "0"), "GROUP_WORLD_SIZE": nodes},
-    }
-    own = {name: environ[name] for name in kept if environ.get(name)}
-    return {name: value for name, value in {**variables, **own}.items() if value}, ""
 
 
 def find_first_host(text: str) -> str:

@@ -16,7 +16,6 @@ from launcher.rank.entry import (
     dump_json,
     find_entry,
     is_number,
-    make_rank_variables,
     read_number,
 )
 
@@ -72,7 +71,7 @@ def prepare_rank(argv: list[str], environ: dict[str, str]) -> tuple[list[str], i
     if protocol.LAUNCH_RANK_PLAN in environ:
         hook.leave_outer_rank(environ)
     identity = Identity(environ)
-    rank_variables, notice = make_rank_variables(identity, environ)
+    rank_variables, notice = identity.list_variables(environ)
     if notice:
         print_notice(notice)
     is_launched = bool(environ.get(protocol.LAUNCH_RECORD_DIR))

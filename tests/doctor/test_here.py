@@ -11,7 +11,7 @@ import pytest
 from launcher.doctor.machine import judge_run_records
 from launcher.runs.records import find_last_run, read_run
 from tests.doctor.healthy import pick, read_cases
-from tests.rank.seccomp_filter import KNOWN, forbid
+from tests.rank.start_shim import KNOWN, forbid
 from tests.seam import Launch, drop_powers, run_outside, start, write_program
 
 RANKS = min(2, len(os.sched_getaffinity(0)))

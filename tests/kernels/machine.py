@@ -91,7 +91,7 @@ def pack_programs(target: Path, stage: Path) -> Path:
     shutil.copytree(Path(launcher.__file__).parent, stage / "lab/launcher", ignore=ignore)
     shutil.copytree(Path(__file__).parent / "guest", stage / "lab/guest", ignore=ignore)
     (stage / "lab/tests/rank").mkdir(parents=True)
-    shutil.copy(Path(__file__).parents[1] / "rank/seccomp_filter.py", stage / "lab/tests/rank")
+    shutil.copy(Path(__file__).parents[1] / "rank/start_shim.py", stage / "lab/tests/rank")
     init = stage / "init"
     init.write_text(INIT.format(program=INTERPRETER))
     init.chmod(0o755)

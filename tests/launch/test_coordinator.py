@@ -6,17 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.launch.coordinator import (
-    LOSS_PATIENCE,
-    PORT_TRIALS,
-    Coordinator,
-    GroupStart,
-    JobEnd,
-    Order,
-)
+from launcher.launch.coordinator import Coordinator, GroupStart, JobEnd
 from tests.data_files import read_cases
 
 Event = tuple[str, str, int]
+Order = GroupStart | JobEnd
 
 
 def make(hosts: str = "a b", nodes: int = 2, restarts: int = 0) -> Coordinator:
@@ -47,7 +41,7 @@ def test_ranks_that_wait_for_lost_ones_have_less_time() -> None:
     coordinator = make("a b c", 2, 9)
     events = (("ready", "a"), ("ready", "b"), ("ready", "c"), ("lost", "b"))
     found = [tell(coordinator, (kind, host, 2)) for kind, host in events]
-    assert [one.patience for one in found if isinstance(one, GroupStart)] == [None, LOSS_PATIENCE]
+    assert [one.patience for one in found if isinstance(one, GroupStart)] == [None, 10.0]
     again = tell(coordinator, ("failed", "a", 1))
     assert isinstance(again, GroupStart) and again.patience is None
 
@@ -78,10 +72,10 @@ def test_spare_nodes_are_those_that_are_ready_and_take_no_part() -> None:
 
 def test_ports_that_are_taken_again_and_again_end_the_job() -> None:
     coordinator = make()
-    events = [READY, *(f"taken a {number}" for number in range(PORT_TRIALS + 1))]
+    events = [READY, *(f"taken a {number}" for number in range(6))]
     orders = run(coordinator, ", ".join(events))
     assert list(map(show, orders)) == [
-        *(f"{number} on a:2 b:2" for number in range(PORT_TRIALS + 1)),
+        *(f"{number} on a:2 b:2" for number in range(6)),
         "FAILED",
     ]
     ports = [order.master_port for order in orders if isinstance(order, GroupStart)]

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.launch.ending import NodeEnd, describe_exit, judge_end
 from launcher.launch.processes import Death, RankProcess
-from tests.seam import LAUNCH, Launch, run_to_end, start, wait_for, write_program
+from tests.seam import LAUNCH, Launch, Started, run_to_end, start, wait_for, write_program
 
 HOST = socket.gethostname()
 PROGRAM = """
@@ -37,9 +37,7 @@ while not os.path.exists("stop"):
 """
 DEEDS = {
     'raise ValueError("no such layer: 33")': (1, "exited with code 1", "ValueError: no such layer: 33"),
-    "sys.exit(3)": (3, "exited with code 3", "rank 1 at work"),
     "os.kill(0, signal.SIGKILL)": (137, "SIGKILL (signal 9), probably out of memory", "rank 1 at work"),
-    "os.abort()": (134, "SIGABRT (signal 6)", "rank 1 at work"),
 }
 
 
@@ -256,12 +254,11 @@ def test_a_rank_that_ends_with_0_while_others_go_on_is_the_first_event(tmp_path:
     assert str(run_status(tmp_path)["reason"]).startswith(f"{told}; rank ")
 
 
-@pytest.mark.parametrize("code", [0, 9])
-def test_ranks_that_end_one_after_the_other_at_the_last_step_are_no_event(tmp_path: Path, code: int) -> None:
-    with start(tmp_path, "nproc_per_node=2", "--", write_program(tmp_path, LATE), str(code)) as started:
-        assert started.wait() == code
+def test_ranks_that_end_one_after_the_other_at_the_last_step_are_no_event(tmp_path: Path) -> None:
+    with start(tmp_path, "nproc_per_node=2", "--", write_program(tmp_path, LATE), "9") as started:
+        assert started.wait() == 9
     assert "ended with 0" not in started.read()
-    assert ("rank 0 on" in started.read()) == ("failed first" in started.read()) == bool(code)
+    assert "rank 0 on" in started.read() and "failed first" in started.read()
 
 
 def test_a_program_that_asks_for_another_start(tmp_path: Path) -> None:
@@ -307,6 +304,93 @@ def test_a_launch_that_was_killed_is_not_running(tmp_path: Path) -> None:
         shown = run_status(tmp_path)
         assert shown["state"] == "lost" and "is gone, and left no word" in str(shown["reason"])
         wait_for(lambda: not started.survivors(), "the ranks' end")
+
+
+DIRECT = ("agent=direct", "start.warm=off", "nproc_per_node=2", "watch.enabled=false", "logs.console=none")
+FLAKY = """
+import os, sys, time
+print(os.environ["MASTER_PORT"], flush=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sys.exit(3) if os.environ["RANK"] == "1" else time.sleep(300)
+"""
+
+
+def test_all_ranks_start_anew_after_a_failure_and_meet_elsewhere(tmp_path: Path) -> None:
+    job = run_to_end(tmp_path, FLAKY, *DIRECT, "restarts=1")
+    assert "rank 1 failed (code 3); the other ranks are ended" in job.read()
+    assert "the ranks were started again: attempt 1" in job.read()
+    assert job.log(attempt=0) != job.log(attempt=1)
+    assert job.manifest()["outcome"]["attempts"] == 2
+
+
+def test_without_restarts_left_the_first_failure_ends_the_job(tmp_path: Path) -> None:
+    job = run_to_end(tmp_path, FLAKY.replace('== "0"', '!= ""'), *DIRECT, "restarts=1", code=3)
+    failure = job.manifest()["outcome"]["first_failure"]
+    assert (failure["rank"], failure["attempt"]) == (1, 1)
+
+
+RECORDING = """
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    raise ValueError("no data\\x1b[2J")
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_the_reason_that_record_has_left_is_told(tmp_path: Path) -> None:
+    job = run_to_end(tmp_path, RECORDING, *DIRECT, "nproc_per_node=1", code=1)
+    assert "it exited with code 1: ValueError: no data\\x1b[2J" in job.read()
+
+
+HELPED = """
+import multiprocessing
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        pool.map(abs, [1])
+"""
+
+
+def test_helpers_that_end_with_their_rank_are_no_leftovers(tmp_path: Path) -> None:
+    assert "outlived" not in run_to_end(tmp_path, HELPED, *DIRECT, "nproc_per_node=1").read()
+
+
+UNWILLING = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("ready", flush=True)
+if os.environ["RANK"] == "1":
+    while not os.path.exists("go"):
+        time.sleep(0.02)
+    sys.exit(9)
+time.sleep(300)
+"""
+
+
+def enter_stage(job: Started, number: int) -> None:
+    """Send `launch` a signal, and wait until it has told of the next stage of the end."""
+    stages = job.read().count(" to the ranks")
+    job.process.send_signal(number)
+    wait_for(lambda: job.read().count(" to the ranks") > stages, "a stage", tell=job.read)
+
+
+def test_a_signal_during_a_restart_ends_the_job(tmp_path: Path) -> None:
+    """Rank 0 keeps the restart waiting, since it does not end by SIGTERM."""
+    words = ("restarts=5", "torchrun.shutdown_timeout=20", "--", write_program(tmp_path, UNWILLING))
+    with start(tmp_path, *DIRECT, *words) as job:
+        wait_for(lambda: job.count_said("ready") == 2, "both ranks")
+        (tmp_path / "go").touch()
+        wait_for(lambda: "rank 1 failed (code 9)" in job.read(), "the failure", tell=job.read)
+        while "SIGKILL to the ranks" not in job.read():
+            enter_stage(job, signal.SIGINT)
+        assert job.wait() == 9, job.read()  # a stop after a failure does not hide it
+        assert job.survivors() == []
+        assert not (job.run_dir() / "logs/1").exists()
 
 
 REPORT = """

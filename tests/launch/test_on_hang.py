@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import quick_agent
+from tests.seam import QUICK_AGENT as AGENT
 from tests.seam import run_to_end, start, wait_for, write_program
 
-AGENT = str(Path(quick_agent.__file__).parent)
 PROGRAM = """
 import os, time
 import launcher

@@ -41,9 +41,7 @@ def wait_ready(started: Started, ranks: int = 2) -> None:
     wait_for(lambda: started.count_said("ready") == ranks, "ready")
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_one_signal_ends_ranks_and_their_children(tmp_path: Path, number: int, status: int) -> None:
     with start(tmp_path, "nproc_per_node=2", "--", write_program(tmp_path, SLEEPER)) as started:
         wait_ready(started)

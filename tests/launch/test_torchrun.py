@@ -2,75 +2,59 @@
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
-from launcher.launch.job import SHIM, render_torchrun
-from tests.seam import clean_environ, run_outside, start, write_program
-
-OPTIONS = {
-    "nnodes": "1:1",
-    "max_restarts": None,
-    "monitor_interval": 0.5,
-    "rdzv_conf": {"a": 1, "b": "x y"},
-    "other": {},
-}
+from tests.seam import Launch, clean_environ, run_outside, start, write_program
 
 
-def parse(command: tuple[str, ...]) -> Namespace:
-    """Read a command line by the installed torch's parser."""
-    from torch.distributed.run import parse_args
+def test_torchrun_itself_reads_its_command_line_and_leaves_the_programs_words(
+    here: Path, launch: Launch
+) -> None:
+    """Also those that may be short for its own options."""
+    from torch.distributed.run import get_args_parser, parse_args
 
-    parse_words: Callable[[list[str]], Namespace] = parse_args
-    assert command[1:4] == ("-P", "-m", "torch.distributed.run")
-    return parse_words(list(command[4:]))
-
-
-@pytest.fixture(scope="module")
-def abbreviations() -> list[str]:
-    """What may be short for an option of torchrun's, and the options themselves."""
-    from torch.distributed.run import get_args_parser
-
-    make_parser: Callable[[], object] = get_args_parser
-    names: list[str] = list(vars(make_parser())["_option_string_actions"])
-    return sorted({name[:size] for name in names for size in range(1, len(name) + 1)})
-
-
-def test_torchrun_itself_reads_its_options_from_its_command_line() -> None:
-    parsed = parse(render_torchrun({**OPTIONS, "nproc_per_node": 2, "max_restarts": 3}, ()))
+    parser: Any = get_args_parser()
+    parse: Callable[[list[str]], Namespace] = parse_args
+    names = parser._option_string_actions
+    short = sorted({name[:size] for name in names for size in range(1, len(name) + 1)})
+    program = ["prog", *short, *(f"{word}=x" for word in short), "--", "", "a b", "--", "-"]
+    (here / "prog").touch(0o755)
+    options = ["agent=torchrun", "nproc_per_node=2", "restarts=3", "torchrun.monitor_interval=0.5"]
+    options += ["torchrun.rdzv_conf={a: 1, b: x y}", "dry_run=true"]
+    done = launch(*options, "--", "./prog", *program[1:])
+    (line,) = (line for line in done.out.splitlines() if "torch.distributed.run" in line)
+    command = shlex.split(line)
+    begin = command.index("-P")
+    assert command[begin : begin + 3] == ["-P", "-m", "torch.distributed.run"]
+    parsed = parse(command[begin + 3 :])
     assert (parsed.nnodes, parsed.nproc_per_node, parsed.max_restarts) == ("1:1", "2", 3)
-    assert (parsed.monitor_interval, parsed.rdzv_conf, parsed.no_python) == (0.5, "a=1,b=x y", True)
-    assert (parsed.training_script, parsed.training_script_args) == (sys.executable, ["-I", "-S", str(SHIM)])
+    assert (parsed.monitor_interval, parsed.no_python) == (0.5, True)
+    assert parsed.rdzv_conf.endswith("a=1,b=x y")
+    assert parsed.training_script == sys.executable
+    assert parsed.training_script_args[:2] == ["-I", "-S"] and parsed.training_script_args[4:] == program[1:]
 
 
-@given(st.data())
-@example(None)
-def test_the_programs_words_are_the_programs(abbreviations: list[str], data: st.DataObject | None) -> None:
-    short = st.sampled_from(abbreviations)
-    valued = st.builds("{}={}".format, short, st.text())
-    word = short | valued | st.sampled_from(["--", "", "-", "a"]) | st.text()
-    program = data.draw(st.lists(word, max_size=6)) if data else [*abbreviations, "--", "--log=x", "--", ""]
-    parsed = parse(render_torchrun(OPTIONS, ("prog", *program)))
-    assert parsed.training_script_args == ["-I", "-S", str(SHIM), "prog", *program]
-    assert (parsed.nnodes, parsed.nproc_per_node) == ("1:1", "1")
-
-
-def test_a_program_gets_them_through_launch(tmp_path: Path) -> None:
-    program = "import os, sys\nopen('words', 'wb').write(b'\\0'.join(map(os.fsencode, sys.argv[1:])))"
+@pytest.mark.parametrize("agent", ["direct", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_a_program_gets_them_through_launch_and_has_no_descriptor_of_its(tmp_path: Path, agent: str) -> None:
+    program = "import os, sys\nopen('words', 'wb').write(b'\\0'.join(map(os.fsencode, sys.argv[1:])))\n"
+    program += "print(sorted(os.listdir('/proc/self/fd'))[:-1])"
     (tmp_path / "save.py").write_text(program)
     words = ["--log=x", "--max=1", "--run=a", "--n", "--", "a", "--", "b", "", "--nnodes=9", "-m", "é\n"]
-    words += ["\udcff"]
-    done = run_outside(["nproc_per_node=1", "--", sys.executable, "save.py", *words], tmp_path)
+    words += ["\udcff", "${local_rank}", "$HOME", "a$$b", "x=${run_dir}", '{"a": {num_workers}}']
+    settings = ["nproc_per_node=1", f"agent={agent}", "start.warm=off", "--", sys.executable, "save.py"]
+    done = run_outside([*settings, *words], tmp_path)
     assert done.code == 0, done.err
     assert (tmp_path / "words").read_bytes() == b"\0".join(map(os.fsencode, words))
+    assert agent == "torchrun" or done.out == "['0', '1', '2']\n"
 
 
 DUMP = """

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher.rank.affinity import MAX_CPUS, join_srun_bindings, try_affinity
-from launcher.rank.entry import Identity, find_first_host, make_rank_variables
+from launcher.rank.entry import Identity
 from launcher.slurm.commands import expand_hosts
 from tests.data_files import read_cases
 from tests.rank.start_shim import (
@@ -110,7 +109,9 @@ def test_ranks_whose_peers_are_not_known_keep_their_cpus(kind: str, entries: str
 @needs_two
 def test_a_binding_that_leaves_all_of_the_cpuset_is_none() -> None:
     """As `rank_ldom` is on a node of one NUMA node; all ranks then share what the kernel lets them have."""
-    every = set(try_affinity(frozenset(range(MAX_CPUS)), frozenset(ALLOWED)))
+    os.sched_setaffinity(0, range(8192))
+    every = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, ALLOWED)
     assert_split(start_bound([every] * 2, by_srun("rank_ldom", "")), [every] * 2)
 
 
@@ -125,10 +126,15 @@ def test_strict_refuses_cpus_that_were_kept() -> None:
 
 @needs_two
 @pytest.mark.parametrize(
-    ("variables", "daemon"),
-    [(by_open_mpi, "orted"), (by_open_mpi, "prterun"), (by_hydra, "hydra_pmi_proxy"), (by_agent, "")],
+    ("variables", "daemon", "before"),
+    [
+        (by_open_mpi, "orted", APART),
+        (by_open_mpi, "prterun", ODD),
+        (by_hydra, "hydra_pmi_proxy", SWAPPED),
+        (by_agent, "", [{FIRST}, {FIRST}]),
+        (by_agent, "", [set(ALLOWED)] * 2),
+    ],
 )
-@pytest.mark.parametrize("before", [APART, SWAPPED, ODD, [{FIRST}, {FIRST}], [set(ALLOWED)] * 2], ids=str)
 def test_ranks_plan_on_what_their_daemon_may_use(
     before: list[set[int]], variables: Callable[[int], dict[str, str]], daemon: str
 ) -> None:
@@ -205,22 +211,6 @@ def test_under_the_real_mpirun(tmp_path: Path, options: tuple[str, ...]) -> None
     assert ("bound to" in done.stderr) == (options != ("--bind-to", "none"))
 
 
-@pytest.mark.parametrize(
-    ("size", "own", "expected"),
-    [
-        (2, {17, 41}, {17, 41, 22, 46}),
-        (1, {17, 41}, {17, 41}),
-        (None, {17, 41}, {17, 41, 22, 46}),
-        (2, {17}, None),
-    ],
-)
-def test_masks_of_a_large_node(size: int | None, own: set[int], expected: set[int] | None) -> None:
-    environ = by_srun("mask_cpu:", "0x020000020000,0x400000400000")(0)
-    identity = Identity(environ)
-    identity.local_world_size = size
-    assert join_srun_bindings(identity, environ, frozenset(own)) == expected
-
-
 TASK = {
     **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"},
     **{"SLURM_PROCID": "3", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4"},
@@ -235,7 +225,7 @@ NAMED = {
 
 def make(**variables: str) -> dict[str, str]:
     environ = {**TASK, **variables}
-    return make_rank_variables(Identity(environ), environ)[0]
+    return Identity(environ).list_variables(environ)[0]
 
 
 def start(**variables: str) -> "tuple[dict[str, str], subprocess.CompletedProcess[str]]":
@@ -278,7 +268,7 @@ def test_what_a_job_script_has_set_of_the_meeting_stays() -> None:
 def test_ranks_of_another_launcher_are_left_alone(variables: dict[str, str]) -> None:
     assert make(**variables) == {}
     batch = {"SLURM_JOB_ID": "7", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}
-    assert make_rank_variables(Identity(batch), batch) == ({}, "")
+    assert Identity(batch).list_variables(batch) == ({}, "")
 
 
 def test_tasks_that_see_their_own_gpu_alone_are_told_why_they_are_no_ranks() -> None:
@@ -298,5 +288,5 @@ def test_numbers_come_from_one_launcher(case: dict[str, Any]) -> None:
 def test_the_first_node_of_a_list() -> None:
     lists = {"n[0-3]": "n0", "login,n[0-3]": "login", "rack[1-2]n[08-10,12],login": "rack1n08"}
     for text, first in {**lists, "a,b": "a", "n7": "n7", "n[5,7],m1": "n5", "": ""}.items():
-        assert find_first_host(text) == first
+        assert make(SLURM_STEP_NODELIST=text).get("MASTER_ADDR", "") == first
         assert expand_hosts(text)[:1] == ((first,) if first else ())

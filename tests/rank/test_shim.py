@@ -14,11 +14,22 @@ from typing import Any
 import pytest
 
 from launcher.cpulist import parse_cpulist
-from launcher.rank.hook import FOLDER
-from tests.rank.seccomp_filter import KNOWN, forbid
-from tests.rank.start_shim import ALLOWED, COMMAND, ECHO, SHIM, TELL, run_shim, run_words, tell, write_plan
+from tests.rank.start_shim import (
+    ALLOWED,
+    COMMAND,
+    ECHO,
+    KNOWN,
+    SHIM,
+    TELL,
+    forbid,
+    run_shim,
+    run_words,
+    tell,
+    write_plan,
+)
 from tests.seam import LAUNCH, clean_environ, drop_powers
 
+FOLDER = str(SHIM.parents[1] / "inprocess")
 CASES = tomllib.loads((Path(__file__).parents[1] / "data" / "shim.toml").read_text())["case"]
 
 

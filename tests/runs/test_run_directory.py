@@ -16,7 +16,7 @@ import pytest
 
 from launcher import files
 from launcher.config.run_path import choose_id
-from launcher.launch.agents import open_log
+from launcher.files import open_append, open_below
 from launcher.runs.manifest import read_own_manifest
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.records import refuse_node, write_node
@@ -184,16 +184,20 @@ def test_anothers_log_is_not_written_to(tmp_path: Path) -> None:
     run = open_run_dir(tmp_path / "run", None)
     run.agent_log("box").write_text("")
     give_away(run.agent_log("box"))
-    with pytest.raises(PermissionError, match="it belongs to"), open_log(run.agent_log("box")):
-        pass
+    with (
+        open_below(run.path, "logs") as logs,
+        pytest.raises(PermissionError, match="it belongs to"),
+    ):
+        open_append(logs, "agent-box.log")
 
 
 def test_a_pipe_that_somebody_reads_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     os.mkfifo(tmp_path / "logs/agent-box.log")
     reader = os.open(tmp_path / "logs/agent-box.log", os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(OSError, match="no regular file"):
-        open_log(tmp_path / "logs/agent-box.log")
+    tmp_path.chmod(0o700)
+    with open_below(tmp_path, "logs") as logs, pytest.raises(OSError, match="no regular file"):
+        open_append(logs, "agent-box.log")
     os.close(reader)
 
 

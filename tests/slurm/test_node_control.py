@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from launcher.launch.coordinator import Coordinator, GroupNode, GroupStart, JobEnd
-from launcher.launch.signals import make_signal_channel, open_signal_channel, write_line_to_tasks
+from launcher.launch.signals import open_signal_channel
 from launcher.slurm.node_channel import (
     NodeControl,
     NodeReport,
@@ -33,7 +33,7 @@ class Ends:
 
     def order(self, *lines: str) -> None:
         for line in lines:
-            write_line_to_tasks(self.writing, line)
+            os.write(self.writing, f"{line}\n".encode())
 
     def read_reports(self) -> list[tuple[str, NodeReport] | None]:
         os.set_blocking(self.stderr, False)
@@ -45,7 +45,8 @@ class Ends:
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    pipes = Ends(*make_signal_channel(), *os.pipe())
+    pipes = Ends(*os.pipe(), *os.pipe())
+    pipes.order("HELLO")
     yield pipes
     for descriptor in (pipes.reading, pipes.writing, pipes.stderr, pipes.written):
         os.close(descriptor)
@@ -156,7 +157,8 @@ def test_the_first_node_answers_reports_with_orders(ends: Ends) -> None:
 
 
 def test_a_line_longer_than_a_pipe_stays_whole() -> None:
-    reading, writing = make_signal_channel()
+    reading, writing = os.pipe()
+    os.write(writing, b"HELLO\n")
     nodes = tuple(GroupNode(f"node-{number:05d}", 8) for number in range(4000))
     start = GroupStart(0, nodes, "node-00000", 20000)
     writer = TaskWriter(writing)

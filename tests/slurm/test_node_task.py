@@ -3,6 +3,7 @@
 import ast
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,8 +14,6 @@ from pathlib import Path
 import pytest
 
 from launcher.launch.coordinator import GroupNode, GroupStart
-from launcher.launch.job import find_free_port
-from launcher.launch.signals import GREETING
 from launcher.runs.records import read_nodes, read_run
 from launcher.slurm.compiler_caches import CACHES, PREFIX, open_caches, remove_leftovers
 from launcher.slurm.job_request import JobRequest, write_job_request
@@ -87,9 +86,11 @@ def start_task(folder: Path, *words: str, text: str = SHOW) -> Iterator["subproc
         stdin=subprocess.PIPE,
     ) as task:
         try:
-            order = GroupStart(0, (GroupNode("localhost", 2),), "localhost", find_free_port())
+            with socket.create_server(("localhost", 0)) as server:
+                port = server.getsockname()[1]
+            order = GroupStart(0, (GroupNode("localhost", 2),), "localhost", port)
             assert task.stdin
-            task.stdin.write(f"{GREETING}\n{render_order(order)}\n".encode())
+            task.stdin.write(f"HELLO\n{render_order(order)}\n".encode())
             task.stdin.flush()
             yield task
         finally:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config.settings import ContainerConfig
-from launcher.launch.job import DEFAULT_LOCAL, LOWEST, read_client_ports
+from launcher.launch.job import read_client_ports
 from launcher.slurm.commands import expand_hosts, fold_hosts, fold_in_order
 from launcher.slurm.node_order import find_node_order, order_nodes, parse_topology
 from launcher.slurm.slurm_environ import (
@@ -147,6 +147,7 @@ def test_where_the_order_of_nodes_is_from(row: list[str], tmp_path: Path) -> Non
     assert warning in told and bool(warning) == bool(told) and told.replace("\n", "").isprintable()
 
 
+LOWEST, DEFAULT_LOCAL = 10240, (32768, 60999)
 LOCAL = st.tuples(st.integers(1024, 65535), st.integers(1024, 65535)).map(lambda pair: (min(pair), max(pair)))
 
 

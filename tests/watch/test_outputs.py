@@ -21,7 +21,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from launcher.codec import convert
 from launcher.config.settings import NotifyConfig
 from launcher.files import open_below
-from launcher.launch import ending
 from launcher.launch.ending import describe_outcome, post_end
 from launcher.runs.run_directory import RunDir
 from launcher.watch.metrics import (
@@ -263,7 +262,7 @@ def test_what_cannot_be_posted_is_one_warning_without_the_url(
 def test_a_server_that_does_not_answer_delays_nobody_and_one_node_alone_posts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ending, "NOTICE_PATIENCE", 0.1)
+    monkeypatch.setattr("launcher.launch.ending.NOTICE_PATIENCE", 0.1)
     stuck = threading.Event()
     with serving([stuck]) as hook:
         post(tmp_path, url=hook.url)

@@ -189,7 +189,7 @@ def run_job(scenario: Scenario, version: int) -> dict[str, Any]:
     if scenario.in_cgroup:
         enter_cgroup(scenario, version)
     if scenario.deny_mempolicy:
-        from tests.rank.seccomp_filter import forbid
+        from tests.rank.start_shim import forbid
 
         forbid("set_mempolicy", "get_mempolicy")
     request = Request(
