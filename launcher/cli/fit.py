@@ -23,7 +23,6 @@ from launcher.config.training import (
     FitJob,
     count_plan_nodes,
     find_fit_model,
-    find_start_model,
     is_bundled_program,
     make_training,
     settle_program,
@@ -173,7 +172,7 @@ def _show_steps(call: Call, plan: Plan) -> int:
     """Run the program's first steps on fake tensors, and print the peak; return 3 if it does not fit."""
     config, job = call.config, _describe_job(call, call.config, plan)
     if job.is_bundled:
-        model = find_start_model(config, call.program, call.given)
+        model = find_fit_model(config, call.program, call.given, starts=True)
         unchecked = replace(config, fit=replace(config.fit, check="off"))
         config = settle_training(replace(job, config=unchecked, model=model))
     argv = find_program(call.program, config, call.environ)

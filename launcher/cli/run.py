@@ -178,9 +178,9 @@ def specify_job(
     fit_model = None  # no claim on memory is made
     asks_model = any(key.partition(".")[0] == "model" for key in given)
     if config.model and (config.fit.check != "off" or is_bundled) and (asks_model or not program):
-        from launcher.config.training import find_start_model
+        from launcher.config.training import find_fit_model
 
-        fit_model = find_start_model(config, program, given)
+        fit_model = find_fit_model(config, program, given, starts=True)
     if program is not None and "model" in given:
         name = composed.choices.get("model")
         use = "says what the job needs of memory, and is not passed on" if fit_model else "is not used"

@@ -156,15 +156,22 @@ def is_bundled_program(config: Settings, program: Sequence[str] | None) -> bool:
 
 
 def find_fit_model(
-    config: Settings, program: Sequence[str] | None, given: Collection[str]
+    config: Settings, program: Sequence[str] | None, given: Collection[str], *, starts: bool = False
 ) -> ModelDimensions | None:
     """Return the model to judge; None if there is no claim.
 
     The bundled program's model counts. Another program's counts if the command line names it (`+model=…`,
     `model.config=FILE`), or if the configured program takes the section and that has dimensions. Raises
-    UsageError for a model that makes no sense.
+    UsageError for a model that makes no sense, which at a start is the program's matter, and if the bundled
+    program is to be started with a config.json.
     """
     is_bundled = is_bundled_program(config, program)
+    if starts and is_bundled and config.model.get("config") is not None:
+        raise UsageError(
+            f"model.config={config.model['config']} gives dimensions for the estimate of memory, which the"
+            " bundled program does not take: see `launch plan`, start a program of yours by `launch"
+            " model.config=… -- train.py`, or choose a model such as model=llama7b"
+        )
     is_own = not program and not is_bundled  # configured, with a section of its own
     asked = not program or any(key.partition(".")[0] == "model" for key in given)
     if (config.fit.check == "off" and not is_bundled) or not asked:
@@ -173,30 +180,11 @@ def find_fit_model(
         return None
     try:
         return read_dimensions(config.model)
-    except UsageError:
-        if is_own and "model.config" not in given:
-            return None
-        raise
-
-
-def find_start_model(
-    config: Settings, program: Sequence[str] | None, given: Collection[str]
-) -> ModelDimensions | None:
-    """Do as `find_fit_model` at a start: a model that makes no sense is the program's matter.
-
-    Raises UsageError if the bundled program is to train a config.json.
-    """
-    is_bundled = is_bundled_program(config, program)
-    if is_bundled and config.model.get("config") is not None:
-        raise UsageError(
-            f"model.config={config.model['config']} gives dimensions for the estimate of memory, which the"
-            " bundled program does not take: see `launch plan`, start a program of yours by `launch"
-            " model.config=… -- train.py`, or choose a model such as model=llama7b"
-        )
-    try:
-        return find_fit_model(config, program, given)
     except UsageError as error:
-        if not is_bundled:  # the bundled program says so itself
+        is_known = is_own and "model.config" not in given
+        if not starts and not is_known:
+            raise
+        if starts and not is_bundled and not is_known:  # the bundled program says so itself
             logger.warning(f"no estimate of memory: {error}")
         return None
 
@@ -314,14 +302,11 @@ def make_training(job: FitJob) -> Training | None:
     settle("parallel.dp", max(1, ranks // prod(values[key] for key in SPLITTING[:3])))
     layout = ParallelLayout(**{each.name: values[f"parallel.{each.name}"] for each in fields(ParallelLayout)})
     settle("parallel.framework", "ddp" if chooses else find_framework(layout))
-    sizes = (
-        None if values[f"fit.{key}"] == AUTO else values[f"fit.{key}"]
-        for key in ("micro_batch", "accumulation")
+    micro_batch, accumulation = (
+        None if values[key] == AUTO else values[key] for key in ("fit.micro_batch", "fit.accumulation")
     )
-    micro_batch, accumulation = next(sizes), next(sizes)
-    values["fit.micro_batch"], values["fit.accumulation"] = solve_batch(
-        micro_batch, layout.dp, accumulation, fit.global_batch
-    )
+    solved = solve_batch(micro_batch, layout.dp, accumulation, fit.global_batch)
+    values["fit.micro_batch"], values["fit.accumulation"] = solved
     settle("fit.precision", "mixed" if computes_half else "fp32")
     settle("fit.checkpointing", "none")
     settle("fit.compile", None)

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-import sys
 import threading
-import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
 
 META, GPU, CPU = torch.device("meta"), torch.device("cuda", 0), torch.device("cpu")
 DEVICES = {"cuda": GPU, "cpu": CPU}
-LARGE = 4096
-"""Elements from which on a tensor made in a module's `__init__` is fake at once: smaller ones may be read."""
 MOST_KNOWN = 1 << 20
 """Elements of a tensor of whole numbers or truth values whose values are kept beside the fake one."""
 MASKS = (torch.bool, torch.uint8)
@@ -182,7 +177,7 @@ class FakeDispatch(TorchDispatchMode):
         if fakes and _is_composite(func):
             with self:  # as autograd does, where it is on
                 return func.decompose(*args, **kwargs)
-        kind = self._choose_kind(kwargs.get("device"), leaves, list(fakes.values()), args)
+        kind = self._choose_kind(kwargs.get("device"), leaves, list(fakes.values()))
         if not kind:
             result = func(*args, **kwargs)
         else:
@@ -195,27 +190,17 @@ class FakeDispatch(TorchDispatchMode):
         return result
 
     def _choose_kind(
-        self,
-        device: torch.device | None,
-        leaves: Sequence[torch.Tensor],
-        kinds: Sequence[str],
-        args: Sequence[Any],
+        self, device: torch.device | None, leaves: Sequence[torch.Tensor], kinds: Sequence[str]
     ) -> str:
         """Return the kind of device on which results are fake; empty if they are not."""
-        if device is not None and device.type == "cuda":
-            return "cuda"
         known = "cuda" if "cuda" in kinds else next(iter(kinds), "")
-        if device is not None and device.type == "meta":
-            if local.wants_meta or (leaves and not known):
-                return ""
-            return known or self.last_kind
-        if known:
-            if device is not None:
-                return "cpu"
+        if device is None and known:
             # A number may be on another device than the tensors with a dimension.
             common = [find_kind(leaf) for leaf in leaves if leaf.dim()]
             return "cuda" if "cuda" in common else next(filter(None, common), known)
-        return "cpu" if not leaves and _is_of_module(args) else ""
+        if device is not None and device.type == "meta":
+            return "" if local.wants_meta or (leaves and not known) else known or self.last_kind
+        return "cuda" if device is not None and device.type == "cuda" else known and "cpu"
 
     def _run_fake(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: str, fakes: dict[int, str]
@@ -295,20 +280,6 @@ def _find_obstacle(func: Any, args: Sequence[Any]) -> str:
     if _is_dynamic(func):
         return "the shape of its result depends on values"
     return "its result depends on values" if torch.Tag.data_dependent_output in func.tags else ""
-
-
-def _is_of_module(args: Sequence[Any]) -> bool:
-    """Tell whether a factory function makes something large in the `__init__` of a module, by the stack."""
-    if not args or not isinstance(args[0], (list, tuple)) or local.wants_meta:
-        return False
-    if math.prod(size for size in args[0] if isinstance(size, int)) < LARGE:
-        return False
-    for frame, _ in traceback.walk_stack(sys._getframe(1)):
-        code = frame.f_code
-        is_init = code.co_name == "__init__" and bool(code.co_varnames)
-        if is_init and isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
-            return True
-    return False
 
 
 def _can_be_known(tensor: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ own functions make.
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import os
@@ -42,21 +43,21 @@ OF_WORKERS = {
     *("pin_memory", "worker_init_fn"),
 }
 """Arguments of a DataLoader that are left out."""
-SAVERS = (
-    ("torch.serialization", "", ("save",)),
-    ("torch.distributed.checkpoint.state_dict_saver", "", ("save", "async_save", "save_state_dict")),
-    ("torch.distributed.checkpoint", "", ("save", "async_save", "save_state_dict")),
-    ("safetensors.torch", "", ("save_file", "save_model")),
-    ("transformers.modeling_utils", "PreTrainedModel", ("save_pretrained",)),
-    ("transformers.trainer", "Trainer", ("_save_checkpoint", "save_model")),
-    ("accelerate.accelerator", "Accelerator", ("save", "save_state", "save_model")),
-    ("lightning.pytorch.trainer.trainer", "Trainer", ("save_checkpoint",)),
-    ("pytorch_lightning.trainer.trainer", "Trainer", ("save_checkpoint",)),
-)
-"""What saves, which is left out: modules, a class in them, functions or methods."""
+SAVERS = {
+    "torch.serialization": "save",
+    "torch.distributed.checkpoint": "save async_save save_state_dict",
+    "torch.distributed.checkpoint.state_dict_saver": "save async_save save_state_dict",
+    "safetensors.torch": "save_file save_model",
+    "transformers.modeling_utils": "PreTrainedModel.save_pretrained",
+    "transformers.trainer": "Trainer._save_checkpoint Trainer.save_model",
+    "accelerate.accelerator": "Accelerator.save Accelerator.save_state Accelerator.save_model",
+    "lightning.pytorch.trainer.trainer": "Trainer.save_checkpoint",
+    "pytorch_lightning.trainer.trainer": "Trainer.save_checkpoint",
+}
+"""What saves, which is left out: modules, and functions in them or methods of a class."""
 WITHOUT_RESULT = (
-    *("broadcast_object_list", "barrier", "monitored_barrier", "_store_based_barrier"),
-    *("_verify_params_across_processes", "_broadcast_coalesced"),
+    "broadcast_object_list barrier monitored_barrier _store_based_barrier _verify_params_across_processes "
+    "_broadcast_coalesced"
 )
 """Collectives after which a rank has what it had."""
 FAKE = "fake"
@@ -69,18 +70,11 @@ NO_EFFECT = (
 )
 """Functions of `torch.cuda`."""
 PROPERTIES = {
-    "multi_processor_count": 132,
-    "is_integrated": False,
-    "is_multi_gpu_board": False,
-    "max_threads_per_multi_processor": 2048,
-    "regs_per_multiprocessor": 65536,
-    "shared_memory_per_block": 49152,
-    "shared_memory_per_block_optin": 232448,
-    "shared_memory_per_multiprocessor": 233472,
-    "warp_size": 32,
-    "L2_cache_size": 50 << 20,
-    "gcnArchName": "",
-    "uuid": "00000000-0000-0000-0000-000000000000",
+    **dict.fromkeys(("is_integrated", "is_multi_gpu_board"), False),
+    **{"multi_processor_count": 132, "max_threads_per_multi_processor": 2048, "warp_size": 32},
+    **{"regs_per_multiprocessor": 65536, "shared_memory_per_block": 49152, "L2_cache_size": 50 << 20},
+    **{"shared_memory_per_block_optin": 232448, "shared_memory_per_multiprocessor": 233472},
+    **{"gcnArchName": "", "uuid": "00000000-0000-0000-0000-000000000000"},
 }
 """Of the pretended GPU, beside its name, memory and capability: an H100's."""
 kernels: list[Any] = []
@@ -201,13 +195,12 @@ def replace_values() -> None:
         known = find_value(tensor)
         return torch.ones(tensor.shape, dtype=tensor.dtype, device=CPU) if known is None else known
 
-    def make_reader(name: str) -> Any:
-        original = getattr(tensor_class, name)
+    def make_reader(original: Any) -> Any:
         return lambda tensor, *args, **named: original(read(tensor), *args, **named)
 
     for name in ("numpy", "tolist"):
-        setattr(tensor_class, name, make_reader(name))
-    show, set_state = torch._tensor_str._str, loose.random.set_rng_state
+        setattr(tensor_class, name, make_reader(getattr(tensor_class, name)))
+    show = torch._tensor_str._str
 
     def describe(tensor: torch.Tensor, **named: Any) -> str:
         if not find_kind(tensor):
@@ -215,9 +208,6 @@ def replace_values() -> None:
         return f"tensor(..., device='{tensor.device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
     loose._tensor_str._str = describe
-    loose.set_rng_state = loose.random.set_rng_state = lambda state: (
-        None if find_kind(state) else set_state(state)
-    )
 
 
 def replace_kernels() -> None:
@@ -260,31 +250,28 @@ def attend(
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (each.to(dtype) for each in (query, key, value))
-        attn_mask = (
-            attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
-        )
-    ops, width = torch.ops.aten, query.shape[-1]
-    is_flat = query.dim() != 4
-    if query.dtype in FLASH_TYPES and attn_mask is None and width <= MOST_WIDTH and not is_flat:
+        is_bias = attn_mask is not None and attn_mask.is_floating_point()
+        attn_mask = attn_mask.to(dtype) if is_bias else attn_mask  # type: ignore[union-attr]
+    ops, shape = torch.ops.aten, query.shape
+    args: list[Any] = [attn_mask]
+    if len(shape) != 4 or query.dtype == torch.float64:
+        compute, named = ops._scaled_dot_product_attention_math, {"enable_gqa": enable_gqa}
+    elif query.dtype in FLASH_TYPES and attn_mask is None and shape[-1] <= MOST_WIDTH:
         found = ops._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )
         return found[0]  # type: ignore[no-any-return]
-    if is_flat or query.dtype == torch.float64:
-        math = ops._scaled_dot_product_attention_math
-        found = math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return found[0]  # type: ignore[no-any-return]
-    if enable_gqa and key.shape[-3] != query.shape[-3]:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
-    bias = attn_mask
-    if bias is not None:
-        # The kernel adds it, for all heads: expanded, no copy.
-        bias = torch.zeros_like(bias, dtype=query.dtype) if bias.dtype == torch.bool else bias
-        bias = bias.expand((query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
-    found = ops._scaled_dot_product_efficient_attention(
-        query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
-    )
+    else:
+        if enable_gqa and key.shape[-3] != shape[-3]:
+            repeats = shape[-3] // key.shape[-3]
+            key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
+        if attn_mask is not None:  # the kernel adds it, for all heads: expanded, no copy
+            is_flag = attn_mask.dtype == torch.bool
+            bias = torch.zeros_like(attn_mask, dtype=query.dtype) if is_flag else attn_mask
+            attn_mask = bias.expand((*shape[:3], key.shape[2]))
+        compute, named = ops._scaled_dot_product_efficient_attention, {}
+        args = [attn_mask, torch.is_grad_enabled()]
+    found = compute(query, key, value, *args, dropout_p, is_causal, scale=scale, **named)
     return found[0]  # type: ignore[no-any-return]
 
 
@@ -304,6 +291,10 @@ class Pretended:
     def __enter__(self) -> Pretended:
         return self
 
+    def record_event(self, event: Pretended | None = None) -> Pretended:
+        """Return the event."""
+        return event or Pretended()
+
     def query(self) -> bool:
         """All work is done."""
         return True
@@ -311,10 +302,6 @@ class Pretended:
     def is_capturing(self) -> bool:
         """No graph is being captured."""
         return False
-
-    def record_event(self, event: Pretended | None = None) -> Pretended:
-        """Return the event."""
-        return event or Pretended()
 
     def elapsed_time(self, _other: object) -> float:
         """Return a millisecond."""
@@ -334,10 +321,11 @@ def pretend_cuda(gpu: dict[str, Any], memory: StepMemory) -> None:
         return memory.peaks.get("cuda", (0, 0))[0]
 
     def describe_memory() -> dict[str, int]:
-        kinds = [f"{kind}_bytes.all" for kind in ("allocated", "reserved", "active")]
-        now, most = measure_now(), measure_most()
-        found = {f"{kind}.current": now for kind in kinds} | {f"{kind}.peak": most for kind in kinds}
-        return {"num_alloc_retries": 0, "num_ooms": 0, **found}
+        found = collections.Counter({"num_alloc_retries": 0, "num_ooms": 0})
+        for kind in ("allocated", "reserved", "active"):
+            found[f"{kind}_bytes.all.current"] = measure_now()
+            found[f"{kind}_bytes.all.peak"] = measure_most()
+        return found
 
     answer_by_names(
         torch.cuda,
@@ -371,17 +359,15 @@ def pretend_cuda(gpu: dict[str, Any], memory: StepMemory) -> None:
     if hasattr(torch._C, "_get_accelerator"):  # FSDP2 asks there
         loose._C._get_accelerator = lambda *_: torch.device("cuda")
     if hasattr(torch, "accelerator"):
-        answer_by_names(
-            torch.accelerator,
-            {
-                "set_device_index set_device_idx set_stream synchronize empty_cache": return_none,
-                "current_accelerator": lambda: torch.device("cuda"),
-                "is_available": lambda: True,
-                "device_count": torch.cuda.device_count,
-                "current_device_index current_device_idx": torch.cuda.current_device,
-                "current_stream": Pretended,
-            },
-        )
+        answers: dict[str, Callable[[], Any]] = {
+            "set_device_index set_device_idx set_stream synchronize empty_cache": return_none,
+            "current_accelerator": lambda: torch.device("cuda"),
+            "is_available": lambda: True,
+            "device_count": torch.cuda.device_count,
+            "current_device_index current_device_idx": torch.cuda.current_device,
+            "current_stream": Pretended,
+        }
+        answer_by_names(torch.accelerator, answers)
 
 
 def answer_by_names(module: ModuleType, answers: dict[str, Callable[[], Any]]) -> None:
@@ -433,7 +419,7 @@ def pretend_group() -> None:
         "gather_object": gather_object,
         "all_gather_object": lambda found, value, *_, **__: gather_object(value, found),
         "scatter_object_list": scatter_object_list,
-        **dict.fromkeys(WITHOUT_RESULT, return_none),
+        **dict.fromkeys(WITHOUT_RESULT.split(), return_none),
     }
     for name, value in replacements.items():
         setattr(module, name, value)
@@ -481,17 +467,18 @@ def leave_out_work(session: StepSession) -> None:
     module: Any = torch.nn.Module
     loose.compile, loose.save = compile_nothing, return_none
     module.compile = lambda self, *_, **__: note()
-    for name, kind, functions in SAVERS:
-        when_imported(name, functools.partial(leave_out_saving, kind, functions))
+    for name, functions in SAVERS.items():
+        when_imported(name, functools.partial(leave_out_saving, functions.split()))
     when_imported("torch.utils.data.dataloader", leave_out_workers)
 
 
-def leave_out_saving(kind: str, names: tuple[str, ...], module: ModuleType) -> None:
+def leave_out_saving(names: list[str], module: ModuleType) -> None:
     """Have functions of a module, or methods of a class in it, do nothing."""
-    owner = getattr(module, kind) if kind else module
     for name in names:
-        if hasattr(owner, name):
-            setattr(owner, name, return_none)
+        kind, _, function = name.rpartition(".")
+        owner = getattr(module, kind) if kind else module
+        if hasattr(owner, function):
+            setattr(owner, function, return_none)
 
 
 def leave_out_workers(module: ModuleType) -> None:

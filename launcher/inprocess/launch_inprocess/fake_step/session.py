@@ -6,7 +6,9 @@ its `name`, `memory` in bytes, `capability` and `count`; and `steps`.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import json
 import linecache
 import os
@@ -44,15 +46,17 @@ ROUNDING = 512
 """Bytes that CUDA's caching allocator rounds up to (kMinBlockSize)."""
 
 
+@dataclasses.dataclass
 class Allocation:
     """One storage; `died` is None as long as it lives."""
 
-    __slots__ = ("born", "category", "device", "died", "owner", "reference", "size")
-
-    def __init__(self, size: int, device: str, category: str, owner: str, born: int) -> None:
-        self.size, self.device, self.category, self.owner, self.born = size, device, category, owner, born
-        self.died: int | None = None
-        self.reference: object = None
+    size: int
+    device: str
+    category: str
+    owner: str
+    born: int
+    died: int | None = None
+    reference: object = None
 
 
 class StepMemory:
@@ -137,30 +141,25 @@ class StepMemory:
     def describe_peak(self, device: str) -> dict[str, Any]:
         """Return the peak of a kind of device: bytes in all, by category, and by module and category."""
         total, serial = self.peaks.get(device, (0, 0))
-        categories: dict[str, int] = {}
-        modules: dict[str, dict[str, int]] = {}
+        categories: collections.Counter[str] = collections.Counter()
+        modules: dict[str, collections.Counter[str]] = {}
         for each in self.log:
             if each.device == device and each.born <= serial and (each.died is None or each.died > serial):
-                categories[each.category] = categories.get(each.category, 0) + each.size
-                own = modules.setdefault(each.owner, {})
-                own[each.category] = own.get(each.category, 0) + each.size
+                for own in (categories, modules.setdefault(each.owner, collections.Counter())):
+                    own[each.category] += each.size
         return {"total": total, "categories": categories, "modules": modules}
 
 
-def is_tensor(value: object) -> bool:
-    """Tell whether a value is a tensor."""
-    return isinstance(value, torch.Tensor)
+def list_tensors(value: object) -> list[Any]:
+    """Return the tensors within lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def unwrap_tensor(value: object) -> list[torch.Tensor]:
-    """Return the tensors with a storage within a value; a wrapper such as DTensor has them as attributes."""
-    if not isinstance(value, torch.Tensor):
-        return []
-    flatten = getattr(type(value), "__tensor_flatten__", None)
-    if flatten is None or type(value) in (torch.Tensor, torch.nn.Parameter):
+def unwrap_tensor(value: Any) -> list[torch.Tensor]:
+    """Return the tensors with a storage within a tensor; a wrapper such as DTensor has them as attributes."""
+    if type(value) in (torch.Tensor, nn.Parameter) or not hasattr(value, "__tensor_flatten__"):
         return [value]
-    names, _ = flatten(value)
-    return [inner for name in names for inner in unwrap_tensor(getattr(value, name))]
+    return [inner for name in value.__tensor_flatten__()[0] for inner in unwrap_tensor(getattr(value, name))]
 
 
 class StepSession:
@@ -206,10 +205,10 @@ class StepSession:
         if not self.stack and module not in self.names:
             for name, inner in module.named_modules():
                 self.names[inner] = own = name.removeprefix("module.") or type(module).__name__
-                for parameter in filter(is_tensor, inner._parameters.values()):
+                for parameter in list_tensors(inner._parameters):
                     self.parameters[id(parameter)] = parameter, own
                     self.memory.mark(parameter, "weights", own)
-                for buffer in filter(is_tensor, inner._buffers.values()):
+                for buffer in list_tensors(inner._buffers):
                     self.memory.mark(buffer, "buffers", own)
         self.stack.append(module)
 
@@ -231,7 +230,7 @@ class StepSession:
         else:
             names = (self.names.get(module, "") for module in reversed(self.stack))
             category, owner = "activations", next(filter(None, names), "")
-        for leaf in filter(is_tensor, tree_leaves(result)):
+        for leaf in list_tensors(result):
             self.memory.note(leaf.untyped_storage(), leaf.device.type, category, owner)
         self.memory.end_operation()
 
@@ -253,13 +252,13 @@ class StepSession:
         """Note the optimizer's states; after the last step, end the process."""
         self.is_in_optimizer = False
         for parameter, state in optimizer.state.items():
-            for value in filter(is_tensor, tree_leaves(state)):
+            for value in list_tensors(state):
                 if value.dim():
                     self.memory.mark(value, "optimizer", self.find_owner(parameter))
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         wanted = int(self.order.get("steps", 2))
         if min(self.steps.values()) >= wanted or max(self.steps.values()) > wanted:
-            self.finish({"complete": True})
+            self.finish()
 
     def answer_scalar(self, tensor: torch.Tensor) -> bool | int | float:
         """Return a plausible value: 1 for a number, False for a truth value; what it is for is noted.
@@ -291,33 +290,30 @@ class StepSession:
 
     def record_error(self, kind: type, error: BaseException, trace: Any) -> None:  # as sys.excepthook
         """Record the exception that ends the program, and the operation of which it comes."""
-        operator, chain = "", [error]
-        while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
-            chain.append(cause)
+        operator, chain = "", (error, error.__cause__, error.__context__)
         if self.failure is not None and self.failure[1] in chain:
             operator = self.failure[0]
         place, text = find_line(reversed([*traceback.walk_tb(trace)]))
         what = f"{kind.__name__}: {error}".strip().partition("\n")[0]
-        self.write({"failed": {"reason": what, "operator": operator, "place": place, "line": text}})
+        self.write(failed={"reason": what, "operator": operator, "place": place, "line": text})
         self.show_error(kind, error, trace)
 
     def refuse(self, reason: str, operator: str) -> None:
         """End the process: torch cannot go on without values."""
         place, text = find_line(traceback.walk_stack(sys._getframe(1)))
-        self.finish({"refused": {"reason": reason, "operator": operator, "place": place, "line": text}})
+        self.finish(refused={"reason": reason, "operator": operator, "place": place, "line": text})
 
-    def finish(self, how: dict[str, Any]) -> None:
+    def finish(self, **how: object) -> None:
         """Write the result, and end the process before the program goes on."""
-        if os.getpid() != self.process:
-            return
-        self.write(how)
-        for output in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                output.flush()
-        os._exit(0)
+        if os.getpid() == self.process:
+            self.write(**how)
+            for output in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    output.flush()
+            os._exit(0)
 
-    def write(self, how: dict[str, Any]) -> None:
-        """Write what was found."""
+    def write(self, **how: object) -> None:
+        """Write what was found; a process that the program has forked writes nothing."""
         if os.getpid() != self.process:
             return
         device = "cuda" if self.order.get("gpu") else "cpu"
