@@ -352,12 +352,21 @@ def _find_sequences(
 
     The usual global batch of a preset is for its size: a model that has been made small has none.
     """
-    asked, usual = config.program.get("global_batch") or AUTO, config.model.get("global_batch")
+    asked, sequences = config.program.get("global_batch") or AUTO, config.fit.global_batch
+    value = config.model.get("global_batch") if asked == AUTO else asked
     if asked == AUTO and count_model_parameters(model) < FEWEST_PARAMETERS:
-        usual = None
-    sequences = config.fit.global_batch or _read_global_batch(
-        usual if asked == AUTO else asked, values["fit.seq_len"]
-    )
+        value = None
+    if sequences is None and value not in (None, AUTO):
+        found, number = TOKENS.fullmatch(str(value)), 0.0
+        if found:
+            number = float(found[1]) * {"": 1, "k": 1 << 10, "M": 1 << 20}[found[2]]
+            number = max(1, round(number / values["fit.seq_len"])) if found[3] and number else number
+        if number != int(number) or not 1 <= number <= LARGEST_BATCH:
+            raise UsageError(
+                f"program.global_batch={value}: give sequences, such as 256, or tokens, such as 512ktokens or"
+                " 4Mtokens (k is 1024, M 1024 * 1024)"
+            )
+        sequences = int(number)
     micro_batch, accumulation = values["fit.micro_batch"], values["fit.accumulation"]
     if AUTO not in (micro_batch, accumulation, asked) and micro_batch * accumulation * ranks != sequences:
         raise UsageError(
@@ -379,22 +388,6 @@ def _read_option(options: Mapping[str, object], key: str) -> Any:  # noqa: ANN40
     if fault := find_fault(value, takes):
         raise UsageError(f"program.{name}={show_value(value)}: {fault}")
     return value
-
-
-def _read_global_batch(value: object, seq_len: int) -> int | None:
-    """Return the sequences of `program.global_batch`, as 256 or 4Mtokens; raises UsageError."""
-    if value in (None, AUTO):
-        return None
-    found = TOKENS.fullmatch(str(value))
-    if found and float(found[1]) > 0:
-        number = float(found[1]) * {"": 1, "k": 1 << 10, "M": 1 << 20}[found[2] or ""]
-        sequences = round(number / seq_len) if found[3] else number
-        if sequences == int(sequences) <= LARGEST_BATCH:
-            return max(1, int(sequences))
-    raise UsageError(
-        f"program.global_batch={value}: give sequences, such as 256, or tokens, such as 512ktokens or"
-        " 4Mtokens (k is 1024, M 1024 * 1024)"
-    )
 
 
 def settle_program(config: Settings, training: Training | None) -> Settings:

@@ -53,9 +53,8 @@ def print_fit(console: Console, report: FitReport, *, memory_alone: bool = False
         return
     _print_budget(console, report.budget)
     for item in report.advice:
-        gain, fix = f" ({item.gain})" if item.gain else "", f": {item.fix}" if item.fix else ""
         style = "yellow" if item.level == "warning" else "dim"
-        print_line(console, f"{item.level}: {item.what}{fix}{gain}", style)
+        print_line(console, f"{item.level}: {item.what}: {item.fix}", style)
     for text in _describe_speed(report.speed, request):
         print_line(console, text)
     if report.learned:

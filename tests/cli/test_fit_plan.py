@@ -398,7 +398,7 @@ def test_texts_of_others_are_harmless() -> None:
         REPORT,
         request=replace(REQUEST, **names),  # type: ignore[arg-type]  # fields by name
         estimate=replace(REPORT.estimate, parts=parts),
-        advice=(Advice("note", hostile, hostile, hostile),),
+        advice=(Advice("note", hostile, hostile),),
         learned=hostile,
     )
     for width in (30, 80):

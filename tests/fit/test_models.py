@@ -56,22 +56,22 @@ def test_published_models_have_their_parameters(tmp_path: Path) -> None:
             assert count_active_parameters(model) == pytest.approx(3.35e9, rel=0.01)
 
 
-@pytest.mark.parametrize(("kind", "more"), CONFIGS["families"])
-def test_a_model_of_transformers_has_as_many(kind: str, more: dict[str, object], tmp_path: Path) -> None:
-    """Small, and on no device."""
-    left_out = ("max_position_embeddings", "intermediate_size") if kind in ("gpt2", "gpt_bigcode") else ()
+def test_models_of_transformers_have_as_many(tmp_path: Path) -> None:
+    """Small ones of each family, on no device."""
     import torch
 
     transformers: Any = pytest.importorskip("transformers")
-    small = {key: value for key, value in CONFIGS["small"].items() if key not in left_out}
-    config = transformers.AutoConfig.for_model(kind, **small, **more)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    total = sum(parameter.numel() for parameter in model.parameters())
-    # DeepSeek's correction of the load is a buffer here, and a tensor of the published files.
-    total += sum(buffer.numel() for name, buffer in model.named_buffers() if "correction" in name)
-    for text in (config.to_json_string(use_diff=False), json.dumps(config.to_diff_dict())):
-        assert count_model_parameters(read(tmp_path, text)) == total
+    for kind, more in CONFIGS["families"]:
+        left_out = ("max_position_embeddings", "intermediate_size") if kind in ("gpt2", "gpt_bigcode") else ()
+        small = {key: value for key, value in CONFIGS["small"].items() if key not in left_out}
+        config = transformers.AutoConfig.for_model(kind, **small, **more)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        total = sum(parameter.numel() for parameter in model.parameters())
+        # DeepSeek's correction of the load is a buffer here, and a tensor of the published files.
+        total += sum(buffer.numel() for name, buffer in model.named_buffers() if "correction" in name)
+        for text in (config.to_json_string(use_diff=False), json.dumps(config.to_diff_dict())):
+            assert count_model_parameters(read(tmp_path, text)) == total, (kind, more)
 
 
 def test_a_file_that_cannot_be_used_is_named_with_field_and_fix(tmp_path: Path) -> None:
@@ -145,24 +145,22 @@ def test_the_bundled_programs_modules_count_the_same() -> None:
             assert again == count_flops(module, seq_len, recompute=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "total", "active"),
-    [
-        # arXiv:2401.04088: 47B parameters, 13B active; exact by the tensors of mistralai/Mixtral-8x7B-v0.1.
-        ("mixtral8x7b", 46_702_792_704, 12_879_925_248),
-        # arXiv:2412.19437: 671B parameters, 37B active. README_WEIGHTS.md of deepseek-ai/DeepSeek-V3 counts
-        # 36.6B active without the embedding, as here: 37,552,297,472 - 926,679,040. The total holds 58 * 256
-        # numbers that correct the routers' load and have no gradient.
-        ("deepseek_v3", 671_026_419_200, 37_552_297_472),
-    ],
-)
-def test_mixtures_have_their_published_parameters(
-    name: str, total: int, active: int, launch: Callable[..., Result], here: Path
-) -> None:
-    preset = read_preset(name)
-    parts = {key: preset.pop(key, None) for key in ("experts", "latent_attention")}
-    model = convert(ModelConfig(**preset), **parts)
-    assert (count_model_parameters(model), count_active_parameters(model)) == (total, active)
+MIXTURES = {
+    # arXiv:2401.04088: 47B parameters, 13B active; exact by the tensors of mistralai/Mixtral-8x7B-v0.1.
+    "mixtral8x7b": (46_702_792_704, 12_879_925_248),
+    # arXiv:2412.19437: 671B parameters, 37B active. README_WEIGHTS.md of deepseek-ai/DeepSeek-V3 counts
+    # 36.6B active without the embedding, as here: 37,552,297,472 - 926,679,040. The total holds 58 * 256
+    # numbers that correct the routers' load and have no gradient.
+    "deepseek_v3": (671_026_419_200, 37_552_297_472),
+}
+
+
+def test_mixtures_have_their_published_parameters(launch: Callable[..., Result], here: Path) -> None:
+    for name, published in MIXTURES.items():
+        preset = read_preset(name)
+        parts = {key: preset.pop(key, None) for key in ("experts", "latent_attention")}
+        model = convert(ModelConfig(**preset), **parts)
+        assert (count_model_parameters(model), count_active_parameters(model)) == published
     # The bundled program does not train it.
     launch(f"model={name}").assert_error(2, f"model={name}", "mixture of experts", "`launch plan`", "llama7b")
     assert not list(here.iterdir())

@@ -210,13 +210,13 @@ def test_a_good_setting_has_no_advice() -> None:
 
 @pytest.mark.parametrize("row", TABLES["advice"], ids=lambda row: row["what"])
 def test_a_rule(row: dict[str, Any]) -> None:
-    said = ("level", "what", "fix", "gain")
+    said = ("level", "what", "fix")
     request = change(GOOD, {key: value for key, value in row.items() if key not in said})
     size = request.layout.world_size
     advice = assess(replace(request, nodes=size // request.gpus_per_node)).advice
     found = [one for one in advice if row["what"] in one.what]
     assert [one.level for one in found] == [row["level"]]
-    assert row["fix"] in found[0].fix and row["gain"] in found[0].gain
+    assert row["fix"] in found[0].fix
     levels = [one.level for one in advice]
     assert levels == sorted(levels, reverse=True), "warnings come first"
 

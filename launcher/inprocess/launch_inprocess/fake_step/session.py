@@ -158,7 +158,7 @@ def list_tensors(value: object) -> list[Any]:
 def unwrap_tensor(value: Any) -> list[torch.Tensor]:
     """Return the tensors with a storage within a tensor; a wrapper such as DTensor has them as attributes."""
     if type(value) in (torch.Tensor, nn.Parameter) or not hasattr(value, "__tensor_flatten__"):
-        return [value]
+        return [value] if isinstance(value, torch.Tensor) else []
     return [inner for name in value.__tensor_flatten__()[0] for inner in unwrap_tensor(getattr(value, name))]
 
 
