@@ -90,7 +90,7 @@ class Ranks:
             uuids: list[Any] = [None] * self.world_size
             dist.all_gather_object(uuids, str(torch.cuda.get_device_properties(self.device).uuid))
             # A rank that sees all GPUs of its node has its own.
-            if len(set(uuids)) < self.world_size and visible < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+            if len(set(uuids)) < self.world_size and visible < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
                 raise OptionError("NCCL needs a GPU for each rank: start fewer, or give --device cpu")
 
     def average(self, value: Tensor) -> float:
