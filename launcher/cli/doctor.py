@@ -90,10 +90,10 @@ def _check_nodes(call: Call) -> PreflightReport:
             return stored
         raise UsageError(f"run_dir={config.run_dir} holds no preflight/*/report.json: name a run with one")
     if guess_kind("auto", environ)[0] == "allocation":
-        from launcher.slurm.first_node import choose_nodes
+        from launcher.slurm.commands import list_job_hosts
         from launcher.slurm.preflight import check_allocation
 
-        hosts = choose_nodes(environ, sys.maxsize)
+        hosts = list_job_hosts(environ)
         logger.info(f"checking {len(hosts)} nodes of SLURM job {environ['SLURM_JOB_ID']}")
         report = check_allocation(config, environ, hosts)
     else:

@@ -100,8 +100,14 @@ class Coordinator:
         `ready`: it can start `local_size` ranks; the last node that was waited for gives a start. `failed`: a
         rank has failed; `ended`: all of its ranks have ended with 0, and the last node's report ends the job;
         `taken`: another process has the port of a start, which is none of the restarts that are counted.
-        What an earlier start has left is no news.
+        `lost`: see `note_loss`; `gone`: its task has ended by itself, which ends the job, or makes a spare
+        node none. What an earlier start has left is no news.
         """
+        if kind == "lost":
+            return self.note_loss(host)
+        if kind == "gone" and not self.is_over and host not in self.lost:
+            is_spare = self.start and self.start.find_group_rank(host) is None
+            return self.note_loss(host) if is_spare else self.finish(failed=True)
         if kind == "ready":
             if host not in self.hosts or local_size < 1:
                 return None

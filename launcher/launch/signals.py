@@ -24,15 +24,10 @@ KILL_GRACE = 5.0
 """Seconds that the kernel and the agent have after SIGKILL."""
 SLURM_GRACE = 20.0
 """Seconds that ranks have after SLURM's SIGTERM at most: its own patience (KillWait) is 30 by default."""
-SLURM_MARGIN = KILL_GRACE + 2.0
-"""Seconds before the end of a shorter KillWait in which ranks are killed from here, and recorded: SLURM's own
-SIGKILL ends this process, and if SLURM does not track by cgroup, neither agent nor ranks."""
 GREETING = "HELLO"
 """First line of the channel. Without it, the end of the channel says nothing: there was none."""
 LOST = "LOST"
 """A node of an elastic job was lost."""
-KILL_WAIT = "KILLWAIT"
-"""`KILLWAIT 30`: seconds from SLURM's SIGTERM to its SIGKILL, as this cluster has it (slurm.conf)."""
 READ_SIZE = 1 << 16
 """Bytes that are read at once: an order to a thousand nodes names them all."""
 
@@ -114,12 +109,6 @@ class StopStages:
         return number
 
 
-def limit_grace(grace: float, kill_wait: float | None) -> float:
-    """Return the seconds that ranks have after SLURM's SIGTERM: those asked for, within SLURM's patience."""
-    left = SLURM_GRACE if kill_wait is None else max(kill_wait - SLURM_MARGIN, 1.0)
-    return min(grace, SLURM_GRACE, left)
-
-
 def name_signal(number: int) -> str:
     """Return a signal's name, `signal 40` if it has none."""
     try:
@@ -138,8 +127,6 @@ class SignalChannel:
     greeted: bool = False
     lost_at: float | None = None
     """Monotonic time of the word that a node was lost, until somebody has acted on it."""
-    kill_wait: float | None = None
-    """SLURM's patience in seconds; None if the first node has not sent it."""
     lines: list[str] = field(default_factory=list)
     """What is neither a signal nor any of the words above: orders for the node's agent."""
     added: list[int] = field(default_factory=list)
@@ -177,8 +164,6 @@ class SignalChannel:
                 self.greeted = True
             elif word == LOST:
                 self.lost_at = time.monotonic()
-            elif name == KILL_WAIT and value.isdecimal():
-                self.kill_wait = float(value)
             elif value:
                 self.lines.append(word)
             elif name in signal.Signals.__members__:

@@ -18,12 +18,12 @@ from launcher.launch.signals import (
     FORWARDED,
     HARD,
     KILL_GRACE,
+    SLURM_GRACE,
     STOPPING,
     SignalChannel,
     SignalQueue,
     StopStages,
     catch_signals,
-    limit_grace,
     name_signal,
 )
 from launcher.launch.terminal import Terminal
@@ -299,7 +299,7 @@ class Supervisor:
     def limit_grace(self) -> float:
         """Return the seconds that ranks have after a first signal, within SLURM's patience if it has one."""
         grace = self.job.config.torchrun.shutdown_timeout
-        return limit_grace(grace, self.control.kill_wait) if self.control else grace
+        return min(grace, SLURM_GRACE) if self.control else grace
 
     def begin_stop(self, number: int, grace: float, when: float | None = None) -> StopStages:
         """Begin to stop; how ranks end after the first stopping signal is no failure."""

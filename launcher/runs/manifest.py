@@ -20,7 +20,7 @@ OPEN = ("submitted", "running", "requeued")
 """States of an outcome after which more is to come."""
 CLOSED = ("succeeded", "failed", "stopped")
 """States after which no attempt follows."""
-OF_START = ("hangs", "stragglers", "preflight", "node_order", "spares", "sick_spares", "replacements")
+OF_START = ("hangs", "stragglers", "preflight", "node_order", "spares", "replacements")
 """What one start alone has, if it has it."""
 OF_ATTEMPT = ("command", "started", "ended", "hosts", "attempt", "slurm", "outcome", *OF_START)
 """What is kept of a start when the next one begins, if it has it."""

@@ -28,7 +28,6 @@ from launcher.runs.manifest import (
 )
 from launcher.runs.progress import AttemptProgress, describe_progress, measure_attempt
 from launcher.runs.run_directory import RunDir, release_space, reserve_space
-from launcher.slurm import commands
 from launcher.slurm.attempt_end import (
     CAUSES,
     AttemptEnd,
@@ -38,6 +37,17 @@ from launcher.slurm.attempt_end import (
     classify_kill,
     decide_requeue,
     diagnose,
+)
+from launcher.slurm.commands import (
+    RUNNING,
+    SHORT_TIMEOUT,
+    JobState,
+    ask_down_nodes,
+    ask_job,
+    count_restarts,
+    exclude_nodes,
+    name_job,
+    requeue_job,
 )
 from launcher.slurm.job_request import JobRequest, hold_manifest
 from launcher.slurm.node_order import NodeOrder
@@ -49,13 +59,6 @@ Manifest = dict[str, Any]
 """A manifest, or one of its earlier attempts."""
 CLAIM = "ended-by-"
 """`logs/ATTEMPT/ended-by-0` links to the name of the node that ends an attempt, `-1` if that is lost too."""
-ENDS = {
-    "NODE_FAIL": "node_failure",
-    "BOOT_FAIL": "node_failure",
-    "TIMEOUT": "timeout",
-    "REQUEUED": "requeued",
-}
-"""States of an attempt in accounting that was requeued for something else than a preemption."""
 
 
 @dataclass(slots=True)
@@ -84,12 +87,12 @@ class Attempt:
     @property
     def job_id(self) -> str:
         """SLURM's id of the job; `12_3` for an array's member."""
-        return commands.name_job(self.environ)
+        return name_job(self.environ)
 
     @property
     def restarts(self) -> int:
         """How often the job had been requeued when this attempt began."""
-        return commands.count_restarts(self.environ)
+        return count_restarts(self.environ)
 
     @property
     def is_elastic(self) -> bool:
@@ -124,11 +127,9 @@ class Attempt:
         return [PastAttempt(outcome.get("cause"), outcome.get("advanced")) for outcome in outcomes]
 
     @property
-    def unrecorded(self) -> int:
-        """Attempts that SLURM counts and the manifest lacks, since it could not be written."""
-        slurm = [take_dict(entry, "slurm") for entry in take_earlier(self.manifest)]
-        known = [int(one.get("restarts", -1)) for one in slurm if one.get("job_id") == self.job_id]
-        return max(self.restarts - 1 - max(known, default=-1), 0)
+    def number(self) -> int:
+        """Its own among the job's attempts, from 1 on; an earlier one may have written no manifest."""
+        return max(len(self.earlier), self.restarts) + 1
 
     def has_advanced(self, advance: AttemptProgress) -> bool | None:
         """Tell whether this attempt came to a later step, or wrote a newer checkpoint, than those before it.
@@ -148,38 +149,28 @@ class Attempt:
         stays = cause == "sick_node" and not (step and step.sick)
         if cause and (stays or not self.requeues):
             return Decision(False, cause, CAUSES[cause].text)
-        advanced, past = self.has_advanced(advance), self.past
-        if self.unrecorded and cause:
-            # An attempt that could not write its manifest has written no checkpoint.
-            past += [PastAttempt(cause, False)] * self.unrecorded
-            advanced = bool(advanced)
-        return decide_requeue(cause, self.request.config.cluster.requeue, past, advanced)
+        policy, advanced = self.request.config.cluster.requeue, self.has_advanced(advance)
+        return decide_requeue(cause, policy, self.past, advanced, self.number)
 
-    def ask_status(self, timeout: float) -> commands.JobState | None:
+    def ask_status(self, timeout: float) -> JobState | None:
         """Ask SLURM how the job stands; None if it does not answer."""
         try:
-            return commands.ask_job(self.job_id, self.environ, timeout)
+            return ask_job(self.job_id, self.environ, timeout)
         except SchedulerError:
             return None
 
     def reconstruct_outcome(self) -> None:
         """Write the outcome of an attempt whose batch script wrote none: it died, or was killed.
 
-        Accounting tells, if there is any. Else a node that is down tells of its loss; the rest are
-        preemptions.
+        A node that is down tells of its loss; the rest are taken for preemptions.
         """
-        outcome, lost = take_dict(self.manifest, "outcome"), list[str]()
-        hosts = [str(host) for host in self.manifest.get("hosts") or ()]
-        with contextlib.suppress(SchedulerError):
-            states = commands.ask_node_states(hosts, self.environ)
-            lost = [host for host, state in states.items() if commands.is_down(state)]
-        word = commands.ask_last_end(self.job_id, self.environ)
-        cause = ENDS.get(word) or ("preempted" if word or not lost else "node_failure")
+        outcome = take_dict(self.manifest, "outcome")
+        lost = [*ask_down_nodes(self.manifest.get("hosts") or (), self.environ)]
         advance = measure_attempt(self.run, self.request.progress_patterns)
         self.manifest["outcome"] = {
             **outcome,
             "state": "requeued",
-            "cause": outcome.get("cause") or cause,
+            "cause": outcome.get("cause") or ("node_failure" if lost else "preempted"),
             "reason": f"{', '.join(lost)} was lost" if lost else "it was killed before it could say why",
             "lost": lost,
             "step": advance.step,
@@ -209,7 +200,7 @@ def start_attempt(
     """
     found: Manifest = read_manifest(run.path) or describe_start(run, request.command, request.choices)
     state, slurm = take_dict(found, "outcome").get("state"), take_dict(found, "slurm")
-    earlier, job_id = take_earlier(found), commands.name_job(environ)
+    earlier, job_id = take_earlier(found), name_job(environ)
     if requeues and state == "running" and slurm.get("job_id") == job_id:
         last_run = RunDir(run.path, found.get("attempt") or 0)
         Attempt(request, last_run, environ, found, requeues).reconstruct_outcome()
@@ -224,7 +215,7 @@ def start_attempt(
         "ended": None,
         "hosts": list(order.hosts[: request.max_nodes]),
         "attempt": run.first_attempt,
-        "slurm": {**slurm, "job_id": job_id, "restarts": commands.count_restarts(environ)},
+        "slurm": {**slurm, "job_id": job_id, "restarts": count_restarts(environ)},
         "outcome": {"state": "running"},
         "earlier": earlier,
         "node_order": {"source": order.source, "why": order.why, "hosts": list(order.hosts)},
@@ -285,8 +276,8 @@ def prepare_for_kill(attempt: Attempt) -> None:
     """
     if attempt.prepared or not attempt.requeues:
         return
-    status = attempt.ask_status(commands.SHORT_TIMEOUT)
-    is_running = status is None or status.state in commands.RUNNING
+    status = attempt.ask_status(SHORT_TIMEOUT)
+    is_running = status is None or status.state in RUNNING
     if not is_running and classify_kill(status, attempt.restarts) and may_end(attempt):
         attempt.prepared = carry_out(attempt, diagnose(attempt, None, status))
 
@@ -310,20 +301,14 @@ def end_attempt(attempt: Attempt, step: StepReport) -> int:
         break_line()
     before = attempt.prepared
     if before is None:
-        return finish_attempt(attempt, diagnose(attempt, step, trouble=trouble)).exit_code
-    end = diagnose(attempt, step, before.status, before.lost, trouble)
-    cause = before.decision.cause if end.cause else None
-    end = replace(end, decision=replace(before.decision, cause=cause))
-    write_outcome(attempt, end)
+        end = carry_out(attempt, diagnose(attempt, step, trouble=trouble))
+    else:
+        end = diagnose(attempt, step, before.status, before.lost, trouble)
+        cause = before.decision.cause if end.cause else None
+        end = replace(end, decision=replace(before.decision, cause=cause))
+        write_outcome(attempt, end)
     report_end(attempt, end)
     return end.exit_code
-
-
-def finish_attempt(attempt: Attempt, end: AttemptEnd) -> AttemptEnd:
-    """Log an attempt's end, requeue the job or not, and return the end with what became of that."""
-    end = carry_out(attempt, end)
-    report_end(attempt, end)
-    return end
 
 
 def report_end(attempt: Attempt, end: AttemptEnd) -> None:
@@ -348,16 +333,16 @@ def carry_out(attempt: Attempt, end: AttemptEnd) -> AttemptEnd:
     write_outcome(attempt, end)
     decision = end.decision
     if end.cause:
-        number, reason = len(attempt.earlier) + attempt.unrecorded + 1, decision.reason
+        reason = decision.reason
         if end.kill == "requeued" and not decision.requeue:  # SLURM's own requeue is not undone here
             reason = f"{reason}; SLURM requeues it, and the next attempt ends at once"
-        logger.info(f"attempt {number} ended: {reason}")
+        logger.info(f"attempt {attempt.number} ended: {reason}")
     if not decision.requeue:
         return end
     try:
         if end.kill != "requeued":
-            patience = commands.SHORT_TIMEOUT if end.kill else math.inf
-            commands.requeue_job(attempt.job_id, attempt.environ, patience)
+            patience = SHORT_TIMEOUT if end.kill else math.inf
+            requeue_job(attempt.job_id, attempt.environ, patience)
     except SchedulerError as error:
         reason = f"{decision.reason}, but SLURM refuses ({error})"
         end = replace(end, decision=replace(decision, requeue=False, reason=reason))
@@ -370,12 +355,12 @@ def carry_out(attempt: Attempt, end: AttemptEnd) -> AttemptEnd:
     for entry in (attempt.manifest, *reversed(attempt.earlier)):
         outcome, replaced = entry["outcome"], entry.get("replacements") or ()
         bad += [host for key in ("lost", "sick") for host in outcome.get(key) or ()]
-        bad += [*(one["lost"] for one in replaced), *(entry.get("sick_spares") or ())]
+        bad += [one["lost"] for one in replaced]
     if bad:
         min_nodes = attempt.request.min_nodes + attempt.request.config.cluster.spares
-        warning = commands.exclude_nodes(attempt.job_id, list(dict.fromkeys(bad)), min_nodes, attempt.environ)
+        warning = exclude_nodes(attempt.job_id, list(dict.fromkeys(bad)), min_nodes, attempt.environ)
         if warning:
-            logger.warning(f"{warning}")
+            logger.warning(warning)
     return end
 
 

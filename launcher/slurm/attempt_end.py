@@ -3,14 +3,13 @@
 Nothing but `diagnose` asks or reads anything.
 """
 
-import contextlib
 import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import EXIT_HANG, EXIT_MACHINE, SchedulerError
+from launcher.errors import EXIT_HANG, EXIT_MACHINE
 from launcher.launch.signals import STOPPING, name_signal
 from launcher.runs.progress import (
     LONG_BEFORE,
@@ -20,8 +19,7 @@ from launcher.runs.progress import (
     measure_attempt,
 )
 from launcher.runs.records import NodeRecord, RankFailure
-from launcher.slurm import commands
-from launcher.slurm.commands import RUNNING, JobState
+from launcher.slurm.commands import LONG_TIMEOUT, RUNNING, SHORT_TIMEOUT, JobState, ask_down_nodes
 from launcher.slurm.step import ENDED, NOT_STARTED, find_task_ends
 from launcher.text import describe_first_failed_rank, name_some
 
@@ -202,24 +200,16 @@ class AttemptEnd:
     """How SLURM ends the job, see `classify_kill`; empty if it does not."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Lost nodes, and what tells of it."""
-    killed_tasks: Mapping[str, str] = field(default_factory=dict)
-    """Nodes that are there, but whose task ended by itself without a record, and srun's word."""
-    restart_requested: bool = False
-    """The first rank that failed had an exit code that asks for another start (`exit_codes`)."""
-    early: str = ""
-    """Ranks that ended with 0 before the first failure."""
+    first: tuple[NodeRecord, RankFailure] | None = None
+    """The first rank that failed by itself, and its node, if that is the cause."""
+    first_events: tuple[str, ...] = ()
+    """What came before any failure: nothing could be written, or ranks ended with 0 before the others."""
+    events: tuple[str, ...] = ()
+    """What happened to nodes, to a rank or else to the agents; the first rank of a crash has more to it."""
     trouble: str = ""
     """What is wrong with the run directory, see `release_space`."""
     status: JobState | None = None
     """What SLURM has said of the job; None if it was not asked, or did not answer."""
-
-    @property
-    def first(self) -> tuple[NodeRecord, RankFailure] | None:
-        """The first rank that failed by itself, and its node, if that is the cause."""
-        step, stopped = self.step, self.cause == "stopped"
-        if step is None or not (self.restart_requested or self.cause == "crash" or stopped):
-            return None
-        return None if stopped and step.signalled else step.first_failure
 
     @property
     def exit_code(self) -> int:
@@ -241,56 +231,17 @@ class AttemptEnd:
             return (codes or [0 if self.trouble else abs(step.srun_exitcode)])[0] or EXIT_MACHINE
         return 128 + next(iter(step.stops if step else ()), signal.SIGTERM)
 
-    @property
-    def first_events(self) -> list[str]:
-        """What came before any failure: nothing could be written, or ranks ended with 0 before the others."""
-        return [*filter(None, (self.trouble, self.early))]
-
     def list_failure_lines(self) -> list[str]:
         """Say why the attempt ended, and which rank failed first, with the end of its log."""
-        if not (self.first and self.cause == "crash" and not self.killed_tasks):
-            return [] if self.cause == "sick_node" else self.describe_events()  # preflight has told of it
-        record, failure = self.first
-        where = f"rank {failure.rank} on {record.host} (local rank {failure.local_rank})"
-        what = "failed after that" if self.early else "failed first"
-        told = describe_first_failed_rank(where, failure.reason, failure.log, failure.lines, what)
-        return [*self.first_events, *told]
-
-    def describe_events(self) -> list[str]:
-        """Say what happened to the run directory, and then to nodes, to a rank or else to the agents.
-
-        The first rank of a crash has more to it, and is told elsewhere.
-        """
-        lines, step = self.first_events, self.step
-        lines += [f"{host} was lost: {evidence}" for host, evidence in self.lost.items()]
-        for host, word in self.killed_tasks.items():
-            hint = ", probably out of memory" if word == "Killed" else ""
-            lines.append(f"{host} is there, but its task left no record, and ended: {word}{hint}")
-        if self.lost or self.killed_tasks or step is None:
-            return lines
         if self.cause == "sick_node":
-            return [*lines, *step.sickness]
-        if self.cause == "hang":
-            return [*lines, *[record.hang for record in step.records if record.hang][:1]]
-        if self.cause == "stopped" and step.signalled:
-            hosts = name_some(list(dict(step.signalled)), MAX_NAMED)
-            what = f"{name_signal(step.signalled[0][1])} from outside"
-            return [*lines, f"{hosts} got {what}: neither launch nor SLURM's queue sent it"]
-        if self.first and self.cause != "crash":
+            return []  # preflight has told of it
+        told: list[str] = []
+        if self.first and self.cause == "crash" and not self.events:
             record, failure = self.first
-            asks = f"ended with {failure.status}, and asks for another start"
-            what = asks if self.restart_requested else f"was stopped first: it {failure.reason}"
-            return [*lines, f"rank {failure.rank} on {record.host} {what}"]
-        if self.first or self.cause != "crash":
-            return lines
-        hosts_by_text: dict[str, list[str]] = {}
-        for record in step.records:
-            hosts_by_text.setdefault(record.agent_said, []).append(record.host)
-        said = [f"{name_some(names, MAX_NAMED)}: {text}" for text, names in hosts_by_text.items() if text]
-        if step.missing:
-            doubt = "" if self.trouble else ": is the disk full?"
-            said.append(f"no record came from {', '.join(step.missing)}{doubt}")
-        return [*lines, *(said or [f"no rank failed, but srun ended with {step.srun_exitcode}"])]
+            where = f"rank {failure.rank} on {record.host} (local rank {failure.local_rank})"
+            what = "failed after that" if self.first_events else "failed first"
+            told = describe_first_failed_rank(where, failure.reason, failure.log, failure.lines, what)
+        return [*self.first_events, *self.events, *told]
 
     @property
     def state(self) -> str:
@@ -306,7 +257,7 @@ class AttemptEnd:
         """Return the manifest's outcome; of many things that happened, its reason has the first ones."""
         step, state, failure = self.step, self.state, None
         stops = step.stops if step else [signal.SIGTERM]
-        events = self.describe_events()
+        events = [*self.first_events, *self.events]
         if len(events) > MAX_NAMED:
             more = f" (and {len(events) - MAX_NAMED} more)"
             events = [*events[: MAX_NAMED - 1], events[MAX_NAMED - 1] + more]
@@ -320,7 +271,7 @@ class AttemptEnd:
             "exit_code": self.exit_code,
             "signal": name_signal(stops[0]) if stops else None,
             "reason": None if self.cause is None else "; ".join([*events, self.decision.reason]),
-            "events": self.first_events,
+            "events": list(self.first_events),
             "lost": list(self.lost),
             **({"sick": list(step.sick)} if step and step.sick else {}),
             "first_failure": failure,
@@ -351,12 +302,17 @@ class PastAttempt:
 
 
 def decide_requeue(
-    cause: str | None, policy: "RequeueConfig", past: Sequence[PastAttempt], advanced: bool | None
+    cause: str | None,
+    policy: "RequeueConfig",
+    past: Sequence[PastAttempt],
+    advanced: bool | None,
+    number: int = 0,
 ) -> Decision:
     """Decide what is to be done after an attempt of this cause; `past` are the attempts before it.
 
     Attempts that were preempted, requeued from outside, or not begun for a sick node, do not count as lacking
-    progress, nor do they end a row of such: others decided how long they ran.
+    progress, nor do they end a row of such: others decided how long they ran. SLURM can know of more attempts
+    than were recorded: then `number` is the attempt's own.
     """
     if cause is None:
         return Decision(False, None, "succeeded")
@@ -377,7 +333,7 @@ def decide_requeue(
         if before >= allowed:
             often = f" after {before} of them" if allowed > 0 else ""
             return Decision(False, cause, f"{text}: not requeued{often} (cluster.requeue.{cause}={allowed})")
-    number = len(past) + 1
+    number = max(number, len(past) + 1)
     if number >= policy.limit:
         return Decision(False, "limit", f"{text}: not requeued (cluster.requeue.limit={policy.limit})")
     again = text if cause == "requeued" else f"{text}: requeued"
@@ -398,31 +354,29 @@ def diagnose(
     has said. SLURM is not asked about a plain success.
     """
     advance = measure_attempt(attempt.run, attempt.request.progress_patterns)
-    known = lost is not None
     stop_requested = step is None or bool(step.stops)
     succeeded = step is not None and has_succeeded(attempt, step)
-    timeout = commands.SHORT_TIMEOUT if stop_requested else commands.LONG_TIMEOUT
+    timeout = SHORT_TIMEOUT if stop_requested else LONG_TIMEOUT
     if status is None:
         if step and succeeded and not (stop_requested or step.near_limit or step.missing):
             return AttemptEnd(step, None, attempt.decide(None, step, advance), advance, trouble=trouble)
         status = attempt.ask_status(timeout)
     kill = classify_kill(status, attempt.restarts)
-    if lost is None:
-        suspects = attempt.hosts if kill or step is None else step.missing
-        lost = {}
-        with contextlib.suppress(SchedulerError):  # slurmctld may be minutes late to see it (SlurmdTimeout)
-            states = commands.ask_node_states(suspects, attempt.environ, timeout)
-            down = [host for host in suspects if commands.is_down(states.get(host, ""))]
-            lost = {host: f"SLURM says that it is {states[host]}" for host in down}
-    killed_tasks: dict[str, str] = {}
-    first = step.first_failure if step else None
-    asks = bool(first and first[1].status in attempt.request.config.cluster.requeue.exit_codes)
+    found = dict(lost or {})
+    if lost is None:  # slurmctld may be minutes late to see a loss (SlurmdTimeout)
+        down = ask_down_nodes(
+            attempt.hosts if kill or step is None else step.missing, attempt.environ, timeout
+        )
+        found = {host: f"SLURM says that it is {state}" for host, state in down.items()}
     facts: dict[str, object] = {
         "succeeded": succeeded,
         "finished": advance.finished,
         "preempted": status and status.preempted,
         "stop_requested": stop_requested,
     }
+    killed_tasks: dict[str, str] = {}
+    first = step.first_failure if step else None
+    asks = bool(first and first[1].status in attempt.request.config.cluster.requeue.exit_codes)
     if step:
         task_ends = find_task_ends(step.srun_lines, step.missing)
         if not (kill or stop_requested or step.cancelled):
@@ -430,10 +384,12 @@ def diagnose(
         # If the first node's own record is missing too, which is there, no records are to be had: the disk is
         # full, or the tasks cannot start.
         own = attempt.environ.get("SLURMD_NODENAME")
-        if not (kill or known or (own in step.missing and own not in task_ends)):
+        if lost is None and not (kill or (own in step.missing and own not in task_ends)):
             silent = [host for host in step.missing if host not in task_ends]
-            words = {host: ("it left no record", lost.get(host, "")) for host in silent}
-            lost = {**lost, **{host: ", and ".join(filter(None, said)) for host, said in words.items()}}
+            found |= {
+                host: ", and ".join(("it left no record", *filter(None, [found.get(host)])))
+                for host in silent
+            }
         # SLURM may start a job again before it has sorted out what another node's loss has left.
         after_loss = attempt.earlier and attempt.earlier[-1]["outcome"].get("cause") == "node_failure"
         refused = any(record.agent_said.startswith(NOT_STARTED) for record in step.records)
@@ -448,12 +404,57 @@ def diagnose(
             "cancelled_by_user": step.cancelled
             or (stop_requested and any(record.signal for record in step.records)),
         }
-    facts["lost"] = lost or facts.get("lost")
+    facts["lost"] = found or facts.get("lost")
     cause = classify_end([name for name, holds in facts.items() if holds], kill)
     asks = asks and cause in ("requested", "timeout")
+    is_own = cause == "crash" or (cause == "stopped" and step and not step.signalled)
+    first = first if asks or is_own else None
     early = find_early_end(attempt, step) if step and not asks and cause not in (None, "stopped") else ""
+    events = [f"{host} was lost: {evidence}" for host, evidence in found.items()]
+    for host, word in killed_tasks.items():
+        hint = ", probably out of memory" if word == "Killed" else ""
+        events.append(f"{host} is there, but its task left no record, and ended: {word}{hint}")
+    if step and not events:
+        events = tell_step_events(step, cause, first, asks=asks, has_trouble=bool(trouble))
     decision = attempt.decide(cause, step, advance)
-    return AttemptEnd(step, cause, decision, advance, kill, lost, killed_tasks, asks, early, trouble, status)
+    first_events = tuple(filter(None, (trouble, early)))
+    return AttemptEnd(
+        step, cause, decision, advance, kill, found, first, first_events, tuple(events), trouble, status
+    )
+
+
+def tell_step_events(
+    step: StepReport,
+    cause: str | None,
+    first: tuple[NodeRecord, RankFailure] | None,
+    *,
+    asks: bool,
+    has_trouble: bool,
+) -> list[str]:
+    """Say what happened in a step whose nodes are all there; nothing of a crash's first rank, see `first`."""
+    if cause == "sick_node":
+        return [*step.sickness]
+    if cause == "hang":
+        return [record.hang for record in step.records if record.hang][:1]
+    if cause == "stopped" and step.signalled:
+        hosts = name_some(list(dict(step.signalled)), MAX_NAMED)
+        what = f"{name_signal(step.signalled[0][1])} from outside"
+        return [f"{hosts} got {what}: neither launch nor SLURM's queue sent it"]
+    if first and cause != "crash":
+        record, failure = first
+        what = f"was stopped first: it {failure.reason}"
+        what = f"ended with {failure.status}, and asks for another start" if asks else what
+        return [f"rank {failure.rank} on {record.host} {what}"]
+    if first or cause != "crash":
+        return []
+    hosts_by_text: dict[str, list[str]] = {}
+    for record in step.records:
+        hosts_by_text.setdefault(record.agent_said, []).append(record.host)
+    said = [f"{name_some(names, MAX_NAMED)}: {text}" for text, names in hosts_by_text.items() if text]
+    if step.missing:
+        doubt = "" if has_trouble else ": is the disk full?"
+        said.append(f"no record came from {', '.join(step.missing)}{doubt}")
+    return said or [f"no rank failed, but srun ended with {step.srun_exitcode}"]
 
 
 def was_stopped_from_outside(attempt: "Attempt", step: StepReport) -> bool:

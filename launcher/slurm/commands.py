@@ -1,4 +1,4 @@
-"""SLURM's commands and notations: one parser for what each of squeue, sacct, sinfo and scontrol prints."""
+"""SLURM's commands, notations and variables: one parser for what each of its commands prints."""
 
 import contextlib
 import itertools
@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import SchedulerError, UsageError
+from launcher.errors import MachineError, SchedulerError, UsageError
+from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER, LAUNCH_RENDEZVOUS, LAUNCH_SECRETS, name_host
 from launcher.runs.manifest import read_time
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VARIABLES = ("SQUEUE_", "SACCT_", "SINFO_", "SLURM_TIME_FORMAT")
+FORMAT_VARIABLES = ("SQUEUE_", "SINFO_", "SLURM_TIME_FORMAT")
 """Beginnings of the variables by which people choose what these commands show, which is read here."""
 FIXED_VARIABLES = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}
 """Numbers and times look the same everywhere, and those of an array's members are shown in full."""
@@ -35,18 +36,15 @@ SQUEUE_FIELDS = (
 )
 """What is asked, in squeue's names; a reason can hold anything, and comes last."""
 SQUEUE = ("squeue", "--noheader", "--array", "--all", "--states=all")
-SACCT = ("sacct", "--parsable2", "--noheader", "--allocations")
 SINFO = ("sinfo", "--noheader", "--Node")
-CONFIG_LINE = re.compile(r"^(\w+)\s*=\s*(.*?)\s*$", re.MULTILINE)
-NODE_FIELD = re.compile(r"(?:^|\s)(\w+)=(\S+)")
 SHORT_TIMEOUT = 4.0
 """Seconds for one question: a job that is being ended has KillWait in all, 30 s by default."""
 LONG_TIMEOUT = 20.0
 """Seconds for one question while nothing ends the job: slurmctld can be busy."""
 RETRY, LONGEST_RETRY = 0.5, 5.0
 """Seconds between two tries to requeue: the first two, and at most."""
-ANSWERED = 60.0
-"""Seconds in which slurmctld answers other questions, after which any complaint of its is a refusal."""
+MOST_ANSWERS = 15
+"""Answers to other questions in a row, about a minute, after which any complaint is a refusal."""
 REFUSAL = re.compile(
     "presently disabled|Invalid (job|user) id|permission denied|Only batch|not supported|already complet",
     re.IGNORECASE,
@@ -187,45 +185,24 @@ def count_restarts(environ: Mapping[str, str]) -> int:
     return read_number(environ.get("SLURM_RESTART_COUNT", ""))
 
 
-def ask_config(environ: Mapping[str, str] | None = None, timeout: float = SHORT_TIMEOUT) -> dict[str, str]:
-    """Return SLURM's configuration as `scontrol show config` prints it; raises SchedulerError."""
-    return dict(CONFIG_LINE.findall(run_slurm(["scontrol", "show", "config"], environ, timeout=timeout)))
-
-
-def ask_node_fields(
-    hosts: Sequence[str], environ: Mapping[str, str], timeout: float = SHORT_TIMEOUT
-) -> dict[str, dict[str, str]]:
-    """Return what `scontrol show node` prints of each node, as far as it is a word; raises SchedulerError."""
-    argv = ["scontrol", "--oneliner", "show", "node", ",".join(hosts)]
-    lines = run_slurm(argv, environ, timeout=timeout).splitlines() if hosts else []
-    nodes = [dict(reversed(NODE_FIELD.findall(line))) for line in lines]  # a reason at the end can hold any
-    return {fields["NodeName"]: fields for fields in nodes if "NodeName" in fields}
-
-
-def ask_node_states(
+def ask_down_nodes(
     hosts: Sequence[str], environ: Mapping[str, str], timeout: float = SHORT_TIMEOUT
 ) -> dict[str, str]:
-    """Return the states of nodes as sinfo has them, `down*`; raises SchedulerError."""
-    if not hosts:
-        return {}
+    """Return those nodes that are not there, with their states as sinfo has them, `down*`.
+
+    None if SLURM does not answer.
+    """
     argv = [*SINFO, "--all", f"--nodes={','.join(hosts)}", "--format=%N|%T"]
-    return dict(split_rows(run_slurm(argv, environ, timeout=timeout), 2))
-
-
-def is_down(state: str) -> bool:
-    """Tell whether a node in this state is not there."""
-    return state.startswith(tuple(STATES["down"])) or state.endswith("*")
-
-
-def ask_last_end(job_id: str, environ: Mapping[str, str]) -> str:
-    """Return the state in which accounting has the job's attempt before this one; empty if it has none."""
-    argv = [*SACCT, "--duplicates", f"--jobs={job_id}", "--format=State,Start"]
     try:
-        rows = split_rows(run_slurm(argv, environ, timeout=SHORT_TIMEOUT), 2)
+        states = dict(split_rows(run_slurm(argv, environ, timeout=timeout) if hosts else "", 2))
     except SchedulerError:
-        return ""
-    ended = [state.split()[0] for state, _ in rows if state not in ("", "RUNNING", "PENDING")]
-    return ended[-1] if ended else ""
+        return {}
+    down = tuple(STATES["down"])
+    return {
+        host: states[host]
+        for host in hosts
+        if host in states and (states[host].startswith(down) or states[host].endswith("*"))
+    }
 
 
 @contextlib.contextmanager
@@ -249,24 +226,23 @@ def requeue_job(job_id: str, environ: Mapping[str, str], timeout: float = math.i
     received"), so only known ones refuse, and what it still says when it has answered questions for a while.
     If somebody else has requeued the job meanwhile, or the answer to a request was lost, that counts.
     """
-    end, answered, pause = time.monotonic() + timeout, math.inf, RETRY
+    end, answers, pause = time.monotonic() + timeout, 0, RETRY
     longest = LONG_TIMEOUT if timeout == math.inf else SHORT_TIMEOUT
     while True:
         try:
             run_slurm(["scontrol", "requeue", job_id], environ, timeout=longest)
             return
-        except MissingCommandError:
-            raise
         except SchedulerError as error:
             if "pending execution" in str(error):
                 return
             try:
+                answers += 1
                 if ask_job(job_id, environ).restarts > count_restarts(environ):
                     return
-                answered = min(answered, time.monotonic())
             except SchedulerError:
-                answered = math.inf
-            if REFUSAL.search(str(error)) or time.monotonic() > min(end, answered + ANSWERED):
+                answers = 0
+            is_refusal = isinstance(error, MissingCommandError) or REFUSAL.search(str(error))
+            if is_refusal or answers > MOST_ANSWERS or time.monotonic() > end:
                 raise
             if pause == RETRY:
                 logger.warning(f"the requeue is tried again until SLURM answers: {error}")
@@ -292,29 +268,21 @@ def exclude_nodes(
     end = time.monotonic() + patience
 
     def ask(*argv: str) -> str:
-        left = min(SHORT_TIMEOUT, end - time.monotonic())
-        if left <= 0:
-            raise SchedulerError(f"SLURM took {patience:.0f} s to answer")
-        return run_slurm(argv, environ, timeout=left)
-
-    def list_nodes(partition: str, *chosen: str) -> set[str]:
-        return {*ask(*SINFO, f"--partition={partition}", "--format=%N", *chosen).split()}
+        return run_slurm(argv, environ, timeout=max(end - time.monotonic(), 0.0))
 
     try:
-        answer = ask(*SQUEUE, f"--jobs={job_id}", "--format=%x|%n|%P")
-        excluded, required, partition = next(split_rows(answer, 3))
-        named = list_nodes(partition, f"--nodes={required}") if required else set()
-        before = list_nodes(partition, f"--nodes={excluded}") if excluded else set()
+        row = next(split_rows(ask(*SQUEUE, f"--jobs={job_id}", "--format=%x|%n|%P"), 3))
+        before, named = {*expand_hosts(row[0])}, {*expand_hosts(row[1])}
         users = before - {*lost}
-        free = list_nodes(partition) - users
+        free = {*ask(*SINFO, f"--partition={row[2]}", "--format=%N").split()} - users
         able = [name for name in lost if name in free - named]
         chosen = able[: max(len(free) - min_nodes, 0)]
         if users | {*chosen} != before:
             ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(sorted(users | {*chosen}))}")
-    except (SchedulerError, StopIteration) as error:
+    except (SchedulerError, StopIteration, ValueError) as error:
         return f"{', '.join(lost)} not excluded ({error})"
     kept = [name for name in lost if name not in chosen]
-    why = f"the job asks for it, or partition {partition} would have too few nodes"
+    why = f"the job asks for it, or partition {row[2]} would have too few nodes"
     return f"{', '.join(kept)} not excluded: {why}" if kept else ""
 
 
@@ -331,6 +299,7 @@ ITEM = re.compile(r"(?:[^,\[\]]+|\[[^\]]*\])+")
 PIECE = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
 NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)
 """A name that ends in a number."""
+NUMBERS = re.compile(r"([0-9]+)")
 
 
 def parse_signal(text: str) -> tuple[signal.Signals, int]:
@@ -350,29 +319,31 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
     Several brackets are all combined, the last running fastest. Raises ValueError for what is no such list.
     """
+
+    def expand(ranges: str) -> Iterator[str]:
+        for part in ranges.split(","):  # `08-10`, `12` or `20-30:5`, with zeros in front
+            span, _, stride = part.partition(":")
+            low, _, high = span.partition("-")
+            for number in range(int(low), int(high or low) + 1, int(stride or 1)):
+                yield str(number).zfill(len(low))
+
     names: list[str] = []
     for item in ITEM.finditer(text):
-        found = PIECE.findall(item[0])
-        pieces = [[*_expand_ranges(ranges)] if ranges else [plain] for ranges, plain in found]
+        pieces = [[*expand(ranges)] if ranges else [plain] for ranges, plain in PIECE.findall(item[0])]
         names += map("".join, itertools.product(*pieces))
     return tuple(names)
 
 
-def _expand_ranges(text: str) -> Iterator[str]:
-    """Give the numbers of `08-10,12,20-30:5`, with their zeros in front; raises ValueError."""
-    for part in text.split(","):
-        span, _, stride = part.partition(":")
-        low, _, high = span.partition("-")
-        for number in range(int(low), int(high or low) + 1, int(stride or 1)):
-            yield str(number).zfill(len(low))
+def make_natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Return what sorts names by the numbers in them, then as text: n2, n02, n10, rack1n3."""
+    parts = NUMBERS.split(name)
+    numbered = tuple((1, int(part), "") if odd % 2 else (0, 0, part) for odd, part in enumerate(parts))
+    return (*numbered, (2, 0, name))
 
 
 def fold_hosts(names: Iterable[str]) -> str:
-    """Return names as SLURM writes them, `login,n[0-1,12]`: in the order of the numbers at their ends."""
-    pairs = dict.fromkeys(map(_split_number, names))
-    places = {name: place for place, name in enumerate(dict.fromkeys(name for name, _ in pairs))}
-    ordered = sorted(pairs, key=lambda pair: (places[pair[0]], len(pair[1]), pair[1]))
-    return fold_in_order(map("".join, ordered))
+    """Return names as SLURM writes them, in their natural order: `login,n[0-1,12]`."""
+    return fold_in_order(sorted({*names}, key=make_natural_key))
 
 
 def fold_in_order(names: Iterable[str]) -> str:
@@ -381,7 +352,9 @@ def fold_in_order(names: Iterable[str]) -> str:
     Numbers that follow each other are ranges in brackets.
     """
     pieces: list[tuple[str, list[list[str]]]] = []  # a name, and the first and last numbers of its ranges
-    for name, number in map(_split_number, names):
+    for whole in names:
+        found = NUMBERED.fullmatch(whole)
+        name, number = (found[1], found[2]) if found else (whole, "")
         if not number or not pieces or pieces[-1][0] != name or not pieces[-1][1]:
             pieces.append((name, []))
         spans = pieces[-1][1]
@@ -396,7 +369,76 @@ def fold_in_order(names: Iterable[str]) -> str:
     return ",".join(words)
 
 
-def _split_number(name: str) -> tuple[str, str]:
-    """Return a name without the number at its end, and that number; empty if there is none."""
-    found = NUMBERED.fullmatch(name)
-    return (found[1], found[2]) if found else (name, "")
+# Variables
+
+WHERE_SLURM_IS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET")
+"""They say where SLURM is, and who asks it, and stay in every environment."""
+STEP_OPTION = re.compile("SLURM_(?!JOB_|ARRAY_|SUBMIT_)|(SBATCH|SALLOC|SRUN|PMI[X2]?)_")
+"""Beginnings of the variables that srun takes for options, or an MPI library for its own process manager.
+
+They are from outside: of the shell that submitted, of a job script's own request, of an mpirun. An `srun`
+that finds `SLURM_CPUS_PER_TASK` beside other words refuses from 23.11 on, and before it ignores them.
+SLURM_JOB_* and the like tell of the job, and programs read them; srun takes none of these for an option.
+"""
+KEPT_BY_STEPS = re.compile("SLURM_(CLUSTER_NAME|WORKING_CLUSTER|NNODES|JOBID|RESTART_COUNT)")
+"""Exceptions beside WHERE_SLURM_IS: they say which job this is."""
+TASK_VARIABLES = (LAUNCH_SECRETS, LAUNCH_RENDEZVOUS, LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER)
+"""Variables from the batch script's process to the tasks; no rank gets them."""
+
+
+def clean_for_step(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which srun does what its words say and nothing else."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not STEP_OPTION.match(name) or name in WHERE_SLURM_IS or KEPT_BY_STEPS.fullmatch(name)
+    }
+
+
+def drop_task_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return a task's environment without the variables that are for the task alone."""
+    return {name: value for name, value in environ.items() if name not in TASK_VARIABLES}
+
+
+@dataclass(frozen=True, slots=True)
+class TaskIdentity:
+    """One task's place in the step."""
+
+    host: str
+    node_rank: int
+    """Its number in the order of the nodes' ranks; without an order, in SLURM's own."""
+    nodes: int
+    """Of the step."""
+    attempt: int
+    endpoint: str
+    step: str
+    """`JOB.STEP`."""
+
+
+def read_task_identity(environ: Mapping[str, str]) -> TaskIdentity:
+    """Read the variables; a task that is started by hand is the only one of its job."""
+    job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
+    host, hosts = name_host(environ), expand_hosts(environ.get(LAUNCH_NODE_ORDER, ""))
+    return TaskIdentity(
+        host,
+        hosts.index(host) if host in hosts else int(environ.get("SLURM_NODEID", "0")),
+        int(environ.get("SLURM_STEP_NUM_NODES", "1")),
+        int(environ.get(LAUNCH_ATTEMPT, "0")),
+        environ.get(LAUNCH_RENDEZVOUS, "localhost:0"),
+        f"{job}.{step}",
+    )
+
+
+def list_job_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the job's nodes in SLURM's order; raises MachineError if the variables name none."""
+    text = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+    with contextlib.suppress(ValueError):
+        if hosts := expand_hosts(text):
+            return hosts
+    raise MachineError(f"SLURM_JOB_NODELIST={text!r} is no list of nodes: is this a SLURM job?")
+
+
+def count_gpus(environ: Mapping[str, str]) -> int | None:
+    """Return how many GPUs the job has on each node, as SLURM counts them; None if it does not tell."""
+    text = environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
+    return int(text) if text.isascii() and text.isdecimal() else None

@@ -4,29 +4,25 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from launcher.config.start import parse_endpoint
 from launcher.errors import EXIT_MACHINE, EXIT_SCHEDULER, LaunchError, MachineError, SchedulerError
 from launcher.files import open_below
 from launcher.launch.coordinator import Coordinator
-from launcher.launch.job import choose_restarts, is_port_free, read_client_ports
+from launcher.launch.job import choose_restarts, is_port_free, list_ports, read_client_ports
 from launcher.launch.processes import adopt_orphans, end_leftovers, prepare_agent
 from launcher.launch.signals import (
     FORWARDED,
     KILL_GRACE,
-    KILL_WAIT,
     STOPPING,
     SignalQueue,
     StopStages,
@@ -36,15 +32,14 @@ from launcher.launch.signals import (
 )
 from launcher.protocol import LAUNCH_ATTEMPT, LAUNCH_NODE_ORDER, LAUNCH_RENDEZVOUS
 from launcher.runs.provenance import describe_sources
-from launcher.runs.records import node_path, read_nodes, refuse_node
+from launcher.runs.records import read_nodes, refuse_node
 from launcher.runs.run_directory import RunDir, explain_write_error, open_run_dir
 from launcher.slurm import commands
 from launcher.slurm.attempt import Attempt, end_attempt, is_taken_over, prepare_for_kill, start_attempt
 from launcher.slurm.attempt_end import StepReport, choose_stop_time
 from launcher.slurm.job_request import JobRequest, read_job_request
-from launcher.slurm.node_channel import CLOSE_TIMEOUT, OWN_GAP, NodeReport, StepGroup, TaskWriter
+from launcher.slurm.node_channel import CLOSE_TIMEOUT, OWN_GAP
 from launcher.slurm.node_order import NodeOrder, find_node_order
-from launcher.slurm.slurm_environ import PORT_TAKEN, TRIALS, count_gpus, list_job_hosts, pick_port
 from launcher.slurm.step import NOT_STARTED, TEMPORARY, NodeStep, Step, has_begun, join_lines
 
 logger = logging.getLogger(__name__)
@@ -61,8 +56,6 @@ SRUN_GRACE = 10.0
 """Seconds that srun has to end a step that did not end by itself."""
 ELASTIC_GRACE = 30.0
 """Seconds that the other nodes have to see by themselves that one of them has failed for good."""
-READ_PERIOD = 5.0
-"""Seconds between two looks at the records of an elastic job's nodes, on a shared disk."""
 LONGEST_ORDER = 120_000
 """Characters of a variable; the kernel takes 128 KiB (MAX_ARG_STRLEN). It is enough for 10,000 nodes in any
 order."""
@@ -84,19 +77,10 @@ def run_batch_script(run_path: Path) -> int:
     return run_attempt(request, run, os.environ, requeues=True)
 
 
-def choose_nodes(environ: Mapping[str, str], max_nodes: int) -> tuple[str, ...]:
-    """Return the nodes to run on: the first of the job's; raises MachineError."""
-    hosts = list_job_hosts(environ)
-    if not hosts:
-        text = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-        raise MachineError(f"SLURM_JOB_NODELIST={text!r} is no list of nodes: is this a SLURM job?")
-    return hosts[:max_nodes]
-
-
 def order_job_nodes(environ: Mapping[str, str], request: JobRequest) -> NodeOrder:
     """Return the nodes to run on and the spare ones, in the order of their ranks; raises MachineError."""
     cluster = request.config.cluster
-    hosts = choose_nodes(environ, request.max_nodes + cluster.spares)
+    hosts = commands.list_job_hosts(environ)[: request.max_nodes + cluster.spares]
     return find_node_order(cluster.node_order, hosts, environ, request.directory)
 
 
@@ -119,7 +103,7 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
         first, guards = FirstNode(attempt, inbox), None
         try:
             if attempt.is_guarded:
-                from launcher.slurm.first_node_guard import start_guards  # few jobs have use for it
+                from launcher.slurm.lost_nodes import start_guards  # few jobs have use for it
 
                 guards = stack.enter_context(start_guards(attempt))
             os.close(open_below(run.path, "logs", str(run.first_attempt)))
@@ -153,15 +137,6 @@ class FirstNode:
     stop: StopStages | None = None
     stop_at: float | None = None
     """When the ranks are to be stopped before the time limit, in seconds since the epoch."""
-    failed_at: float | None = None
-    """When a node of an elastic job was first seen to have failed for good."""
-    next_read: float = 0.0
-    """Monotonic time of the next look at the records."""
-
-    @property
-    def grace(self) -> float:
-        """Seconds that ranks have after the first stopping signal."""
-        return self.attempt.request.config.torchrun.shutdown_timeout
 
     def refuse(self, reason: str, status: int) -> StepReport:
         """Return the report of a step that there is none of, with a record of ours that says why."""
@@ -175,7 +150,7 @@ class FirstNode:
         """
         kind = self.attempt.request.config.preflight.kind
         if kind == "auto":
-            kind = "light" if count_gpus(self.attempt.environ) else "off"
+            kind = "light" if commands.count_gpus(self.attempt.environ) else "off"
         if kind == "off":
             return None
         from launcher.slurm.preflight import run_preflight  # most jobs on CPUs have no use for it
@@ -187,87 +162,74 @@ class FirstNode:
             return None
 
     def run_steps(self) -> StepReport:
-        """Run the step: again while slurmctld is away, and with another port if the first node's is taken."""
-        attempt, run, first = self.attempt, self.attempt.run, self.attempt.hosts[0]
-        local, salt = read_client_ports(), 0 if attempt.requeues else zlib.crc32(os.fsencode(run.path))
-        job = int(attempt.environ.get("SLURM_JOB_ID", "0")) + salt
-        trial, refused = 0, 0
+        """Run the step, again while slurmctld is away or the nodes are not ready for it."""
+        attempt, refused = self.attempt, 0
         while True:
             if self.take_early_signals():
                 report = StepReport(1, signals=tuple(self.signals))
                 return replace(report, srun_exitcode=128 + report.stops[0])
-            if is_taken_over(run):
+            if is_taken_over(attempt.run):
                 return self.refuse("another node has ended this attempt", EXIT_MACHINE)
-            for record in read_nodes(run.path, run.first_attempt):  # of a port that was taken
-                node_path(run.path, run.first_attempt, record.host).unlink(missing_ok=True)
-            port = pick_port(job, run.first_attempt, trial, local)
-            # This may be a login node with `salloc`, rather than the node that serves the rendezvous.
-            is_first = first == attempt.environ.get("SLURMD_NODENAME")
-            if trial + 1 < TRIALS and is_first and not is_port_free(port):
-                trial += 1
-                continue
-            find_port = partial(pick_port, job, run.first_attempt, trial, local)
-            report = self.run_step(f"{first}:{port}", find_port)
-            if self.signals:
+            report = self.run_step()
+            refusal = "".join(record.agent_said for record in report.records)
+            if self.signals or not refusal.startswith(NOT_STARTED):
                 return report
-            said = "".join(record.agent_said for record in report.records)
-            refusal = said if said.startswith(NOT_STARTED) else ""
-            is_away = bool(refusal) and is_controller_away(attempt)
-            refused += bool(refusal) and not is_away
-            if is_away or (TEMPORARY.search(refusal) and refused < REFUSALS):
-                until = "until slurmctld answers, " if is_away else ""
-                logger.warning(f"{refusal}: {until}it is tried again")
-                self.poll(RETRY)
-                self.take_early_signals()
-                continue
-            taken = any(record.exit_code == PORT_TAKEN and not record.failure for record in report.records)
-            if not taken or trial + 1 >= TRIALS:
+            is_away = False
+            try:
+                commands.ask_job(attempt.job_id, attempt.environ)
+            except SchedulerError as error:  # it answers nobody: what srun says then can have any words
+                is_away = not isinstance(error, commands.MissingCommandError)
+            refused += not is_away
+            if not is_away and (refused >= REFUSALS or not TEMPORARY.search(refusal)):
                 return report
-            trial += 1
-            logger.info(f"port {port} of {first} was taken: the step starts again, with another one")
+            until = "until slurmctld answers, " if is_away else ""
+            logger.warning(f"{refusal}: {until}it is tried again")
+            self.poll(RETRY)
+            self.take_early_signals()
 
-    def run_step(self, endpoint: str, find_port: Callable[[int], int]) -> StepReport:
-        """Run the step of a task of ours on each node, which starts its ranks and writes the node's record.
+    def make_coordinator(self, endpoint: str, port: Callable[[int], int]) -> Coordinator | None:
+        """Return what decides about the starts of ranks, if that is not torchrun.
 
-        `endpoint` is where the ranks of the first start meet, HOST:PORT, and `find_port` gives the port of
-        each start by its number, if they are not torchrun's. A node that replaces the first one is called as
-        SLURM calls it.
+        The ranks of the first start meet at `endpoint`; `port` gives the later starts theirs by their number.
+        A node that replaces the first one is called as SLURM calls it.
         """
-        attempt, run = self.attempt, self.attempt.run
-        config, first = attempt.request.config, attempt.hosts[0]
-        address, port = parse_endpoint(config.rdzv_endpoint or endpoint)
+        attempt, config = self.attempt, self.attempt.request.config
+        if attempt.request.agent != "direct":
+            return None
+        (address, first_port), first = parse_endpoint(endpoint), attempt.hosts[0]
 
         def find_endpoint(host: str, restart: int) -> tuple[str, int]:
-            return (address if host == first else host), (find_port(restart) if restart else port)
+            return (address if host == first else host), (port(restart) if restart else first_port)
 
-        coordinator = None
-        if attempt.request.agent == "direct":
-            restarts = choose_restarts(config, attempt.environ) or 0
-            coordinator = Coordinator(attempt.step_hosts, len(attempt.hosts), restarts, find_endpoint)
-        step = start_nodes(attempt, endpoint, coordinator)
-        local_size = str(config.nproc_per_node)
-        if step.group and not attempt.spares and re.fullmatch("0*[1-9][0-9]{0,4}", local_size):
-            for host in attempt.hosts:  # the first start is ordered before any task is ready
-                step.group.take_report(NodeReport("ready", host, number=int(local_size)))
-        asking = None
+        restarts = choose_restarts(config, attempt.environ) or 0
+        return Coordinator(attempt.step_hosts, len(attempt.hosts), restarts, find_endpoint)
+
+    def run_step(self) -> StepReport:
+        """Run the step of a task on each node, which starts its ranks and writes the node's record."""
+        attempt, run, first = self.attempt, self.attempt.run, self.attempt.hosts[0]
+        local, salt = read_client_ports(), 0 if attempt.requeues else zlib.crc32(os.fsencode(run.path))
+        job = int(attempt.environ.get("SLURM_JOB_ID", "0")) + salt
+
+        def port(restart: int) -> int:
+            found = [pick_port(job, run.first_attempt, trial, local, restart) for trial in range(TRIALS)]
+            # This may be a login node with `salloc`, rather than the node that serves the rendezvous.
+            is_here = restart == 0 and first == attempt.environ.get("SLURMD_NODENAME")
+            return next(filter(is_port_free, found), found[0]) if is_here else found[0]
+
+        endpoint = attempt.request.config.rdzv_endpoint or f"{first}:{port(0)}"
+        step = start_nodes(attempt, endpoint, self.make_coordinator(endpoint, port))
         if "git" not in attempt.manifest:  # else the submission has told of the sources
-            directory = Path(attempt.request.directory)
-            asking = threading.Thread(
-                target=lambda: attempt.manifest.update(describe_sources(directory)), daemon=True
-            )
-            asking.start()
-        if step.group and attempt.spares:
+            attempt.manifest.update(describe_sources(Path(attempt.request.directory)))
+        if step.coordinator and attempt.spares:
             from launcher.slurm.lost_nodes import NodeReplacement  # most jobs have no use for it
 
-            replacement = NodeReplacement(attempt, step, step.group)
+            replacement = NodeReplacement(attempt, step)
             try:
                 self.run_to_end(step, replacement.attend)
             finally:
                 replacement.close()
         else:
             self.run_to_end(step)
-        if asking:
-            asking.join()
         step.close()
         code, lines = step.process.returncode, tuple(step.srun_lines)
         deadline = time.monotonic() + RECORD_TIMEOUT
@@ -294,11 +256,7 @@ class FirstNode:
         )
 
     def run_to_end(self, step: NodeStep, attend: Callable[[], None] = lambda: None) -> None:
-        """Stay with a step to its end; what an earlier one was stopped for, a port in use, is over.
-
-        `attend` is called again and again while the step runs.
-        """
-        self.stop, self.failed_at = None, None
+        """Stay with a step to its end; `attend` is called again and again."""
         for number in self.deferred:
             self.pass_on(number, step)
         self.deferred.clear()
@@ -321,7 +279,15 @@ class FirstNode:
                     if self.attempt.prepared is None:  # else SLURM has told the ranks, and KillWait runs
                         self.advance_stop(number, step)
                 attend()
-                self.check_deadlines(step)
+                now, failed_at = time.monotonic(), step.failed_at
+                if self.stop:
+                    if now >= self.stop.deadline:
+                        self.advance_stop(signal.SIGTERM, step)
+                elif self.stop_at and time.time() >= self.stop_at:
+                    logger.info("the time limit is near")
+                    self.advance_stop(signal.SIGTERM, step)
+                elif failed_at and self.attempt.is_elastic and now > failed_at + ELASTIC_GRACE:
+                    self.advance_stop(signal.SIGTERM, step)  # other ranks may wait for it in a collective
         finally:
             os.close(pidfd)
 
@@ -344,61 +310,28 @@ class FirstNode:
     def pass_on(self, number: int, step: NodeStep) -> None:
         """Send the ranks a signal that does not stop them; theirs may be the time limit's."""
         step.send(number)
-        checkpoint, seconds = commands.parse_signal(self.attempt.request.config.cluster.signal)
+        config = self.attempt.request.config
+        checkpoint, seconds = commands.parse_signal(config.cluster.signal)
         if number == checkpoint:
             now, status = time.time(), self.attempt.ask_status(commands.SHORT_TIMEOUT)
-            self.stop_at = choose_stop_time(now, status.end_time if status else None, seconds, self.grace)
-
-    def check_deadlines(self, step: NodeStep) -> None:
-        """Enter the next stage of a stop if its time has come."""
-        if self.stop:
-            if time.monotonic() >= self.stop.deadline:
-                self.advance_stop(signal.SIGTERM, step)
-        elif self.stop_at and time.time() >= self.stop_at:
-            logger.info("the time limit is near")
-            self.advance_stop(signal.SIGTERM, step)
-        elif self.attempt.is_elastic and self.has_failed():
-            self.advance_stop(signal.SIGTERM, step)
+            end_time, grace = status.end_time if status else None, config.torchrun.shutdown_timeout
+            self.stop_at = choose_stop_time(now, end_time, seconds, grace)
 
     def advance_stop(self, number: int, step: NodeStep) -> None:
         """Enter the next stage of ending the step: the signal, SIGTERM, SIGKILL, and then srun's own ways."""
-        if self.stop and self.stop.current is None:
+        grace = self.attempt.request.config.torchrun.shutdown_timeout
+        self.stop = self.stop or StopStages.begin(number, grace)
+        if self.stop.current is None and self.stop.deadline:  # srun was asked before
             step.process.kill()
-            self.stop.deadline = time.monotonic() + SRUN_GRACE
-            return
-        self.stop = self.stop or StopStages.begin(number, self.grace)
-        stage = self.stop.next_stage()
-        if stage is None:
-            self.stop.deadline = time.monotonic() + SRUN_GRACE
+        elif (stage := self.stop.next_stage()) is None:
             step.process.terminate()
+        else:
+            again = "; once more goes on at once"
+            is_users = not self.attempt.requeues and stage == signal.SIGINT
+            logger.info(f"{name_signal(stage)} to the ranks{again if is_users else ''}")
+            step.send(stage)
             return
-        again = "; once more goes on at once" if not self.attempt.requeues and stage == signal.SIGINT else ""
-        logger.info(f"{name_signal(stage)} to the ranks{again}")
-        step.send(stage)
-
-    def has_failed(self) -> bool:
-        """Tell whether a node of an elastic job failed a while ago: its step goes on without it otherwise.
-
-        Ranks elsewhere may wait for its ranks in a collective until that comes to its timeout.
-        """
-        run, now = self.attempt.run, time.monotonic()
-        if now >= self.next_read:
-            self.next_read = now + READ_PERIOD
-            records = read_nodes(run.path, run.first_attempt)
-            if any(record.exit_code == PORT_TAKEN and not record.failure for record in records):
-                return True
-            if self.failed_at is None and any(record.state == "failed" for record in records):
-                self.failed_at = now
-        return self.failed_at is not None and now > self.failed_at + ELASTIC_GRACE
-
-
-def is_controller_away(attempt: Attempt) -> bool:
-    """Tell whether slurmctld answers nobody: what srun says then can have any words."""
-    try:
-        commands.ask_job(attempt.job_id, attempt.environ)
-    except SchedulerError as error:
-        return not isinstance(error, commands.MissingCommandError)
-    return False
+        self.stop.deadline = time.monotonic() + SRUN_GRACE
 
 
 def describe_node_step(attempt: Attempt) -> Step:
@@ -439,17 +372,7 @@ def start_nodes(attempt: Attempt, endpoint: str, coordinator: Coordinator | None
         raise
     finally:
         os.close(reading)
-    writer = TaskWriter(writing)
-
-    def send_kill_wait() -> None:
-        """Tell the tasks how long SLURM will wait for them (`30 sec`), once the step is on its way."""
-        with contextlib.suppress(SchedulerError):
-            if found := re.match(r"\d+", commands.ask_config(attempt.environ).get("KillWait", "")):
-                writer.send(f"{KILL_WAIT} {found[0]}")
-
-    threading.Thread(target=send_kill_wait, daemon=True).start()
-    group = StepGroup(coordinator, writer.send) if coordinator else None
-    return NodeStep(process, writer, step.elastic, group)
+    return NodeStep(process, writing, step.elastic, coordinator)
 
 
 def skip_step_ids(attempt: Attempt) -> None:
@@ -460,10 +383,26 @@ def skip_step_ids(attempt: Attempt) -> None:
     SLURM 22.05; the request that waits names job and step alone).
     """
     step = Step(attempt.hosts[:1], ("true",), {"input": "none", "gres": "none"}, elastic=False)
-    null, deadline = subprocess.DEVNULL, time.monotonic() + CLOSE_TIMEOUT
-    count = attempt.restarts % STEP_ID_CYCLE
-    for process in [step.start(attempt.environ, stdin=null, stdout=null, stderr=null) for _ in range(count)]:
+    null = subprocess.DEVNULL
+    for _ in range(attempt.restarts % STEP_ID_CYCLE):
+        process = step.start(attempt.environ, stdin=null, stdout=null, stderr=null)
         try:  # if no step can be started, the real one reports it
-            process.wait(max(deadline - time.monotonic(), 0))
+            process.wait(CLOSE_TIMEOUT)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+STRIDE, TRIAL, RESTART = 7919, 1009, 101
+"""Primes, so that neighbouring jobs, the candidates of one job, and its attempts are far from each other."""
+TRIALS = 5
+"""Candidates that are looked at for a start."""
+
+
+def pick_port(job_id: int, attempt: int, trial: int, local: tuple[int, int], restart: int = 0) -> int:
+    """Return a candidate: outside of the kernel's own ports, another one for every job that may share a node.
+
+    A start after the first one has others. All of SLURM's jobs of some 20,000 in a row have different ones.
+    If the kernel leaves no range that is worth the name, ports from LOWEST on are taken all the same.
+    """
+    ports, trial = list_ports(*local), trial + TRIALS * restart
+    return ports[(job_id * STRIDE + attempt * RESTART + trial * TRIAL) % len(ports)]

@@ -1,34 +1,47 @@
-"""Lost nodes: which of a job's nodes are there, and the spare one that takes a lost one's place.
+"""Lost nodes of a job: a spare one takes their place, and if it was the first one, another ends the attempt.
 
-Two signs together make a node a lost one: its task is silent, and the node does not answer from outside
-either. A task that is silent alone may be slow, or its node short of memory. `Liveness` has no clock and no
-network: times are seconds of one monotonic clock, which the caller reads.
+Two signs together make a node a lost one: it is silent, and it does not answer from outside either. A task
+that is silent alone may be slow, or its node short of memory; a slurmctld that restarts or an srun that dies
+gives one sign alone, too. `Liveness` has no clock and no network: times are seconds of one monotonic clock,
+which the caller reads.
+
+SLURM has a job with --no-kill run on without its first node, and nobody would order or end anything there. So
+a small step of its own runs on other nodes for as long as the attempt, its preflight included: `python -m
+launcher.slurm.lost_nodes RUN_DIR FIRST_NODE`. The first node tells it every two seconds that it is there.
 """
 
 import contextlib
 import errno
 import logging
+import os
+import re
+import select
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
-from launcher.errors import SchedulerError
-from launcher.runs.manifest import stamp_time
+from launcher.errors import LaunchError, SchedulerError
+from launcher.launch.signals import FORWARDED
+from launcher.protocol import LAUNCH_ATTEMPT, name_host
+from launcher.runs.manifest import CLOSED, read_manifest, stamp_time, take_dict
 from launcher.runs.records import read_nodes
-from launcher.slurm.attempt import Attempt
-from launcher.slurm.attempt_end import classify_kill
-from launcher.slurm.commands import ask_config, ask_job, ask_node_fields
-from launcher.slurm.node_channel import ALIVE_PERIOD, ASK_ALIVE, OWN_GAP, NodeReport, StepGroup
+from launcher.runs.run_directory import RunDir, release_space
+from launcher.slurm.attempt import Attempt, carry_out, claim_end, report_end
+from launcher.slurm.attempt_end import StepReport, classify_kill, diagnose
+from launcher.slurm.commands import SHORT_TIMEOUT, ask_down_nodes, ask_job, run_slurm
+from launcher.slurm.job_request import read_job_request
+from launcher.slurm.node_channel import ALIVE_PERIOD, ASK_ALIVE, OWN_GAP, NodeReport
 from launcher.slurm.step import NodeStep, Step
+from launcher.text import leave, set_up_logging
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("launcher.slurm.lost_nodes")
 
 SILENCE = 8.0
 """Seconds without a word after which a node is looked at: four words are missing."""
@@ -38,19 +51,14 @@ BEGINNING = 60.0
 """The same for a task that has not said a word: srun takes its time with many nodes."""
 MAX_UNREACHABLE = 2
 """Connections in a row that fail before a silent node is lost, a second apart at least."""
-UNREACHABLE, FROZEN = "its SLURM daemon cannot be reached", "it takes connections, but starts no process"
+UNREACHABLE = "its SLURM daemon cannot be reached"
 """What a node's loss is told by."""
 CONNECT_TIMEOUT = 2.0
 """Seconds for a connection within a cluster; the kernel's first repetition comes after one."""
-STEP_TIMEOUT = 8.0
-"""Seconds in which a node that is only slow starts a small process (0.1 s on an idle one)."""
-SLURMD_PORT = "6818"
-"""SLURM's default (slurm.conf, SlurmdPort)."""
 UNREACHABLE_ERRORS = frozenset(
     (errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT)
 )
 """Errors that tell of the other node, rather than of this one or of its name's lookup."""
-ANSWER = "launch-probe: here"
 TICK = 1.0
 """Seconds between two looks, and so between two connections to a node."""
 LONGEST_HOLD = 25.0
@@ -59,17 +67,35 @@ MAX_CONNECTIONS = 16
 """Connections that are tried at the same time."""
 END_GRACE = 3.0
 """Seconds that srun has once every task that it still has is over."""
+MOST_GUARDS = 8
+"""Nodes that watch the first one, spread over the job's: neighbours are often lost together."""
+ALIVE, OVER, READY = b".", b"!", b"."
+"""What the first node writes, and a guard."""
+UNREACHABLE_FOR, STEADY = 30.0, 10.0
+"""Seconds of silence, and of tries, after which a first node that takes no connections is lost, if slurmctld
+does not reach it either."""
+START_PATIENCE, END_PATIENCE = 5.0, 2.0
+"""Seconds for the guards to start, if somebody waits for them, and to end."""
+RETRY = 10.0
+"""Seconds until another look if SLURM does not answer, or another node ends the attempt."""
 
 
 def ask_addresses(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, tuple[str, int]]:
     """Ask SLURM where the nodes' daemons listen, by address and port; raises SchedulerError."""
-    nodes = ask_node_fields(hosts, environ)
-    default = SLURMD_PORT
-    if not all("Port" in fields for fields in nodes.values()):  # a node has none there with the default one
-        default = ask_config(environ).get("SlurmdPort", SLURMD_PORT)
+
+    def ask(*words: str) -> str:
+        return run_slurm(["scontrol", *words], environ, timeout=SHORT_TIMEOUT)
+
+    text = ask("--oneliner", "show", "node", ",".join(hosts)) if hosts else ""
+    # A reason, at the end, can hold anything: of a word that comes twice the first counts.
+    lines = [dict(reversed(re.findall(r"(?:^|\s)(\w+)=(\S+)", line))) for line in text.splitlines()]
+    default = "6818"
+    if not all("Port" in fields for fields in lines):  # a node has none there with the default one
+        found = re.search(r"^SlurmdPort\s*=\s*(\d+)", ask("show", "config"), re.MULTILINE)
+        default = found[1] if found else default
     return {
-        host: (fields["NodeAddr"], int(fields.get("Port", default)))
-        for host, fields in nodes.items()
+        fields["NodeName"]: (fields["NodeAddr"], int(fields.get("Port", default)))
+        for fields in lines
         if "NodeAddr" in fields
     }
 
@@ -85,45 +111,6 @@ def try_connection(where: tuple[str, int]) -> bool | None:
         return False if error.errno in UNREACHABLE_ERRORS else None
 
 
-def is_frozen(host: str, witness: str, environ: Mapping[str, str]) -> bool | None:
-    """Tell whether a node starts no process, while another one does; None if that one starts none either.
-
-    slurmctld may be away, without which SLURM starts nothing anywhere.
-    """
-    if (has_run := try_step(host, environ)) is not False:
-        return False if has_run else None
-    return True if try_step(witness, environ) else None
-
-
-def try_step(host: str, environ: Mapping[str, str]) -> bool | None:
-    """Tell whether a node starts a process in time; None if there is no srun.
-
-    The exit code says nothing: srun 22.05 ends with 0 if a node did not take its part.
-    """
-    null, step = subprocess.DEVNULL, Step((host,), ("echo", ANSWER), {"input": "none"})
-    try:
-        process = step.start(environ, stdin=null, stdout=subprocess.PIPE, stderr=null)
-    except OSError:
-        return None
-    with process:
-        try:
-            return ANSWER.encode() in process.communicate(timeout=STEP_TIMEOUT)[0]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return False
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """A node that is lost."""
-
-    host: str
-    evidence: str
-    """What tells, for people."""
-    silence: float
-    """Seconds since its last word."""
-
-
 @dataclass(slots=True)
 class NodeSigns:
     """What is known of one node."""
@@ -133,8 +120,6 @@ class NodeSigns:
     has_spoken: bool = False
     unreachable: int = 0
     """Connections in a row that have failed."""
-    is_frozen: bool = False
-    """It takes connections, but starts no process."""
 
 
 @dataclass(slots=True)
@@ -166,8 +151,7 @@ class Liveness:
         """Take that the caller looks again; if it has slept, as its machine may have, all begins again."""
         if now - self.now > OWN_GAP:
             for signs in self.signs.values():
-                signs.heard = max(signs.heard, now - ALIVE_PERIOD)
-                signs.unreachable, signs.is_frozen = 0, False
+                signs.heard, signs.unreachable = max(signs.heard, now - ALIVE_PERIOD), 0
             self.doubted = None if self.doubted is None else now
         self.now = now
 
@@ -175,38 +159,26 @@ class Liveness:
         """Return the nodes that have been silent for longer than a sound one is, and are to be tried."""
         suspects = []
         for host, signs in self.signs.items():
-            silence = self.now - signs.heard
-            is_late = silence > (SILENCE if signs.has_spoken else BEGINNING)
+            is_late = self.now - signs.heard > (SILENCE if signs.has_spoken else BEGINNING)
             if signs.has_spoken and self.doubted is not None:
                 is_late = is_late or signs.heard < self.doubted < self.now - DOUBT
             if is_late and host not in self.lost:
                 suspects.append(host)
         return suspects
 
-    def is_silent(self, host: str) -> bool:
-        """Tell whether a suspect has been silent for long without a failure's doubt, too."""
-        return self.now - self.signs[host].heard > SILENCE
-
     def note_connection(self, host: str, *, is_open: bool) -> None:
         """Take how an attempt to connect to a suspect's daemon went."""
-        signs = self.signs[host]
-        signs.unreachable = 0 if is_open else signs.unreachable + 1
+        self.signs[host].unreachable = 0 if is_open else self.signs[host].unreachable + 1
 
-    def note_step(self, host: str, *, has_run: bool) -> None:
-        """Take whether a suspect that takes connections has run a short step in time."""
-        self.signs[host].is_frozen = not has_run and self.is_silent(host)
-
-    def take_losses(self) -> list[Loss]:
-        """Return the suspects that are lost by now, as there is enough evidence for it, each of them once."""
-        losses = []
-        for host in self.list_suspects():
-            signs, silence = self.signs[host], self.now - self.signs[host].heard
-            if signs.unreachable >= MAX_UNREACHABLE:
-                losses.append(Loss(host, UNREACHABLE, silence))
-            elif signs.is_frozen and silence > SILENCE:
-                losses.append(Loss(host, FROZEN, silence))
-        self.lost |= {loss.host for loss in losses}
-        return losses
+    def take_losses(self) -> dict[str, float]:
+        """Return the suspects that are lost by now, each once, and the seconds since their last word."""
+        found = {
+            host: self.now - self.signs[host].heard
+            for host in self.list_suspects()
+            if self.signs[host].unreachable >= MAX_UNREACHABLE
+        }
+        self.lost |= {*found}
+        return found
 
     def has_heard_all(self, hosts: Iterable[str], since: float) -> bool:
         """Tell whether each of these nodes was heard of after a time, or is lost."""
@@ -217,185 +189,114 @@ class Liveness:
 class NodeReplacement:
     """Hears a step's tasks, tries nodes that fall silent, and has spare ones take the place of those lost.
 
-    A failure is held back until each node was heard of after it: a lost node may be why. A thread of its own
-    has all that is known of the nodes; others put what they have found into its queue. `attend` is called
-    again and again by the process that writes the manifest.
+    A failure is held back until each node was heard of after it: a lost node may be why. `attend` is called
+    again and again by the process that writes the manifest; a thread of its own tries the nodes.
     """
 
     attempt: Attempt
     step: NodeStep
-    group: StepGroup
     hosts: tuple[str, ...] = field(init=False)
     liveness: Liveness = field(init=False)
-    events: SimpleQueue[Callable[[], object]] = field(default_factory=SimpleQueue)
-    """What the thread is to note."""
     held: list[tuple[float, NodeReport]] = field(default_factory=list)
     """Failures, and when they came."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Of these two."""
     addresses: dict[str, tuple[str, int]] = field(default_factory=dict)
-    tried: set[str] = field(default_factory=set)
-    """Suspects that were asked to run a step in this silence."""
-    losses: dict[str, Loss] = field(default_factory=dict)
-    """Nodes that fell silent."""
-    sick: dict[str, str] = field(default_factory=dict)
-    """Spare nodes that are not used, and why."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """Nodes that fell silent, and for how many seconds."""
     ended_at: float | None = None
     """Monotonic time at which all tasks that are left were over."""
-    stopped: bool = False
+    stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         """Begin to watch."""
-        attempt = self.attempt
-        self.hosts = attempt.step_hosts
+        self.hosts = self.attempt.step_hosts
         self.liveness = Liveness(self.hosts, time.monotonic())
-        self.group.holds_back = self.note_report
+        self.step.holds_back = self.hear
+        names = self.attempt.spares
+        logger.info(f"spare node{'s' * (len(names) > 1)} {', '.join(names)}: idle until a node is lost")
         threading.Thread(target=self.watch, daemon=True).start()
-        names = ", ".join(attempt.spares)
-        logger.info(f"spare node{'s' if len(attempt.spares) > 1 else ''} {names}: idle until a node is lost")
-        if "preflight" not in attempt.manifest and attempt.request.config.preflight.kind != "off":
-            threading.Thread(target=self.check_spares, daemon=True).start()
 
-    def note_report(self, report: NodeReport) -> bool:
-        """Take a report; true if it is held back."""
-        is_held = report.kind == "failed" and len(self.hosts) > 1
-        self.events.put(partial(self.hear, report, time.monotonic(), is_held=is_held))
-        return is_held
+    def hear(self, report: NodeReport) -> bool:
+        """Note that a node was heard of; true for a failure, after which all tasks are asked to answer."""
+        now, is_failure = time.monotonic(), report.kind == "failed"
+        with self.lock:
+            self.liveness.note_heard(report.host, now)
+            if is_failure:
+                self.held.append((now, report))
+                self.liveness.note_failure(now)
+                self.step.unsent.put(ASK_ALIVE)
+        self.pass_failures_on(now)
+        return is_failure
 
-    def hear(self, report: NodeReport, now: float, *, is_held: bool) -> None:
-        """Note that a node was heard of; of a failure, all tasks are asked to answer."""
-        self.liveness.note_heard(report.host, now)
-        if is_held:
-            self.held.append((now, report))
-            self.liveness.note_failure(now)
-            self.group.send(ASK_ALIVE)
+    def pass_failures_on(self, now: float) -> None:
+        """Pass on the failures after which each node was heard of, or that have waited for long."""
+        with self.lock:
+            over = [
+                (when, report)
+                for when, report in self.held
+                if now - when > LONGEST_HOLD or self.liveness.has_heard_all(self.hosts, when)
+            ]
+            self.held = [item for item in self.held if item not in over]
+        for _, report in over:
+            self.step.take_report(report)
 
     def watch(self) -> None:
-        """Try the nodes that are silent, and pass on the failures after which each node was heard of."""
-        last = 0.0
-        while not self.stopped:
-            self.take_events(TICK)
-            if time.monotonic() - last >= TICK:
-                last = time.monotonic()
-                self.look(last)
-            now = time.monotonic()
-            for item in [*self.held]:
-                when, report = item
-                if now - when > LONGEST_HOLD or self.liveness.has_heard_all(self.hosts, when):
-                    self.held.remove(item)
-                    self.group.pass_report_on(report)
+        """Try the nodes that are silent, and give up those that are lost: a thread's body."""
+        own = self.attempt.environ.get("SLURMD_NODENAME", "")  # never lost: this process would not run
+        while not self.stopped.wait(TICK):
+            with self.lock:
+                self.liveness.note_look(time.monotonic())
+                suspects = [host for host in self.liveness.list_suspects() if host != own]
+            found = self.try_nodes(suspects, own) if suspects else {}
+            with self.lock:
+                for host, is_open in found.items():
+                    self.liveness.note_connection(host, is_open=is_open)
+                losses = self.liveness.take_losses()
+            self.losses |= losses
+            for host, silence in losses.items():
+                nothing = f"nothing was heard of it for {silence:.0f} s"
+                logger.info(f"node {host} is lost: {UNREACHABLE}, and {nothing}")
+                self.step.take_report(NodeReport("lost", host))
+            self.pass_failures_on(time.monotonic())
 
-    def take_events(self, seconds: float = 0.0) -> None:
-        """Note what has come, or comes within so many seconds."""
-        with contextlib.suppress(Empty):
-            while True:
-                self.events.get(timeout=seconds)()
-                seconds = 0.0
-
-    def look(self, now: float) -> None:
-        """Try the nodes that are silent, and give up those that are lost."""
-        # This node is never lost: this process would not run.
-        own = self.attempt.environ.get("SLURMD_NODENAME", "")
-        self.liveness.note_look(now)
-        suspects = [host for host in self.liveness.list_suspects() if host != own]
-        self.tried &= {*suspects}
-        if suspects:
-            self.try_suspects(suspects, own)
-        losses = self.liveness.take_losses()
-        self.losses |= {loss.host: loss for loss in losses}
-        for loss in losses:
-            silence = f"nothing was heard of it for {loss.silence:.0f} s"
-            logger.info(f"node {loss.host} is lost: {loss.evidence}, and {silence}")
-        self.group.take_losses([loss.host for loss in losses])
-
-    def try_suspects(self, suspects: list[str], own: str) -> None:
-        """Connect to suspects; nothing if this node is cut off.
-
-        Those that take it are to run a step, if they are no more than can be replaced.
-        """
+    def try_nodes(self, suspects: list[str], own: str) -> dict[str, bool]:
+        """Connect to suspects, and return which take it; none of them if this node is cut off."""
         witness = next((host for host in self.hosts if host not in suspects), own)
-        missing = [host for host in (*suspects, witness) if host not in self.addresses]
-        try:
-            self.addresses |= ask_addresses(missing, self.attempt.environ) if missing else {}
-        except SchedulerError as error:
-            logger.debug(f"no addresses ({error})")
+        with contextlib.suppress(SchedulerError):
+            missing = [host for host in (*suspects, witness) if host not in self.addresses]
+            self.addresses |= ask_addresses(missing, self.attempt.environ)
         known = [host for host in (witness, *suspects) if host in self.addresses]
         with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
             answers = pool.map(lambda host: try_connection(self.addresses[host]), known)
             found = dict(zip(known, answers, strict=True))
-        self.take_events()
         if not found.get(witness):
-            return
-        for host in suspects:
-            is_open = found.get(host)
-            if is_open is not None:
-                self.liveness.note_connection(host, is_open=is_open)
-        open_ones = [host for host in suspects if found.get(host)]
-        silent = [host for host in open_ones if self.liveness.is_silent(host) and host not in self.tried]
-        if len(silent) <= len(self.group.coordinator.spares):
-            for host in silent:
-                self.tried.add(host)
-                threading.Thread(target=self.try_step_on, args=(host, witness), daemon=True).start()
-
-    def try_step_on(self, host: str, witness: str) -> None:
-        """Have a suspect run a step, again later if that tells nothing: a thread's body."""
-        frozen = is_frozen(host, witness, self.attempt.environ)
-        if frozen is None:
-            self.events.put(partial(self.tried.discard, host))
-        else:
-            self.events.put(partial(self.liveness.note_step, host, has_run=not frozen))
-
-    def check_spares(self) -> None:
-        """Check the spare nodes, and do without those that are sick: a thread's body."""
-        from launcher.slurm.preflight import check_allocation
-
-        attempt = self.attempt
-        try:
-            report = check_allocation(
-                attempt.request.config,
-                attempt.environ,
-                attempt.spares,
-                kind="light",
-                directory=Path(attempt.request.directory),
-                run_path=attempt.run.path,
-            )
-        except Exception as error:  # a mistake of the checks' own ends no job
-            report = f"{type(error).__name__}: {error}"
-        if isinstance(report, str) or report.sick:
-            with contextlib.suppress(SchedulerError):
-                if classify_kill(ask_job(attempt.job_id, attempt.environ), attempt.restarts):
-                    return  # SLURM has ended the checks, too
-        if isinstance(report, str):
-            logger.warning(f"the spare nodes were not checked: {report}")
-            return
-        findings = [one for one in report.findings if one.level == "error"]
-        for host in report.sick:
-            words = next((one.what for one in findings if one.host == host), "it does not answer")
-            logger.warning(f"spare node {host} is sick, and is not used: {words}")
-            self.sick[host] = words
-            self.group.drop_spare(host)
+            return {}
+        return {host: is_open for host in suspects if (is_open := found.get(host)) is not None}
 
     def attend(self) -> None:
         """Keep the manifest's account, and end an srun that waits for lost nodes."""
-        attempt, coordinator = self.attempt, self.group.coordinator
+        attempt, coordinator = self.attempt, self.step.coordinator
+        if coordinator is None:
+            return
         before, start = attempt.hosts, coordinator.start
         hosts = tuple(node.host for node in start.nodes) if start else before
         spares = [host for host in attempt.spares if host not in coordinator.lost and host not in hosts]
         for old, new in zip(before, hosts, strict=True):
             if old != new:
                 logger.info(f"spare node {new} takes the place of {old}")
-                loss = self.losses.get(old)
+                silence = self.losses.get(old)
                 account = {
                     "lost": old,
                     "spare": new,
                     "time": stamp_time(),
-                    "evidence": loss.evidence if loss else "SLURM gave it up",
-                    "silence": round(loss.silence, 1) if loss else None,
+                    "evidence": "SLURM gave it up" if silence is None else UNREACHABLE,
+                    "silence": None if silence is None else round(silence, 1),
                 }
                 attempt.manifest.setdefault("replacements", []).append(account)
         attempt.manifest["hosts"] = list(hosts)
         if spares != [*attempt.spares]:
             attempt.manifest["spares"] = spares
-            if self.sick:
-                attempt.manifest["sick_spares"] = dict(self.sick)
             attempt.write()
         if not (self.losses or self.step.lost) or not coordinator.is_over:
             return
@@ -408,6 +309,174 @@ class NodeReplacement:
 
     def close(self) -> None:
         """End the watch, and complete the account."""
-        self.stopped = True
-        self.events.put(bool)
+        self.stopped.set()
         self.attend()
+
+
+# The first node
+
+
+@contextlib.contextmanager
+def start_guards(attempt: Attempt) -> Iterator["subprocess.Popen[bytes] | None"]:
+    """Have other nodes watch this one, if SLURM would have the job run on without it; gives the srun of that.
+
+    A thread tells the guards again and again that this node is there.
+    """
+    own = name_host(attempt.environ)
+    others = [host for host in attempt.step_hosts if host != own]
+    if not (attempt.is_guarded and others):
+        yield None
+        return
+    chosen = tuple(others[:: -(-len(others) // MOST_GUARDS)])
+    module = "launcher.slurm.lost_nodes"
+    command = (sys.executable, "-P", "-m", module, str(attempt.run.path), own)
+    environ, pipe = {**attempt.environ, LAUNCH_ATTEMPT: str(attempt.run.first_attempt)}, subprocess.PIPE
+    try:  # as this process dies, srun is not asked to end the guards, too
+        process = Step(chosen, command, {"gres": "none"}).start(
+            environ, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+        )
+    except OSError as error:
+        logger.debug(f"no guards ({error})")  # the step of the ranks tells
+        yield None
+        return
+    stdin, stdout, stopped = process.stdin, process.stdout, threading.Event()
+
+    def tell() -> None:
+        with contextlib.suppress(OSError):
+            while stdin and not stopped.wait(ALIVE_PERIOD):
+                stdin.write(ALIVE)
+                stdin.flush()
+            if stdin:
+                stdin.write(OVER)
+                stdin.close()
+
+    threading.Thread(target=tell, daemon=True).start()
+    if stdout and attempt.restarts:  # the step is to have its number before another one is begun
+        select.select([stdout], [], [], START_PATIENCE)
+    try:
+        yield process
+    finally:
+        stopped.set()
+        try:
+            process.wait(END_PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+@dataclass(slots=True)
+class Guard:
+    """A guard: what it knows of the first node."""
+
+    first: str
+    own: str
+    heard: float = field(default_factory=time.monotonic)
+    """When the first node was last heard of."""
+    has_claimed: bool = False
+    """It ends the attempt, and goes on with that even if the first node comes back."""
+
+    def listen(self) -> None:
+        """Take the first node's lines: a thread's body. Their end says nothing: srun may have died alone."""
+        while data := os.read(0, 1024):
+            self.heard = time.monotonic()
+            if OVER in data and not self.has_claimed:
+                os._exit(0)
+
+    def await_loss(self) -> str:
+        """Wait until two signs say that the first node is lost, and return the second one, for people."""
+        looked = time.monotonic()
+        while True:
+            time.sleep(TICK)
+            now = time.monotonic()
+            if now - looked > OWN_GAP:  # this process has slept, as its machine may have
+                self.heard = max(self.heard, now - ALIVE_PERIOD)
+            if now - self.heard > SILENCE and (evidence := self.find_evidence()):
+                return evidence
+            looked = time.monotonic()
+
+    def find_evidence(self) -> str:
+        """Say what tells from outside that the first node is lost; empty if there is not enough."""
+        began = time.monotonic()
+        while self.heard < began:
+            state = ask_down_nodes([self.first], os.environ).get(self.first, "")
+            if state.startswith("down"):
+                return f"SLURM says that it is {state}" if self.heard < began else ""
+            try:
+                address = ask_addresses([self.first], os.environ)[self.first]
+            except (SchedulerError, KeyError):
+                break  # this node may be the one that is cut off
+            if try_connection(address) is not False:
+                break
+            if time.monotonic() > max(self.heard + UNREACHABLE_FOR, began + STEADY):
+                return UNREACHABLE if state else ""  # it may be cut off from this node alone
+            time.sleep(TICK)
+        return ""
+
+    def end_attempt(self, run_path: Path, evidence: str) -> bool:
+        """End the attempt as its first node would have done; False if that is to be tried again.
+
+        Raises LaunchError or OSError.
+        """
+        run, environ = RunDir(run_path, int(os.environ[LAUNCH_ATTEMPT])), os.environ
+        manifest = read_manifest(run_path)
+        if not manifest:
+            return False
+        if manifest.get("attempt") != run.first_attempt:
+            return True
+        attempt = Attempt(read_job_request(run_path, environ), run, environ, manifest, requeues=True)
+        status = ask_job(attempt.job_id, environ)
+        if classify_kill(status, attempt.restarts):
+            return True
+        down, addresses = (
+            ask_down_nodes(attempt.step_hosts, environ),
+            ask_addresses(attempt.step_hosts, environ),
+        )
+        lost = {self.first: evidence}
+        for host in attempt.step_hosts:
+            if down.get(host, "").startswith("down"):
+                lost.setdefault(host, f"SLURM says that it is {down[host]}")
+            elif host in addresses and try_connection(addresses[host]) is False:
+                lost.setdefault(host, UNREACHABLE)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the requeue ends this step, too
+        trouble = release_space(run)
+        self.has_claimed = claim_end(run, self.own, lost) == self.own
+        if not self.has_claimed:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            return False
+        with contextlib.suppress(OSError):
+            path = run_path / "logs" / f"slurm-{environ['SLURM_JOB_ID']}.out"
+            os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW), 2)
+        logger.info(
+            f"node {self.first}, which ran the batch script, is lost: {evidence}, and nothing was heard of it"
+            f" for {time.monotonic() - self.heard:.0f} s: {self.own} ends the attempt in its place"
+        )
+        if take_dict(manifest, "outcome").get("state") not in CLOSED:
+            records = [one for one in read_nodes(run_path, run.first_attempt) if one.host in attempt.hosts]
+            report = StepReport(1, tuple(records), attempt.hosts)
+            end = carry_out(attempt, diagnose(attempt, report, status, lost, trouble))
+            report_end(attempt, end)
+            if end.decision.requeue:
+                return True
+        run_slurm(["scancel", attempt.job_id], environ)  # nothing else would end it before its time limit
+        return True
+
+
+def main() -> int:
+    """Watch the first node until the attempt is over."""
+    set_up_logging()
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, *FORWARDED):
+        signal.signal(number, signal.SIG_IGN)  # those are for the ranks
+    guard = Guard(sys.argv[2], name_host(os.environ))
+    threading.Thread(target=guard.listen, daemon=True).start()
+    os.write(1, READY)
+    while True:
+        evidence = guard.await_loss()
+        try:
+            if guard.end_attempt(Path(sys.argv[1]), evidence):
+                return 0
+        except (OSError, LaunchError) as error:
+            logger.warning(f"{guard.first} is lost, but its job cannot be ended from {guard.own}: {error}")
+        time.sleep(RETRY)
+
+
+if __name__ == "__main__":
+    leave(main())

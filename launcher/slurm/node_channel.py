@@ -1,11 +1,10 @@
-"""The lines between a SLURM job's first node and its tasks that start, watch and end the ranks: both ends.
+"""The lines between a SLURM job's first node and the tasks that start its ranks, and the tasks' end of them.
 
 A report is a line of a task's stderr, which srun brings to the first node; an order is a line of the tasks'
 stdin, of which srun gives each task a copy (see `launcher.launch.signals`).
 """
 
 import contextlib
-import json
 import logging
 import os
 import select
@@ -13,20 +12,18 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from queue import SimpleQueue
+from dataclasses import dataclass, field
 
-from launcher.codec import load
-from launcher.launch.coordinator import Coordinator, GroupStart, JobEnd, Order
-from launcher.launch.signals import SignalChannel, write_line_to_tasks
+from launcher.codec import dump, load
+from launcher.launch.coordinator import GroupStart, JobEnd, Order
+from launcher.launch.signals import SignalChannel
 
 logger = logging.getLogger(__name__)
 
 MARK = "launch-task: "
 """What begins a report; what stands before it is the start of a line that somebody else has not ended."""
-START, END = "START", "END"
-"""`START {json of a GroupStart}`; `END 1` if ranks have failed, else `END 0`."""
+ORDERS: dict[str, type[GroupStart] | type[JobEnd]] = {"START": GroupStart, "END": JobEnd}
+"""What a line of JSON after one of these words is."""
 ASK_ALIVE = "ASK alive"
 """Each task says at once that it is there."""
 ALIVE_PERIOD = 2.0
@@ -42,7 +39,8 @@ class NodeReport:
     """What a node's task tells the first node."""
 
     kind: str
-    """`ready`, `failed`, `ended`, `taken` (the port), `alive`, `signalled` (not by the first node)."""
+    """`ready`, `failed`, `ended`, `taken` (the port), `alive`, `signalled` (not by the first node); the first
+    node itself finds out that a node is `lost`, or its task `gone`."""
     host: str
     restart: int = 0
     """Number of the start that it is about."""
@@ -52,7 +50,7 @@ class NodeReport:
 
 def render_report(report: NodeReport) -> str:
     """Return a report as a line without its end."""
-    return MARK + json.dumps(asdict(report))
+    return MARK + dump(report)
 
 
 def find_report(line: str) -> tuple[str, NodeReport] | None:
@@ -65,18 +63,14 @@ def find_report(line: str) -> tuple[str, NodeReport] | None:
 
 def render_order(order: Order) -> str:
     """Return an order as a line without its end."""
-    if isinstance(order, JobEnd):
-        return f"{END} {int(order.failed)}"
-    return f"{START} {json.dumps(asdict(order), separators=(',', ':'))}"
+    return f"{'END' if isinstance(order, JobEnd) else 'START'} {dump(order)}"
 
 
 def parse_group_order(line: str) -> Order | None:
     """Read an order; None for another line, or one that is not whole."""
     word, _, text = line.partition(" ")
-    if word == END and text in ("0", "1"):
-        return JobEnd(failed=text == "1")
     with contextlib.suppress(ValueError):
-        return load(GroupStart, text) if word == START else None
+        return load(ORDERS[word], text) if word in ORDERS else None
     return None
 
 
@@ -129,8 +123,7 @@ class NodeControl:
                 self.channel.added.append(signal.SIGTERM)  # they end as by any stop that the first node sends
                 return
         else:
-            serves = order.restart and order.find_group_rank(self.host) == 0
-            if serves and not self.is_port_free(order.master_port):
+            if order.find_group_rank(self.host) == 0 and not self.is_port_free(order.master_port):
                 self.send("taken", order.restart)
                 return
             self.newest, self.has_failed = order, False
@@ -168,100 +161,3 @@ def start_alive_sender(host: str) -> None:
     report, pause = NodeReport("alive", host), threading.Event()
     write_report(report)
     threading.Thread(target=send_lines, daemon=True).start()
-
-
-class TaskWriter:
-    """Keeps lines whole and in their order, whichever thread sends them.
-
-    srun reads no further while the daemon of a node takes nothing from it: whoever wrote to it directly would
-    wait too.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        """Write to a descriptor, which is closed by others."""
-        self.descriptor = descriptor
-        self.lines: SimpleQueue[str | None] = SimpleQueue()
-        self.thread = threading.Thread(target=self.write_lines, daemon=True)
-        self.thread.start()
-
-    def send(self, line: str) -> None:
-        """Write a line as soon as possible; nothing happens if the tasks are gone."""
-        self.lines.put(line)
-
-    def write_lines(self) -> None:
-        """Write what is sent until the end: the thread's body."""
-        while (line := self.lines.get()) is not None:
-            write_line_to_tasks(self.descriptor, line)
-
-    def close(self) -> bool:
-        """Write what is left; False if nobody reads it, and the thread still waits."""
-        self.lines.put(None)
-        self.thread.join(CLOSE_TIMEOUT)
-        return not self.thread.is_alive()
-
-
-@dataclass(slots=True)
-class StepGroup:
-    """The first node's end: tells the coordinator what happens, and sends its orders to all tasks."""
-
-    coordinator: Coordinator
-    send: Callable[[str], None]
-    """Writes a line to all tasks."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Reports come by one thread, and signals by another."""
-    holds_back: Callable[[NodeReport], bool] = lambda _: False
-    """Hears each report; true if it is to be passed on later, see `NodeReplacement`."""
-
-    def take_report(self, report: NodeReport) -> None:
-        """Pass a task's report on, unless it is held back until more is known."""
-        if not self.holds_back(report):
-            self.pass_report_on(report)
-
-    def pass_report_on(self, report: NodeReport) -> None:
-        """Tell the coordinator what a task has reported, and send the order that follows from it."""
-        host = report.host
-        reasons = {
-            "failed": f"rank {report.number} on {host} has ended",
-            "taken": f"{host} cannot serve the ranks' port",
-        }
-        note = partial(self.coordinator.note, report.kind, host, report.restart, report.number)
-        self.decide(note, reasons.get(report.kind, host))
-
-    def take_losses(self, hosts: Iterable[str]) -> None:
-        """Take that nodes are lost, and send the order that follows."""
-        for host in hosts:
-            self.decide(partial(self.coordinator.note_loss, host), f"{host} was lost")
-
-    def note_task_end(self, host: str) -> None:
-        """Take that a node's task has ended badly by itself; a step without spare nodes ends by that.
-
-        A spare node without its task is none any more.
-        """
-        note = self.coordinator
-
-        def end() -> Order | None:
-            takes_part = note.start is None or note.start.find_group_rank(host) is not None
-            if note.is_over or host in note.lost:
-                return None
-            return note.finish(failed=True) if takes_part else note.note_loss(host)
-
-        self.decide(end)
-
-    def drop_spare(self, host: str) -> None:
-        """Do without a spare node, unless it has taken another's place already."""
-        note = self.coordinator
-        self.decide(lambda: note.note_loss(host) if host in note.spares or host not in note.sizes else None)
-
-    def decide(self, note: Callable[[], Order | None], reason: str = "") -> None:
-        """Send the order that follows from what is noted, and log another start, or why there is none."""
-        coordinator = self.coordinator
-        with self.lock:
-            before, order = coordinator.start, note()
-            if order is not None:
-                self.send(render_order(order))
-        done = coordinator.restarts
-        if reason and isinstance(order, GroupStart) and before is not None:
-            count = f" (restart {done} of {coordinator.max_restarts})" if done else ""
-            logger.info(f"{reason}: all ranks start again{count}")
-        elif reason and done and order == JobEnd(failed=True):
-            logger.info(f"{reason}, after {done} restarts: the job ends")

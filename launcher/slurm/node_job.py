@@ -33,10 +33,10 @@ from launcher.launch.warm.read_ahead import reading_ahead
 from launcher.launch.watching import keep_watch_folder, watch_node
 from launcher.runs.records import NodeRecord, RankFailure, keep_prediction, write_node
 from launcher.runs.run_directory import RunDir, release_space, reserve_space, write_json
+from launcher.slurm.commands import TaskIdentity, drop_task_variables, read_task_identity
 from launcher.slurm.compiler_caches import open_caches
 from launcher.slurm.job_request import JobRequest, read_job_request
 from launcher.slurm.node_channel import NodeReport, start_alive_sender, write_report
-from launcher.slurm.slurm_environ import PORT_TAKEN, TaskIdentity, drop_task_variables, read_task_identity
 
 if TYPE_CHECKING:
     from launcher.launch.agents import Agent
@@ -85,12 +85,8 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
         from launcher.plan.model import plan_to_json
         from launcher.probe.limits import count_oom_kills
 
-        if cluster.is_host and config.torchrun.rdzv_backend in (None, "c10d"):
-            try:
-                check_port_free(parse_endpoint(cluster.endpoint)[1])
-            except MachineError as error:
-                error.exit_code = PORT_TAKEN  # the batch script's process chooses another port
-                raise
+        if cluster.is_host and request.agent == "torchrun" and config.torchrun.rdzv_backend in (None, "c10d"):
+            check_port_free(parse_endpoint(cluster.endpoint)[1])
         with open_caches(merged) as caches:
             plan, choice = plan_node(config, merged, caches), AgentChoice(request.agent, "as submitted")
             job = Job(config, program, cluster, plan, merged, task.host, choice)

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from launcher.errors import SchedulerError
 from launcher.files import read_file
-from launcher.slurm.commands import expand_hosts, run_slurm
+from launcher.slurm.commands import expand_hosts, make_natural_key, run_slurm
 from launcher.text import name_some
 
 GROUP = re.compile(r"(?:^|\s)(?:SwitchName|BlockName|AggregatedBlock)=(\S+)")
 NODES = re.compile(r"(?:^|\s)Nodes=(\S+)")
-NUMBERS = re.compile(r"([0-9]+)")
 SHOWN = 3
 """Names of nodes that a message tells."""
 TOPOLOGY_TIMEOUT = 10.0
@@ -24,7 +23,6 @@ LARGEST_FILE = 16 << 20
 FLAT = "node"
 """SLURM_TOPOLOGY_ADDR_PATTERN if there are no switches: then SLURM need not be asked (srun(1))."""
 
-NaturalKey = tuple[tuple[int, int, str], ...]
 Groups = tuple[tuple[str, frozenset[str]], ...]
 """Nodes that are near each other, those below a switch or of a block, with its name."""
 
@@ -63,19 +61,12 @@ def order_nodes(hosts: Sequence[str], groups: Groups) -> tuple[str, ...]:
     A level's groups, and the nodes of the lowest, are in the natural order of their names, with numbers
     as numbers: n2 comes before n10. Nodes in no group come last.
     """
-    paths: dict[str, list[NaturalKey]] = {host: [] for host in hosts}
+    paths: dict[str, list[tuple[tuple[int, int, str], ...]]] = {host: [] for host in hosts}
     # Of the groups that a node is in, the largest is the highest switch: all paths begin there.
     for name, nodes in sorted(groups, key=lambda group: (-len(group[1]), make_natural_key(group[0]))):
         for host in nodes & paths.keys():
             paths[host].append(make_natural_key(name))
     return tuple(sorted(hosts, key=lambda host: (not paths[host], paths[host], make_natural_key(host))))
-
-
-def make_natural_key(name: str) -> NaturalKey:
-    """Return what sorts names by the numbers in them, then as text: n2, n02, n10, rack1n3."""
-    parts = NUMBERS.split(name)
-    numbered = tuple((1, int(part), "") if odd % 2 else (0, 0, part) for odd, part in enumerate(parts))
-    return (*numbered, (2, 0, name))
 
 
 def keep_order(hosts: Sequence[str], why: str, *, warns: bool = False) -> NodeOrder:

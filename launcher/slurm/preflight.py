@@ -11,15 +11,14 @@ from launcher.launch.job import read_client_ports
 from launcher.preflight import describe_report, make_request, run_checks, write_preflight_report
 from launcher.report.findings import list_preflight_lines
 from launcher.slurm.attempt_end import StepReport
-from launcher.slurm.commands import count_restarts
-from launcher.slurm.first_node import FirstNode
-from launcher.slurm.slurm_environ import (
+from launcher.slurm.commands import (
     clean_for_step,
     count_gpus,
+    count_restarts,
     drop_task_variables,
     list_job_hosts,
-    pick_port,
 )
+from launcher.slurm.first_node import FirstNode, pick_port
 from launcher.slurm.step import (
     CPU_BIND_COMPLAINT,
     SLURM_PREFIXES,

@@ -23,8 +23,7 @@ from launcher.launch.job import JobSpec
 from launcher.protocol import LAUNCH_PLAN, LAUNCH_RECORD_DIR, LAUNCH_RUN_DIR, LAUNCH_RUN_ID
 from launcher.runs.secrets import MASK, mask_words
 from launcher.slurm.attempt_end import LIMITED
-from launcher.slurm.commands import parse_signal, run_slurm
-from launcher.slurm.slurm_environ import TASK_VARIABLES, WHERE_SLURM_IS
+from launcher.slurm.commands import TASK_VARIABLES, WHERE_SLURM_IS, parse_signal, run_slurm
 
 TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("sbatch.toml").read_text(encoding="utf-8"))
 AUTO = "auto"

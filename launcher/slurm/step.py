@@ -1,21 +1,26 @@
 """A step of a job: srun's command line, what srun prints, and the running step with a task on each node."""
 
 import contextlib
+import logging
 import os
 import re
 import signal
 import subprocess
 import threading
+import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 from launcher.config.settings import ContainerConfig
-from launcher.launch.signals import LOST, STOPPING
-from launcher.slurm.commands import expand_hosts
-from launcher.slurm.node_channel import CLOSE_TIMEOUT, StepGroup, TaskWriter, find_report
-from launcher.slurm.slurm_environ import clean_for_step
+from launcher.launch.coordinator import Coordinator, GroupStart, JobEnd
+from launcher.launch.signals import LOST, STOPPING, write_line_to_tasks
+from launcher.slurm.commands import clean_for_step, expand_hosts
+from launcher.slurm.node_channel import CLOSE_TIMEOUT, NodeReport, find_report, render_order
+
+logger = logging.getLogger(__name__)
 
 CPU_COUNTS = re.compile(r"(?:^|,)(\d+)")
 """The CPUs of nodes in SLURM_JOB_CPUS_PER_NODE, `16(x3),8`."""
@@ -105,8 +110,8 @@ NODE_FAILURE = re.compile(r"srun: error: Node failure on (?P<hosts>\S+)")
 """A node that slurmctld has given up; src/api/step_launch.c."""
 CANCELLED = " CANCELLED AT "
 """In slurmstepd's message on a step that was ended from outside, or by srun."""
-ENDED = "Terminated"
-"""The word on tasks that srun itself has ended because another one failed."""
+ENDED, EXITED = "Terminated", "Exited with exit code"
+"""The word on tasks that srun itself has ended because another one failed, and on those that failed."""
 CPU_BIND_COMPLAINT = "cluster configuration lacks support for cpu binding"
 """srun's answer to --cpu-bind=none, even with --quiet, if no TaskPlugin can bind."""
 STEP_BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io error")
@@ -150,15 +155,20 @@ KEPT_LINES = 40
 
 @dataclass(slots=True)
 class NodeStep:
-    """A running step whose tasks are ours."""
+    """A running step whose tasks are ours: what they and srun say, and what they are sent.
+
+    One thread reads srun's stderr. Another one writes its stdin, of which every task reads a copy: srun reads
+    no further while the daemon of a node takes nothing from it.
+    """
 
     process: "subprocess.Popen[bytes]"
-    writer: TaskWriter
-    """Writes to srun's stdin, which every task reads a copy of."""
+    stdin: int
     elastic: bool = False
     """The step outlives the end of a task."""
-    group: StepGroup | None = None
+    coordinator: Coordinator | None = None
     """Decides about the starts of all nodes' ranks; None if torchrun's agents agree on them."""
+    holds_back: Callable[[NodeReport], bool] = lambda _: False
+    """Hears each report; true if it is to be passed on later, see `NodeReplacement`."""
     srun_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     """srun's own lines."""
     lost: frozenset[str] = frozenset()
@@ -169,22 +179,34 @@ class NodeStep:
     """SLURM said that the step was cancelled, before any task had ended."""
     ended: bool = False
     """A task has ended badly, and SLURM ends the others."""
-    reader: threading.Thread = field(init=False)
+    failed_at: float | None = None
+    """Monotonic time at which a task of an elastic step was first seen to have failed for good."""
+    unsent: SimpleQueue[str | None] = field(default_factory=SimpleQueue)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Of the coordinator: reports come by one thread, and signals by another."""
+    threads: tuple[threading.Thread, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begin to pass stderr on."""
-        self.reader = threading.Thread(target=self.forward_stderr, daemon=True)
-        self.reader.start()
+        """Begin to read and to write."""
+        bodies = (self.forward_stderr, self.write_lines)
+        self.threads = tuple(threading.Thread(target=body, daemon=True) for body in bodies)
+        for thread in self.threads:
+            thread.start()
+
+    def write_lines(self) -> None:
+        """Write what is sent until the end: a thread's body."""
+        while (line := self.unsent.get()) is not None:
+            write_line_to_tasks(self.stdin, line)
 
     def send(self, number: int) -> None:
         """Send a signal to the ranks, by way of their supervisors."""
-        if self.group and number in (*STOPPING, signal.SIGKILL):
-            with self.group.lock:
-                self.group.coordinator.note_stop()
-        self.writer.send(signal.Signals(number).name)
+        if self.coordinator and number in (*STOPPING, signal.SIGKILL):
+            with self.lock:
+                self.coordinator.note_stop()
+        self.unsent.put(signal.Signals(number).name)
 
     def forward_stderr(self) -> None:
-        """Copy the tasks' stderr to ours, and keep srun's own lines: the thread's body."""
+        """Copy the tasks' stderr to ours, and keep srun's own lines: a thread's body."""
         for raw in self.process.stderr or ():
             line, text = raw.decode(errors="replace").rstrip("\n"), raw
             if found := find_report(line):
@@ -192,8 +214,8 @@ class NodeStep:
                 text = b"" if LABEL.fullmatch(before) else before.encode()
                 if report.kind == "signalled":
                     self.signalled += [] if self.ended else [(report.host, report.number)]
-                elif self.group:
-                    self.group.take_report(report)
+                elif self.coordinator and not self.holds_back(report):
+                    self.take_report(report)
             elif line.startswith(SLURM_PREFIXES) and not self.note_line(line):
                 continue
             with contextlib.suppress(OSError):
@@ -209,24 +231,50 @@ class NodeStep:
             return False
         is_known = CANCELLED in line and any(map(TASK_END.match, self.srun_lines))
         if found := TASK_END.match(line):
-            is_known = found["how"].startswith((ENDED, "Exited with exit code"))
+            is_known = found["how"].startswith((ENDED, EXITED))
         self.srun_lines.append(line)
         self.cancelled = self.cancelled or (CANCELLED in line and not self.ended)
         ends = find_task_ends((line,))
         self.ended = self.ended or bool(ends and not self.elastic)
-        if self.group and self.elastic:
-            for host in ends:
-                self.group.note_task_end(host)
+        for host, word in ends.items() if self.elastic else ():
+            self.take_report(NodeReport("gone", host))
+            if not self.failed_at and word.startswith(EXITED) and host not in dict(self.signalled):
+                self.failed_at = time.monotonic()
         if hosts := parse_node_failure(line):
             self.lost |= {*hosts}  # a new value: another thread reads it
-            if self.group:
-                self.group.take_losses(sorted(self.lost))
-            else:
-                self.writer.send(LOST)  # to those that can go on: of an elastic job
+            for host in hosts:
+                self.take_report(NodeReport("lost", host))
+            if not self.coordinator:
+                self.unsent.put(LOST)  # to those that can go on: of an elastic job
         return not is_known
+
+    def take_report(self, report: NodeReport) -> None:
+        """Tell the coordinator what has become of a node, and send and log the order that follows."""
+        coordinator, host = self.coordinator, report.host
+        if coordinator is None:
+            return
+        with self.lock:
+            before = coordinator.start
+            order = coordinator.note(report.kind, host, report.restart, report.number)
+            if order is not None:
+                self.unsent.put(render_order(order))
+        reasons = {
+            "failed": f"rank {report.number} on {host} has ended",
+            "taken": f"{host} cannot serve the ranks' port",
+            "lost": f"{host} was lost",
+            "gone": f"the task of {host} has ended",
+        }
+        reason, done = reasons.get(report.kind, host), coordinator.restarts
+        if isinstance(order, GroupStart) and before is not None:
+            count = f" (restart {done} of {coordinator.max_restarts})" if done else ""
+            logger.info(f"{reason}: all ranks start again{count}")
+        elif done and order == JobEnd(failed=True):
+            logger.info(f"{reason}, after {done} restarts: the job ends")
 
     def close(self) -> None:
         """Take what is left, after srun's end."""
-        self.reader.join(CLOSE_TIMEOUT)
-        if self.writer.close():
-            os.close(self.writer.descriptor)
+        self.unsent.put(None)
+        for thread in self.threads:
+            thread.join(CLOSE_TIMEOUT)
+        if not self.threads[1].is_alive():  # else it waits for a reader still
+            os.close(self.stdin)

@@ -28,7 +28,7 @@ from launcher.runs.run_directory import RunDir, write_private
 from launcher.runs.secrets import mask_words
 from launcher.slurm import first_node, sbatch
 from launcher.slurm.attempt import Attempt
-from launcher.slurm.commands import name_job
+from launcher.slurm.commands import list_job_hosts, name_job
 from launcher.slurm.job_request import REQUEST_FILE, hold_manifest, make_job_request, write_job_request
 from launcher.slurm.sbatch import JobOptions, Script
 from launcher.text import join_words, print_text, quote_word
@@ -353,7 +353,7 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
     """Run a job over the nodes of the SLURM job that this is; returns the exit code, raises LaunchError."""
     if spec.config.cluster.requeue.allocation and not spec.config.dry_run:
         return _run_own_job(spec, argv)
-    hosts = first_node.choose_nodes(os.environ, spec.cluster.max_nodes)
+    hosts = list_job_hosts(os.environ)[: spec.cluster.max_nodes]
     is_here = name_host(os.environ) in hosts
     # The nodes read that they are in an allocation, however the job was asked for.
     cluster = replace(spec.config.cluster, kind=spec.cluster.kind)

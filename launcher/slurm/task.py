@@ -50,7 +50,7 @@ def main() -> int:
     from dataclasses import replace
 
     from launcher.runs.records import refuse_node, write_node
-    from launcher.slurm.slurm_environ import read_task_identity
+    from launcher.slurm.commands import read_task_identity
 
     task = read_task_identity(os.environ)
     record = refuse_node(task.host, task.node_rank, status, reason, started)

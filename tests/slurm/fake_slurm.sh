@@ -37,7 +37,7 @@ srun*launcher.slurm.task*)
     . "$facts/step.sh"
     ;;
 srun*launcher.preflight*) . "$facts/preflight" ;;
-srun*first_node_guard*)
+srun*slurm.lost_nodes*)
     echo .
     cat >/dev/null
     ;;

@@ -14,8 +14,7 @@ import traceback
 
 EAGER = {
     "launcher.slurm.first_node": {"RETRY": 0.0, "RECORD_TIMEOUT": 0.2, "CLOSE_TIMEOUT": 0.5},
-    "launcher.slurm.commands": {"RETRY": 0.0, "ANSWERED": 0.2, "SHORT_TIMEOUT": 0.3},
-    "launcher.slurm.node_channel": {"CLOSE_TIMEOUT": 0.5},
+    "launcher.slurm.commands": {"RETRY": 0.0, "SHORT_TIMEOUT": 0.3},
     "launcher.slurm.step": {"CLOSE_TIMEOUT": 0.5},
 }
 """Pauses that nobody has to wait for here."""

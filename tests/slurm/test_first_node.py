@@ -15,17 +15,16 @@ import pytest
 from launcher.config.settings import Settings
 from launcher.runs.manifest import read_manifest, stamp_time, write_manifest
 from launcher.runs.run_directory import open_run_dir
-from launcher.slurm import first_node_guard
+from launcher.slurm import lost_nodes
 from launcher.slurm.commands import SHORT_TIMEOUT, exclude_nodes, requeue_job
 from launcher.slurm.job_request import JobRequest, write_job_request
-from launcher.slurm.lost_nodes import is_frozen
 from tests.seam import clean_environ
 
 GUARD = """
 import sys
-from launcher.slurm import first_node_guard
-first_node_guard.SILENCE = first_node_guard.RETRY = 0.5
-sys.exit(first_node_guard.main())
+from launcher.slurm import lost_nodes
+lost_nodes.SILENCE = lost_nodes.RETRY = 0.5
+sys.exit(lost_nodes.main())
 """
 COMMANDS = {
     "sinfo": "printf 'n0|down*\\nn1|idle\\n'",
@@ -42,9 +41,6 @@ esac""",
 [ -e back ] && exit
 echo 'Unable to contact slurm controller (connect failure)' >&2
 exit 1""",
-    "srun": """case "$*" in
-*nodelist=works*) echo launch-probe: here ;;
-esac""",
 }
 
 
@@ -104,25 +100,15 @@ def test_a_guard_that_has_begun_ends_the_attempt_even_if_the_first_node_returns(
     assert (outcome["state"], outcome["cause"], outcome["lost"]) == (state, "node_failure", ["n0"])
 
 
-@pytest.mark.parametrize(
-    ("host", "witness", "expected"),
-    [("works", "hangs", False), ("hangs", "works", True), ("hangs", "hangs", None)],
-)
-def test_a_node_is_frozen_only_if_slurm_starts_steps_elsewhere(
-    environ: dict[str, str], host: str, witness: str, *, expected: bool | None
-) -> None:
-    assert is_frozen(host, witness, environ) is expected
-
-
 @pytest.mark.parametrize(("state", "is_lost"), [("allocated", False), ("allocated*", True)])
 def test_a_node_that_this_one_alone_cannot_reach_is_not_lost(
     environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, *, is_lost: bool
 ) -> None:
     (tmp_path / "sinfo").write_text(f"#!/bin/sh\nprintf 'n0|{state}\\nn1|idle\\n'\n")
     for name in ("UNREACHABLE_FOR", "STEADY"):
-        monkeypatch.setattr(first_node_guard, name, 0.2)
+        monkeypatch.setattr(lost_nodes, name, 0.2)
     monkeypatch.setattr("os.environ", {**environ, "N1_PORT": "1"})
-    guard = first_node_guard.Guard("n0", "n1", heard=time.monotonic() - 60)
+    guard = lost_nodes.Guard("n0", "n1", heard=time.monotonic() - 60)
     assert bool(guard.find_evidence()) is is_lost
 
 
@@ -146,10 +132,10 @@ def test_a_slow_slurm_delays_signals_for_a_limited_time(tmp_path: Path) -> None:
     sinfo = "case $* in *--nodes=*) echo n9;; *) echo n0 n1 n2 n9;; esac"
     answers = {"squeue": "echo 'n9||main'", "sinfo": sinfo, "scontrol": "true"}
     for name, text in answers.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/given\nsleep 0.4\n{text}\n")
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/given\nsleep 0.6\n{text}\n")
         (tmp_path / name).chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    told = exclude_nodes("7", ["n0"], 1, environ, patience=1)
+    told = exclude_nodes("7", ["n0"], 1, environ, patience=1.0)
     assert told.startswith("n0 not excluded (")
     assert "scontrol" not in (tmp_path / "given").read_text()
     assert exclude_nodes("7", ["n0"], 1, environ, patience=60) == ""

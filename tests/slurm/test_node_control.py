@@ -2,18 +2,17 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from launcher.launch.coordinator import Coordinator, GroupNode, GroupStart, JobEnd
+from launcher.launch.coordinator import GroupNode, GroupStart, JobEnd
 from launcher.launch.signals import open_signal_channel
 from launcher.slurm.node_channel import (
     NodeControl,
     NodeReport,
-    StepGroup,
-    TaskWriter,
     find_report,
     render_order,
 )
@@ -138,37 +137,19 @@ def test_a_report_that_nobody_can_take_waits(ends: Ends) -> None:
     assert ends.read_reports() == [("", NodeReport("ready", "n1", number=2))]
 
 
-def test_the_first_node_answers_reports_with_orders(ends: Ends) -> None:
-    writer = TaskWriter(ends.writing)
-    coordinator = Coordinator(("n0", "n1"), 2, 1, lambda host, number: (host, 20000 + number))
-    group = StepGroup(coordinator, writer.send)
-    for host in ("n0", "n1"):
-        group.take_report(NodeReport("ready", host, number=2))
-    group.take_report(NodeReport("failed", "n1", 0, 3))
-    group.take_report(NodeReport("failed", "n0", 0, 1))
-    group.take_report(NodeReport("alive", "n0"))
-    group.take_report(NodeReport("failed", "stranger", 1, 0))
-    group.take_report(NodeReport("failed", "n1", 1, 3))
-    assert writer.close()
-    control = make_control(ends)
-    control.channel.read_signals()
-    assert list(control.take_orders()) == [FIRST, SECOND]
-    assert control.channel.read_signals() == [signal.SIGTERM]
-
-
 def test_a_line_longer_than_a_pipe_stays_whole() -> None:
     reading, writing = os.pipe()
     os.write(writing, b"HELLO\n")
     nodes = tuple(GroupNode(f"node-{number:05d}", 8) for number in range(4000))
     start = GroupStart(0, nodes, "node-00000", 20000)
-    writer = TaskWriter(writing)
-    for line in (render_order(start), "SIGUSR2"):
-        writer.send(line)
+    lines = f"{render_order(start)}\nSIGUSR2\n".encode()
+    writer = threading.Thread(target=os.write, args=(writing, lines))
+    writer.start()
     control = open_signal_channel(reading)
     signals: list[int] = []
     while not signals:
         signals = control.read_signals()
     assert signals == [signal.SIGUSR2] and control.take_lines() == [render_order(start)]
-    assert writer.close()
+    writer.join()
     os.close(writing)
     os.close(reading)

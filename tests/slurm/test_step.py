@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from launcher.config.settings import ContainerConfig
 from launcher.launch.job import read_client_ports
-from launcher.slurm.commands import expand_hosts, fold_hosts, fold_in_order
-from launcher.slurm.node_order import find_node_order, order_nodes, parse_topology
-from launcher.slurm.slurm_environ import (
-    TRIALS,
+from launcher.slurm.commands import (
     clean_for_step,
     drop_task_variables,
-    pick_port,
+    expand_hosts,
+    fold_hosts,
+    fold_in_order,
     read_task_identity,
 )
+from launcher.slurm.first_node import TRIALS, pick_port
+from launcher.slurm.node_order import find_node_order, order_nodes, parse_topology
 from launcher.slurm.step import Step
 
 TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("srun.toml").read_text())

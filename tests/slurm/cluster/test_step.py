@@ -206,7 +206,7 @@ def test_a_port_that_is_taken_is_no_failure(sandbox: Sandbox, tmp_path: Path, no
     (tmp_path / "serve.py").write_text(
         "import os, socket, subprocess, sys, zlib\n"
         "from launcher.launch.job import read_client_ports\n"
-        "from launcher.slurm.slurm_environ import pick_port\n"
+        "from launcher.slurm.first_node import pick_port\n"
         "job = int(os.environ['SLURM_JOB_ID']) + zlib.crc32(os.fsencode(os.path.abspath('run')))\n"
         "port = pick_port(job, 0, 0, read_client_ports())\n"
         "with socket.create_server(('', port)):\n"
