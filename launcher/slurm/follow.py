@@ -31,9 +31,8 @@ PATIENCE = 5.0
 what was written."""
 FRESH = 2.0
 """Seconds for which a size that a network filesystem tells is believed."""
-OWN_PREFIX = b"launch: "
-"""How the lines of the batch script's process begin."""
-OWN_LINES = re.compile(rb"((?:^launch: .*\n)+)", re.MULTILINE)
+OWN_LINES = re.compile(rb"((?:(?:^|(?<=\r))launch: .*\n)+)", re.MULTILINE)
+"""Lines of the batch script's process."""
 LAST_LINE = re.compile(
     rb"^launch: (run directory |(error: )?attempt \d+ does not begin|.*was not told of the end).*\n\Z",
     re.MULTILINE,
@@ -44,7 +43,7 @@ OTHER_RANKS = re.compile(rb"^\[[^][\s]+:(?!0\] )\d+\] .*\n", re.MULTILINE)
 RANKS = Source(0, "out", b"")
 """The log has the ranks' lines with their origin already."""
 MOST_KEPT = 1 << 16
-"""Bytes of a line of launch's; a longer one is none."""
+"""Bytes of a line that are waited for its end with."""
 PASSING = (None, *STATES["passing"])
 """SLURM's states that pass by themselves; None before its first answer."""
 INTERRUPTED = 128 + signal.SIGINT
@@ -59,19 +58,14 @@ class JobLog:
     console: JobConsole
     follower: Follower = field(default_factory=Follower)
     kept: bytes = b""
-    """The beginning of a line that is launch's, or may be."""
-    begins: bool = True
-    """The next byte begins a line."""
+    """The beginning of a line."""
     is_whole: bool = False
     """The last line is that of a job's end."""
     opened: float = 0.0
     """When the file was last opened for its size."""
 
     def show_new(self, *, final: bool = False) -> bool:
-        """Show some of what is new, and tell whether there was any; `final` shows an unfinished line too.
-
-        Lines of launch's are shown as a whole, everything else at once.
-        """
+        """Show whole lines of what is new, and tell whether there was any; at the end an unfinished one."""
         now = time.monotonic()
         if now - self.opened > FRESH:
             # NFS asks the server at an open, else it may believe its cache for 60 s.
@@ -80,23 +74,21 @@ class JobLog:
                 os.close(open_file(self.path))
         self.follower.watch(self.path)
         new = self.follower.read_chunk(self.path)
-        data, self.kept = self.kept + new, b""
-        last = data[data.rfind(b"\n") + 1 :]
-        may_be_own = last.startswith(OWN_PREFIX) or OWN_PREFIX.startswith(last)
-        if may_be_own and (self.begins or b"\n" in data) and len(last) < MOST_KEPT and not final:
-            data, self.kept = data[: len(data) - len(last)], last
+        data = self.kept + new
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if final or len(data) - end > MOST_KEPT:
+            end = len(data)
+        data, self.kept = data[:end], data[end:]
         if data:
             self.console.show_status("")
-            rest = 0 if self.begins else data.find(b"\n") + 1 or len(data)
-            pieces = [data[:rest], b"", *OWN_LINES.split(data[rest:])]  # every second one is launch's
-            for others, own in zip(pieces[::2], [*pieces[1::2], b""], strict=True):
+            pieces = [*OWN_LINES.split(data), b""]  # every second one is launch's
+            for others, own in zip(pieces[::2], pieces[1::2], strict=True):
                 if others:
                     self.console.note_progress("out", OTHER_RANKS.sub(b"", others))
                     self.console.write_output(RANKS, others)
                 if own:
                     self.console.write_own_lines(own)
-            self.begins = data.endswith(b"\n")
-            self.is_whole = not pieces[-1] and LAST_LINE.search(pieces[-2]) is not None
+            self.is_whole = not pieces[-2] and LAST_LINE.search(pieces[-3]) is not None
         return bool(new)
 
 
@@ -240,9 +232,8 @@ def describe_job(run: RunStatus) -> str:
 
 def has_user() -> bool:
     """Tell whether there is a user at a terminal: this is not a job that a shell runs in the background."""
-    if not (sys.stdin and sys.stdin.isatty() and sys.stderr and sys.stderr.isatty()):
-        return False
     try:
-        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+        streams = (sys.stdin, sys.stderr)
+        return all(one and one.isatty() for one in streams) and os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
         return False

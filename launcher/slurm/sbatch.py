@@ -4,10 +4,8 @@ The tables of its options, variables and complaints are in `sbatch.toml`.
 """
 
 import math
-import os
 import re
 import shlex
-import subprocess
 import tomllib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -101,9 +99,10 @@ def choose_job_options(specs: Sequence[JobSpec], environ: Mapping[str, str], *, 
     """Return the options for one job, or for an array of several; raises UsageError or SchedulerError."""
     first, names = specs[0].config.cluster, list(dict.fromkeys(spec.name for spec in specs))
     name = names[0] if len(names) == 1 else f"{names[0]}+{len(names) - 1}"
-    members = [_list_options(spec, name) for spec in specs]
     there: tuple[NodeKind, ...] = ()
+    kinds: tuple[NodeKind, ...] = ()
     warnings: tuple[str, ...] = ()
+    members = [_list_options(spec, name) for spec in specs]
     try:
         there = _ask_sinfo(environ, first.additional.get("clusters"))
     except SchedulerError as error:
@@ -118,8 +117,6 @@ def choose_job_options(specs: Sequence[JobSpec], environ: Mapping[str, str], *, 
             kind for kind in there if kind.partition in chosen or (partition is None and kind.is_default)
         )
         _fill_auto(options, spec, kinds, environ)
-        if kinds and not dry_run:
-            _check_partition(spec, kinds, options)
         odd = [option.key for option in {*options.values()} ^ {*members[0].values()}]
         odd += ["cluster.setup"] if spec.config.cluster.setup != first.setup else []
         if odd:
@@ -141,64 +138,37 @@ def _list_options(spec: JobSpec, name: str) -> dict[str, Option]:
     """
     cluster, spares, found = spec.config.cluster, spec.config.cluster.spares, dict[str, Option]()
 
-    def add(name: str, value: str | None, key: str) -> None:
-        found[name] = Option(name, value, key)
+    def add(name: str, value: object, key: str) -> None:
+        if value is not None and value is not False:
+            found[name] = Option(name, None if value is True else _check_text(key, value), key)
 
     low, high = spec.cluster.min_nodes + spares, spec.cluster.max_nodes + spares
-    nodes = str(low) if low == high else f"{low}-{high}"
     nodes_key = "nodes and cluster.spares" if spares else "nodes"
-    add("job-name", _check_text("name", name), "name")
-    add("nodes", nodes, nodes_key)
-    if low == high:  # with it, SLURM 22.05 gives the least of a range of nodes, however many are free
-        add("ntasks-per-node", "1", "nodes")
-    if low < high or spares:  # else a lost node ends the job
-        add("no-kill", None, nodes_key)
+    add("job-name", name, "name")
+    add("nodes", low if low == high else f"{low}-{high}", nodes_key)
+    # With it, SLURM 22.05 gives the least of a range of nodes, however many are free.
+    add("ntasks-per-node", 1 if low == high else None, "nodes")
+    add("no-kill", low < high or spares > 0, nodes_key)  # else a lost node ends the job
+    if cluster.gpus_per_node not in (None, AUTO):
+        parse_gpus(cluster.gpus_per_node)
     for setting in TABLE["settings"]:
-        key, value = f"cluster.{setting}", getattr(cluster, setting)
-        if value is not None:
-            if setting == "gpus_per_node" and value != AUTO:
-                parse_gpus(value)
-            is_number = not isinstance(value, bool) and str(value).isdecimal() and int(value) > 0
-            if setting == "cpus_per_task" and value != AUTO and not is_number:
-                raise UsageError(
-                    f"{key}={value}: give a number of at least 1, auto, or null to leave it to SLURM"
-                )
-            add(setting.replace("_", "-"), _check_text(key, value), key)
-    if cluster.segment is not None:
-        for count in (low, high):
-            if count % cluster.segment:
-                raise UsageError(
-                    f"cluster.segment={cluster.segment} does not divide {count} nodes ({nodes_key}={nodes}):"
-                    " a job's segments have the same number of nodes each"
-                )
-        add("segment", str(cluster.segment), "cluster.segment")
-    if cluster.exclusive not in (None, False):
-        add("exclusive", None if cluster.exclusive is True else str(cluster.exclusive), "cluster.exclusive")
+        add(setting.replace("_", "-"), getattr(cluster, setting), f"cluster.{setting}")
     number, seconds = parse_signal(cluster.signal)
     add("signal", f"B:{number.name.removeprefix('SIG')}@{seconds}", "cluster.signal")
-    impossible = {
-        "hang": spec.config.watch.on_hang != "stop",
-        "sick_node": spec.config.preflight.on_failure != "exclude" or spec.config.preflight.kind == "off",
-    }
-    policy, causes = cluster.requeue, [cause for cause in LIMITED if not impossible.get(cause)]
-    may_requeue = policy.limit > 1 and any(getattr(policy, cause) > 0 for cause in causes)
-    add("requeue" if may_requeue else "no-requeue", None, "cluster.requeue")
-    settings = {setting.replace("_", "-"): f"set cluster.{setting}" for setting in TABLE["settings"]}
+    policy = cluster.requeue
+    may_requeue = policy.limit > 1 and any(getattr(policy, cause) > 0 for cause in LIMITED)
+    add("requeue" if may_requeue else "no-requeue", True, "cluster.requeue")
+    instead = TABLE["instead"] | {one.replace("_", "-"): f"set cluster.{one}" for one in TABLE["settings"]}
     for given, value in cluster.additional.items():
         key, name = f"cluster.additional.{given}", str(given).replace("_", "-")
-        if not NAME.fullmatch(name):
+        if not NAME.fullmatch(name) or isinstance(value, dict):
             raise UsageError(
-                f"{key}: give the long name of an option of sbatch, without the dashes before it"
+                f"{key}={value}: give the long name of an option of sbatch, without the dashes before it, and"
+                " a text, a number, true for an option without value, or null"
             )
-        if instead := (settings | TABLE["instead"]).get(name):
-            raise UsageError(f"{key}={value}: launch decides --{name} itself: {instead}")
-        if isinstance(value, dict):
-            raise UsageError(
-                f"{key}={value}: give a text, a number, true for an option without value, or null"
-            )
-        if value is not None and value is not False:
-            text = ",".join(map(str, value)) if isinstance(value, list) else value
-            add(name, None if value is True else _check_text(key, text), key)
+        if name in instead:
+            raise UsageError(f"{key}={value}: launch decides --{name} itself: {instead[name]}")
+        add(name, ",".join(map(str, value)) if isinstance(value, list) else value, key)
     return found
 
 
@@ -298,22 +268,6 @@ def _fill_auto(
             options[name] = replace(options[name], value=str(value))
 
 
-def _check_partition(spec: JobSpec, kinds: Sequence[NodeKind], options: Mapping[str, Option]) -> None:
-    """Raise SchedulerError if no partition has the nodes: SLURM would have the job wait for ever."""
-    nodes, spares = spec.cluster.min_nodes, spec.config.cluster.spares
-    gpus = options["gpus-per-node"].value if "gpus-per-node" in options else 0
-    (kind_wanted, wanted), counts = parse_gpus(gpus), Counter[str]()
-    for kind in kinds:
-        counts[kind.partition] += kind.count if kind.count_gpus(kind_wanted) >= wanted else 0
-    have = max(counts.values())
-    if 0 < have < nodes + spares:  # without any, sbatch refuses the GPUs
-        raise SchedulerError(
-            f"nodes={nodes}{f' and cluster.spares={spares}' if spares else ''}, and partition"
-            f" {', '.join(sorted(counts))} has {have}{f' with {gpus} GPUs' if wanted else ''}:"
-            " ask for fewer, or set another cluster.partition"
-        )
-
-
 def read_nproc(text: object) -> int | None:
     """Return the ranks of a node if that is a number; raises UsageError."""
     return None if text in ("auto", "gpu", "cpu") else parse_nproc(text, 1)
@@ -332,11 +286,14 @@ def explain_refusal(
     named = NAMED.search(text)
     names = [named["name"]] if named else next((table[words] for words in table if words in text), [])
     given = {option.key: option.render() for option in chosen.options if option.name in names}
-    shown, keys = ", ".join(f"{key}: {value}" for key, value in given.items()), [*given]
+    shown = [f"{key}: {value}" for key, value in given.items()]
     if not given:
-        variables = [name for option in names for name in find_variables(environ, option)]
-        keys = variables or [f"--{name}" for name in names]
-        shown = ", ".join(f"{name}={environ[name]}" for name in variables)
+        found = [name for option in names for name in find_variables(environ, option)]
+        given, shown = dict.fromkeys(found, ""), [f"{name}={environ[name]}" for name in found]
+    fix = "change cluster.* accordingly; dry_run=true shows the script"
+    if names:
+        keys = [*given] or [f"--{name}" for name in names]
+        fix = f"change {' or '.join(keys)}, or leave it out"
     if "partition" in names and chosen.partitions:
         fix = f"choose cluster.partition from {', '.join(chosen.partitions)}"
     elif fixes := [TABLE["fixes"][name] for name in names if name in TABLE["fixes"]]:
@@ -349,11 +306,8 @@ def explain_refusal(
         for kind in chosen.kinds:  # in whatever state they are
             counts[kind.describe()] += kind.count
         fix = f"the partition's nodes: {'; '.join(f'{n} with {text}' for text, n in counts.items())}"
-    elif names:
-        fix = f"change {' or '.join(keys)}, or leave it out"
-    else:
-        fix = "change cluster.* accordingly; dry_run=true shows the script"
-    return SchedulerError(f"{complaint}{f' ({shown})' if shown else ''}: {fix}")
+    values = f" ({', '.join(shown)})" if shown else ""
+    return SchedulerError(f"{complaint}{values}: {fix}")
 
 
 # The environment
@@ -440,7 +394,7 @@ class Script:
     def render(self, output: str, begin: Sequence[str], end: Sequence[str]) -> str:
         """Return the script: options, `begin`, the user's lines, a look at the interpreter, and `end`.
 
-        `output` is SLURM's pattern for the log. Raises UsageError if the user's lines are no bash.
+        `output` is SLURM's pattern for the log.
         """
         log = (Option("open-mode", "append", "run_dir"), Option("output", output, "run_dir"))
         # A comment of one line holds nothing that could end it.
@@ -456,17 +410,7 @@ class Script:
         )
         lines += ["", f"if [ ! -x {shlex.quote(self.python[0])} ]; then"]
         lines += [f"    printf '%s\\n' {shlex.quote(missing)} >&2", "    exit 3", "fi", *end]
-        text = "\n".join(lines) + "\n"
-        if self.setup:
-            data, environ = os.fsencode(text), {**os.environ, "LC_ALL": "C"}
-            done = subprocess.run(["bash", "-n"], input=data, env=environ, capture_output=True, check=False)
-            if done.returncode:
-                complaint = " ".join(done.stderr.decode(errors="replace").split())
-                raise UsageError(
-                    f"cluster.setup={list(self.setup)} is no valid bash ({complaint}): each entry is a whole"
-                    " command"
-                )
-        return text
+        return "\n".join(lines) + "\n"
 
 
 def _render_option(option: Option) -> str:
@@ -509,59 +453,41 @@ def render_script(script: Script, runs: Sequence[str]) -> str:
     return script.render(output, begin, [f"trap '' {script.signal}", command])
 
 
-def render_dry_run(script: Script, specs: Sequence[JobSpec], argv: Sequence[str]) -> tuple[str, list[str]]:
+def render_dry_run(script: Script, spec: JobSpec, argv: Sequence[str]) -> tuple[str, list[str]]:
     """Return the script of a dry run: options, and the command line that runs the job in its allocation.
 
     The job's number names the run directory. SLURM's output file is where the command was given. The second
     value names the variables that have to be exported in place of secrets.
     """
-    is_array, end, secrets = len(specs) > 1, list[str](), list[str]()
-    for number, spec in enumerate(specs):
-        own, words, program = _describe_command(spec, argv)
-        secrets += own
-        end += [f"if [ $SLURM_ARRAY_TASK_ID = {number} ]; then"] if is_array else []
-        end += [f': "${{{name}:?the script leaves it out: export it before sbatch}}"' for name in own]
-        if spec.run_key != "runs_dir":  # the user has chosen it
-            end += [f"launch_run={shlex.quote(str(spec.run_path))}"]
-        else:
-            job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if is_array else "$SLURM_JOB_ID"
-            end += [f"launch_run={shlex.quote(str(spec.run_path.parent))}/job-{job}"]
-        end += ["launch_key=run_dir", '[ -e "$launch_run/manifest.json" ] || launch_key=new_run_dir']
-        end += [f"exec {shlex.join(script.python)} -m launcher {' '.join(words)} \\"]
-        end += ['    cluster.kind=allocation cluster.requeue.allocation=true "$launch_key=$launch_run"']
-        end[-1] += f" \\\n    -- {' '.join(program)}" if program else ""
-        end += ["fi"] if is_array else []
-    directory = Option("chdir", str(Path.cwd()), "directory")
-    script = replace(script, options=(*script.options, directory))
-    output = "%x-%A_%a.out" if is_array else "%x-%j.out"
-    return script.render(output, [f"trap : {script.signal}"], end), sorted({*secrets})
-
-
-def _describe_command(spec: JobSpec, argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return names of variables in place of secrets, and settings and program as bash reads them."""
-    secrets, words, program = list[str](), list[str](), list[str]()
+    secrets, words = list[str](), list[str]()
     for before, word in zip(["", *argv], argv, strict=False):  # where the configuration is
         if before in CONFIG_FLAGS:
             words.append(f"{before} {shlex.quote(word)}")
         elif "=" in word and word.partition("=")[0] in CONFIG_FLAGS:
             words.append(shlex.quote(word))
-    for word in spec.overrides:
-        key = read_key(word)
-        if key in DECIDED:
-            continue
-        if mask_words([word]) == [word]:
-            words.append(shlex.quote(word))
-        elif key.startswith("env."):
-            secrets.append(key.removeprefix("env."))  # the environment goes along
-        else:
-            secrets.append(re.sub(r"\W", "_", key).upper())
-            words.append(f'{shlex.quote(key)}="${secrets[-1]}"')
-    for word, shown in zip(spec.program or (), mask_words(spec.program or ()), strict=True):
+
+    def quote(word: str, shown: str, name: str = "") -> str:
+        """Return a word as bash reads it, with a variable in place of a secret at its end."""
         if word == shown:
-            program.append(shlex.quote(word))
-        else:
-            secrets.append(f"SECRET_{len(secrets) + 1}")
-            begin = shown.removesuffix(MASK)
-            begin = shlex.quote(begin) if begin and word.startswith(begin) else ""
-            program.append(f'{begin}"${secrets[-1]}"')
-    return secrets, words, program
+            return shlex.quote(word)
+        secrets.append(name or f"SECRET_{len(secrets) + 1}")
+        begin = shown.removesuffix(MASK)
+        return (shlex.quote(begin) if begin else "") + f'"${secrets[-1]}"'
+
+    for word in spec.overrides:
+        if (key := read_key(word)) not in DECIDED:
+            name = re.sub(r"\W", "_", key.removeprefix("env.")).upper()
+            words.append(quote(word, mask_words([word])[0], name))
+    words_of_program = zip(spec.program or (), mask_words(spec.program or ()), strict=True)
+    program = [quote(word, shown) for word, shown in words_of_program]
+    run = shlex.quote(str(spec.run_path))
+    if spec.run_key == "runs_dir":  # else the user has chosen it
+        run = f"{shlex.quote(str(spec.run_path.parent))}/job-$SLURM_JOB_ID"
+    end = [f': "${{{name}:?the script leaves it out: export it before sbatch}}"' for name in secrets]
+    end += [f"launch_run={run}", "launch_key=run_dir"]
+    end += ['[ -e "$launch_run/manifest.json" ] || launch_key=new_run_dir']
+    end += [f"exec {shlex.join(script.python)} -m launcher {' '.join(words)} \\"]
+    end += ['    cluster.kind=allocation cluster.requeue.allocation=true "$launch_key=$launch_run"']
+    end[-1] += f" \\\n    -- {' '.join(program)}" if program else ""
+    script = replace(script, options=(*script.options, Option("chdir", str(Path.cwd()), "directory")))
+    return script.render("%x-%j.out", [f"trap : {script.signal}"], end), sorted({*secrets})

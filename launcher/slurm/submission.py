@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -43,7 +44,6 @@ SCRIPT = "submission.sh"
 """The batch script's file in the run directory."""
 WRITTEN_FILES = ("config.yaml", "manifest.json", REQUEST_FILE, SCRIPT)
 """What a submission writes."""
-NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - to warn of
 PACKAGE = Path(__file__).parents[1] / "__init__.py"
 ISOLATED = ("-I", "-P")
 """Ways to keep Python from importing what lies in the working directory, the first that finds us winning.
@@ -57,38 +57,50 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
 
     With dry_run=true, show the script and the plan. Raises LaunchError, leaving no new run directory.
     """
+    first, paths = specs[0], [spec.run_path for spec in specs]
     dry_run = any(spec.config.dry_run for spec in specs)
+    if dry_run and len(specs) > 1:
+        raise UsageError("dry_run=true shows the script of one job: leave out -m, and give one value each")
+    if len(paths) > len(set(paths)):
+        raise UsageError(
+            f"{first.run_key}={paths[0]} is one directory for {len(paths)} jobs of a sweep: leave it out, and"
+            " each gets its own"
+        )
     # What takes a process each is asked for at the same time.
     with ThreadPoolExecutor() as pool:
-        sources = None if dry_run else pool.submit(describe_sources, Path.cwd())
-        python = pool.submit(find_python)
+        sources, python = pool.submit(describe_sources, Path.cwd()), pool.submit(find_python)
         chosen = sbatch.choose_job_options(specs, os.environ, dry_run=dry_run)
-        specs = [judge_submission(spec, chosen) for spec in specs]
-        made_by = f"Made by: {shlex.join(mask_words(['launch', *argv]))}"
-        script = Script(chosen.options, made_by, tuple(specs[0].config.cluster.setup), python.result())
-        if sources is None:
-            for warning in chosen.warnings:
-                logger.warning(warning)
-            return _preview_submission(specs, argv, chosen, script)
-        paths = [spec.run_path for spec in specs]
-        if len(paths) > len(set(paths)):
-            raise UsageError(
-                f"{specs[0].run_key}={paths[0]} is one directory for {len(paths)} jobs of a sweep: leave it"
-                " out, and each gets its own"
-            )
+    specs = [judge_submission(spec, chosen) for spec in specs]
+    made_by = f"Made by: {shlex.join(mask_words(['launch', *argv]))}"
+    script = Script(chosen.options, made_by, tuple(first.config.cluster.setup), python.result())
+    if dry_run:
+        text, left_out = sbatch.render_dry_run(script, specs[0], argv)
+        plan = _plan_snapshot(specs[0], chosen)
+        _show_plan(plan, first) if plan else logger.info(
+            "each node makes its own plan: cluster.machine=NAME shows it for a shipped machine or for a"
+            " snapshot that `launch topo save=FILE` wrote on such a node"
+        )
+        if left_out:
+            logger.info(f"the script leaves out {', '.join(left_out)}: export them before sbatch")
+        numbers, job_id = list[str](), ""
+    else:
         with contextlib.ExitStack() as undo:
             secrets = [stage_run(spec, argv, sources.result(), undo) for spec in specs]
-            job_id = _send_script(specs, secrets, chosen, script)
+            text = sbatch.render_script(script, list(map(str, paths)))
+            job_id = _send_script(paths, text, secrets, chosen)
             undo.pop_all()
+        numbers = [job_id] if len(specs) == 1 else [f"{job_id}_{number}" for number in range(len(specs))]
     for warning in chosen.warnings:  # if a job is refused, its error alone is said
         logger.warning(warning)
-    for folder in NODE_LOCAL:
-        if paths[0].is_relative_to(folder):
-            logger.warning(
-                f"the run directory {paths[0]} is below {folder}, which every node has its own of as a rule:"
-                " runs_dir=DIR chooses a shared one"
-            )
-    numbers = [job_id] if len(specs) == 1 else [f"{job_id}_{number}" for number in range(len(specs))]
+    if dry_run:
+        sys.stderr.flush()
+        print_text(text)
+        return 0
+    if paths[0].is_relative_to("/tmp"):  # noqa: S108 - to warn of
+        logger.warning(
+            f"the run directory {paths[0]} is below /tmp, which every node has its own of as a rule:"
+            " runs_dir=DIR chooses a shared one"
+        )
     for path, number in zip(paths, numbers, strict=True):
         try:
             write_job_id(path, number)
@@ -101,25 +113,6 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
 
     sys.stdout.flush()
     return follow_jobs(list(zip(paths, numbers, strict=True)))
-
-
-def _preview_submission(
-    specs: Sequence[JobSpec], argv: Sequence[str], chosen: JobOptions, script: Script
-) -> int:
-    """Show the plan on stderr and the script on stdout; returns the exit code."""
-    text, secrets = sbatch.render_dry_run(script, specs, argv)
-    if plan := _plan_snapshot(specs[0], chosen):
-        _show_plan(plan, specs[0])
-    else:
-        logger.info(
-            "each node makes its own plan: cluster.machine=NAME shows it for a shipped machine or for a"
-            " snapshot that `launch topo save=FILE` wrote on such a node"
-        )
-    if secrets:
-        logger.info(f"the script leaves out {', '.join(secrets)}: export them before sbatch")
-    sys.stderr.flush()
-    print_text(text)
-    return 0
 
 
 def _show_plan(plan: "Plan", spec: JobSpec) -> None:
@@ -137,9 +130,9 @@ def stage_run(
 
     Returns what `job.json` must not hold; `sources` is for the manifest, and `undo` leaves all as it was.
     """
-    folders = (spec.run_path, *spec.run_path.parents)
-    fresh, before = [folder for folder in folders if not folder.exists()], {}
-    for name in () if spec.run_key == "runs_dir" else WRITTEN_FILES:
+    fresh = [folder for folder in (spec.run_path, *spec.run_path.parents) if not folder.exists()]
+    before: dict[str, str] = {}
+    for name in WRITTEN_FILES:
         with contextlib.suppress(OSError):
             before[name] = read_file(spec.run_path / name, LARGEST).decode("utf-8", "surrogateescape")
     run, manifest = prepare_run(spec, argv, [])
@@ -148,12 +141,10 @@ def stage_run(
     def restore() -> None:
         with contextlib.suppress(OSError):
             for name in WRITTEN_FILES:
-                if name in before:
-                    write_private(run.path / name, before[name])
-                else:
-                    (run.path / name).unlink(missing_ok=True)
-        for folder in fresh:  # the innermost first
-            with contextlib.suppress(OSError):
+                (run.path / name).unlink(missing_ok=True)
+            for name, text in before.items():
+                write_private(run.path / name, text)
+            for folder in fresh:  # the innermost first
                 (shutil.rmtree if folder == run.path else Path.rmdir)(folder)
 
     try:
@@ -173,20 +164,18 @@ def write_job_id(path: Path, job_id: str) -> None:
 
 
 def _send_script(
-    specs: Sequence[JobSpec], secrets: Sequence[Mapping[str, object]], chosen: JobOptions, script: Script
+    paths: Sequence[Path], text: str, secrets: Sequence[Mapping[str, object]], chosen: JobOptions
 ) -> str:
     """Write the script into each run directory, submit it, and return the job's id."""
-    paths = [spec.run_path for spec in specs]
-    text = sbatch.render_script(script, list(map(str, paths)))
     try:
         for path in paths:
             write_private(path / SCRIPT, text)
     except OSError as error:
-        raise refuse_run(specs[0], error) from None
+        raise MachineError(f"{error.filename} cannot be written ({error.strerror})") from None
     environ = sbatch.clean_for_sbatch(os.environ, [option.name for option in chosen.options])
-    carried = {str(path): each for path, each in zip(paths, secrets, strict=True) if each}
-    if len(specs) > 1 and all(each == secrets[0] for each in secrets):
-        carried = {"": secrets[0]} if carried else {}  # one value for all
+    carried = {str(path): each for path, each in zip(paths, secrets, strict=True)}
+    if all(each == secrets[0] for each in secrets):
+        carried = {"": secrets[0]}  # one value for all
     try:
         return submit_script(paths[0] / SCRIPT, {**environ, **_carry(carried)})
     except SchedulerError as error:
@@ -218,32 +207,24 @@ def submit_script(script: Path, environ: Mapping[str, str]) -> str:
         with contextlib.redirect_stderr(io.StringIO()):
             output = CommandFunction(["sbatch", str(script)], verbose=False, env=dict(environ))()
         return SlurmExecutor._get_job_id_from_submission_command(output)
-    except FailedJobError as error:
-        lines = str(error).splitlines()
-        for word in ("sbatch: ", "error: ", "fatal: "):
-            lines = [line.strip().removeprefix(word) for line in lines if line.strip()]
-        cause = error.__cause__
-        code = cause.returncode if isinstance(cause, subprocess.CalledProcessError) else "an error"
-        told = "; ".join(dict.fromkeys(lines)) or f"ended with {code}, and said nothing"
-    except FailedSubmissionError as error:
-        told = " ".join(str(error).split())
+    except (FailedJobError, FailedSubmissionError) as error:
+        lines = [re.sub(r"^\s*(sbatch: )?((error|fatal): )?", "", line) for line in str(error).splitlines()]
+        told = "; ".join(dict.fromkeys(filter(None, lines))) or "it failed, and said nothing"
     except OSError as error:  # as a rule an environment that is larger than the kernel allows
-        total = sum(len(name) + len(value) for name, value in environ.items()) >> 10
         name = max(environ, key=lambda name: len(environ[name]), default="")
-        raise SchedulerError(
-            f"sbatch cannot be started ({error.strerror}: the environment has {total} KiB, of which {name}"
-            f" has most, {len(environ.get(name, '')) >> 10} KiB): unset what the job does not need"
-        ) from None
+        told = (
+            f"cannot be started ({error.strerror}): of the environment, {name} has most,"
+            f" {len(environ.get(name, '')) >> 10} KiB: unset what the job does not need"
+        )
     raise SchedulerError(f"sbatch: {told}")
 
 
 def find_python() -> tuple[str, ...]:
     """Return this interpreter, and the option by which it finds this very package; raises MachineError."""
-    code = "import os, launcher; print(os.fsencode(launcher.__file__).hex())"
+    code = f"import launcher, sys; sys.exit(launcher.__file__ != {str(PACKAGE)!r})"
     for option in ISOLATED:
-        argv = [sys.executable, option, "-c", code]
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-        if done.stdout.split() == [os.fsencode(PACKAGE).hex().encode()]:
+        done = subprocess.run([sys.executable, option, "-c", code], capture_output=True, check=False)
+        if done.returncode == 0:
             return (sys.executable, option)
     raise MachineError(
         f"the nodes would not find launch by {sys.executable} outside of {Path.cwd()}: install it there,"
@@ -277,7 +258,7 @@ def judge_submission(spec: JobSpec, chosen: JobOptions) -> JobSpec:
     judges. Of several types that the job may get, the one with most memory counts: nothing that could run is
     refused. Raises MachineError if the job is refused, UsageError for a snapshot that cannot be read.
     """
-    model, config, nodes = spec.fit_model, spec.config, spec.cluster.min_nodes
+    model, config, nodes, gpus = spec.fit_model, spec.config, spec.cluster.min_nodes, _count_gpus(chosen)
     if model is None:
         return spec
     if plan := _plan_snapshot(spec, chosen):
@@ -286,7 +267,6 @@ def judge_submission(spec: JobSpec, chosen: JobOptions) -> JobSpec:
     from launcher.fit.training import NodeResources
     from launcher.plan.model import Gpu
 
-    gpus = _count_gpus(chosen)
     fitting = [kind for kind in chosen.kinds if gpus and kind.count_gpus() >= gpus]
     types = [_find_largest_gpu(name) for kind in fitting for name, _ in kind.gpus]
     known = [found for found in types if found]

@@ -68,23 +68,21 @@ def make_log(folder: Path) -> JobLog:
     return JobLog(folder / "slurm-12.out", JobConsole(ViewOptions("all")))
 
 
-def test_what_has_no_end_is_shown_at_once_and_all_bytes_as_they_are(
-    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
+def test_all_bytes_are_shown_as_they_are(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     log = make_log(tmp_path)
     assert not log.show_new()
-    data = bytes(range(256)) * 10_000 + b"\n[n0:0] step 5/9 loss 2\n[n1:1] step 6/9 loss 1\nname? "
-    log.path.write_bytes(data)
+    data = bytes(range(256)) * 10_000 + b"\n[n0:0] step 5/9 loss 2\n[n1:1] step 6/9 loss 1\n"
+    log.path.write_bytes(data + b"name? ")
     while log.show_new():
         pass
     assert capfdbinary.readouterr() == (data, b"")
     assert log.console.progress.steps[-1].step == 5
     with log.path.open("ab") as file:
-        file.write(b"\nlaunch: no end")
+        file.write(b"\nbar\rlaunch: no end")
     log.show_new()
-    assert not log.is_whole
+    assert not log.is_whole and capfdbinary.readouterr() == (b"name? \nbar\r", b"")
     log.show_new(final=True)
-    assert capfdbinary.readouterr() == (b"\nlaunch: no end", b"")
+    assert capfdbinary.readouterr() == (b"launch: no end", b"")
 
 
 PIECES = st.sampled_from(
@@ -105,8 +103,9 @@ def test_lines_of_ours_are_told_apart_wherever_the_log_is_cut(
         log.show_new()
     log.show_new(final=True)
     whole = b"".join(pieces)
-    own = [line for line in re.findall(rb"[^\n]*\n", whole) if line.startswith(b"launch: ")]
-    others = re.sub(rb"(?m)^launch: [^\n]*\n", b"", whole)
+    lines = re.findall(rb"[^\r\n]*(?:[\r\n]|\Z)", whole)
+    own = [line for line in lines if line.startswith(b"launch: ") and line.endswith(b"\n")]
+    others = b"".join(line for line in lines if line not in own)
     assert capfdbinary.readouterr() == (others, b"".join(own))
     last = whole[whole.rfind(b"\n", 0, -1) + 1 :]
     assert log.is_whole == (last.startswith(b"launch: run directory ") and last.endswith(b"\n"))

@@ -174,7 +174,7 @@ def test_what_keeps_sbatch_from_starting_is_told(commands: Path, tmp_path: Path)
         submit_script(script, {"PATH": str(commands)})
     write_command(commands, "srun", "")
     assert submit_script(script, {"PATH": str(commands)}) == "7"
-    with pytest.raises(SchedulerError, match=r"environment has \d+ KiB, of which HUGE has most, 256 KiB"):
+    with pytest.raises(SchedulerError, match=r"of the environment, HUGE has most, 256 KiB"):
         submit_script(script, {"PATH": str(commands), "HUGE": "x" * (1 << 18)})
 
 

@@ -259,7 +259,7 @@ def test_the_script_of_a_dry_run_requeues_its_job_in_the_same_directory(tmp_path
     assert "scontrol requeue 7" in (tmp_path / "calls").read_text()
     request = json.loads((run / "job.json").read_text())
     assert request["words"] == ["train.py", "$(id)", "it's", "", "--api-key", "***", "--token=***"]
-    assert request["config"]["env"] == {"A": "1 '2"} and manifest["slurm"]["job_id"] == "7"
+    assert request["config"]["env"] == {"A": "1 '2", "HF_TOKEN": "***"} and manifest["slurm"]["job_id"] == "7"
     (tmp_path / "calls").unlink()
     second = start(SLURM_RESTART_COUNT="1")
     manifest = json.loads((run / "manifest.json").read_text())
@@ -271,25 +271,10 @@ def test_the_script_of_a_dry_run_requeues_its_job_in_the_same_directory(tmp_path
     assert "sesame" not in "".join(path.read_text() for path in run.glob("*.*"))
 
 
-def test_each_job_of_a_sweep_has_its_words_in_the_script_of_a_dry_run(tmp_path: Path) -> None:
-    environ = prepare(tmp_path)
+def test_a_sweep_has_no_dry_run_on_slurm(tmp_path: Path) -> None:
     words = ("-m", "cluster=slurm", "dry_run=true", "env.A=1,2", "--", "true")
-    dry = run_outside(words, tmp_path, environ)
-    assert dry.code == 0 and "#SBATCH --output=%x-%A_%a.out\n" in dry.out, dry
-    assert "#SBATCH --array=0-1%256\n" in dry.out
-    (tmp_path / "job.sh").write_text(dry.out)
-    environ |= {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8", "SLURMD_NODENAME": "n0"}
-    environ |= {"SLURM_JOB_NODELIST": "n0", "SLURM_JOB_NUM_NODES": "1"}
-    for member in ("0", "1"):
-        environ["SLURM_ARRAY_TASK_ID"] = member
-        run = tmp_path / f"runs/true/job-8_{member}"
-        write_step(tmp_path, {"nodes": {"n1": "missing"}, "code": 0})
-        step = tmp_path / "facts/step.sh"
-        step.write_text(step.read_text().replace("$folder/run/", f"{run}/"))
-        subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, check=True)
-        request = json.loads((run / "job.json").read_text())
-        assert request["config"]["env"] == {"A": str(int(member) + 1)}
-        assert json.loads((run / "manifest.json").read_text())["slurm"]["job_id"] == f"8_{member}"
+    done = run_outside(words, tmp_path, prepare(tmp_path))
+    done.assert_error(2, "dry_run=true shows the script of one job")
 
 
 def play(
