@@ -1,7 +1,4 @@
-"""What PyTorch's compilers keep for a job, on each node's own disk: network filesystems fail them.
-
-`python -m launcher.slurm.compiler_caches` removes what killed tasks of this user have left on a node.
-"""
+"""What PyTorch's compilers keep for a job, on each node's own disk: network filesystems fail them."""
 
 import contextlib
 import fcntl
@@ -77,8 +74,3 @@ def remove_leftovers(disk: str) -> None:
                 if (lock := lock_folder(entry.path)) is not None:
                     shutil.rmtree(entry.path, ignore_errors=True)
                     os.close(lock)
-
-
-if __name__ == "__main__":
-    for each in list_disks(os.environ):
-        remove_leftovers(each)

@@ -1,14 +1,12 @@
 """The order in which nodes get their ranks: neighbours in rank are neighbours in the network."""
 
 import contextlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import SchedulerError
-from launcher.files import read_file
 from launcher.slurm.commands import expand_hosts, make_natural_key, run_slurm
 from launcher.text import name_some
 
@@ -18,8 +16,6 @@ SHOWN = 3
 """Names of nodes that a message tells."""
 TOPOLOGY_TIMEOUT = 10.0
 """Seconds that SLURM has to tell of its switches: a job starts without, if slurmctld is busy."""
-LARGEST_FILE = 16 << 20
-"""Bytes of a file of nodes."""
 FLAT = "node"
 """SLURM_TOPOLOGY_ADDR_PATTERN if there are no switches: then SLURM need not be asked (srun(1))."""
 
@@ -86,17 +82,16 @@ def find_node_order(
         return keep_order(hosts, "one node" if len(hosts) < 2 else "cluster.node_order=slurm")
     if setting not in ("auto", "topology"):
         return order_by_file(hosts, setting, directory)
-    warns = setting == "topology"
-    groups: Groups = ()
+    groups, why = Groups(), "SLURM knows of no switches or blocks with this job's nodes"
     if environ.get("SLURM_TOPOLOGY_ADDR_PATTERN") != FLAT:
         try:
             text = run_slurm(("scontrol", "show", "topology"), environ, timeout=TOPOLOGY_TIMEOUT)
+            groups = tuple(group for group in parse_topology(text) if group[1].intersection(hosts))
         except SchedulerError as error:
-            return keep_order(hosts, f"the switches are not known ({error})", warns=warns)
-        groups = tuple(group for group in parse_topology(text) if group[1].intersection(hosts))
+            why = f"the switches are not known ({error})"
+    if not groups:
+        return keep_order(hosts, why, warns=setting == "topology")
     placed = frozenset[str]().union(*(nodes for _, nodes in groups))
-    if not placed:
-        return keep_order(hosts, "SLURM knows of no switches or blocks with this job's nodes", warns=warns)
     left = [host for host in hosts if host not in placed]
     last = f"{name_some(left, SHOWN)}: on none of SLURM's switches, and so last in the order"
     why = f"SLURM's topology, {len(groups)} groups"
@@ -109,18 +104,15 @@ def order_by_file(hosts: Sequence[str], setting: str, directory: str) -> NodeOrd
     Each line of the file has a node, or SLURM's form for several; `#` begins a comment. Nodes that the job
     does not have are passed over: the file can be that of a whole cluster.
     """
-    path = os.path.join(directory, Path(setting).expanduser())  # noqa: PTH118 - the directory can be relative
-    names: list[str] = []
+    path, names = Path(directory, Path(setting).expanduser()), list[str]()
     try:
-        for line in read_file(path, LARGEST_FILE, follow=True).decode("utf-8", "replace").splitlines():
+        for line in path.read_text(encoding="utf-8").splitlines():
             text = line.partition("#")[0].strip()
             if " " in text or not text.isprintable():
-                raise ValueError(text)
+                raise ValueError(f"{text[:80]!r} is no node")
             names += expand_hosts(text)
-    except OSError as error:
-        return keep_order(hosts, f"cluster.node_order={setting}: {error.strerror}", warns=True)
-    except ValueError:
-        return keep_order(hosts, f"cluster.node_order={setting}: {text[:80]!r} is no node", warns=True)
+    except (OSError, ValueError) as error:
+        return keep_order(hosts, f"cluster.node_order={setting}: {error}", warns=True)
     places = {name: place for place, name in reversed([*enumerate(names)])}  # the first place counts
     left = [host for host in hosts if host not in places]
     if len(left) == len(hosts):

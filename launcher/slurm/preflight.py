@@ -77,36 +77,37 @@ def choose_hosts(
     """
     fewest, most = nodes
     planned = tuple(candidates[:most])
-    unused = iter([host for host in candidates[most : most + reserved] if host not in sick])
-    foreseen = tuple(next(unused, host) if host in sick else host for host in planned)
-    replaced = [(old, new) for old, new in zip(planned, foreseen, strict=True) if old != new]
-    text = ""
-    if replaced:
-        gone, spares = (name_some(names, MAX_NAMED) for names in zip(*replaced, strict=True))
-        text = f"spare {spares} takes the place of {gone}"
-    left_out = [host for host in foreseen if host in sick]
-    if not left_out:
-        return NodeChoice("leave_out" if text else "start", foreseen, text)
-    names, rule = name_some(left_out, MAX_NAMED), f"preflight.on_failure={on_failure}"
-    others = [host for host in candidates if host not in foreseen and host not in planned]
-    healthy = tuple(host for host in (*foreseen, *others) if host not in sick)[:most]
-    hosts: tuple[str, ...]
-    count = count_things(len(healthy), "node")
+
+    def replace_sick(spares: Sequence[str]) -> tuple[str, ...]:
+        unused = iter([host for host in spares if host not in sick])
+        return tuple(next(unused, host) if host in sick else host for host in planned)
+
+    foreseen = replace_sick(candidates[most : most + reserved])
+    if on_failure == "exclude":
+        foreseen = replace_sick(candidates[most:])
+    added = [host for host in foreseen if host not in planned]
+    gone = [host for host in planned if host not in foreseen]
+    left = [host for host in foreseen if host in sick]
+    healthy = tuple(host for host in foreseen if host not in sick)
+    count, said = count_things(len(healthy), "node"), []
+    if added:
+        said.append(f"{name_some(added, MAX_NAMED)} in place of {name_some(gone, MAX_NAMED)}")
+    if not left:
+        text = f"the job goes on {said[0]}, on {count}" if added else ""
+        return NodeChoice("leave_out" if added else "start", foreseen, text)
+    rule, names = f"(preflight.on_failure={on_failure})", name_some(left, MAX_NAMED)
     short = f"{count} of the {fewest} that the job needs are left without {names}"
     if on_failure == "report":
-        action, hosts, what = "start", foreseen, "the job starts all the same"
-    elif on_failure == "stop":
-        action, hosts, what = "stop", (), "the job does not start"
-    elif len(healthy) >= min(fewest, len(foreseen)) and healthy:
-        added = [host for host in healthy if host not in foreseen]
-        on = f"{name_some(added, MAX_NAMED)} in place of {names}" if added else f"without {names}"
-        action, hosts, what = "leave_out", healthy, f"the job goes on {on}, on {count}"
-    elif owned:
-        action, hosts, what = "requeue", (), f"{short}: it is to be requeued without it"
-    else:
-        not_ours = "this allocation is not launch's to requeue: ask for other nodes"
-        action, hosts, what = "stop", (), f"{short}, and {not_ours}"
-    return NodeChoice(action, hosts, f"{text}; {what} ({rule})" if text else f"{what} ({rule})")
+        return NodeChoice("start", foreseen, f"the job starts all the same {rule}")
+    if on_failure == "stop":
+        return NodeChoice("stop", (), f"the job does not start {rule}")
+    if healthy and len(healthy) >= min(fewest, len(foreseen)):
+        on = " and ".join((*said, f"without {names}"))
+        return NodeChoice("leave_out", healthy, f"the job goes on {on}, on {count} {rule}")
+    if owned:
+        return NodeChoice("requeue", (), f"{short}: it is to be requeued without it {rule}")
+    not_ours = "this allocation is not launch's to requeue: ask for other nodes"
+    return NodeChoice("stop", (), f"{short}, and {not_ours} {rule}")
 
 
 def run_preflight(first: FirstNode, kind: str) -> StepReport | None:
@@ -115,17 +116,18 @@ def run_preflight(first: FirstNode, kind: str) -> StepReport | None:
     Returns the attempt's end if its ranks are not to start. A node beyond `nodes` and `cluster.spares` is
     checked if it could be used, by `preflight.on_failure=exclude`.
     """
-    attempt = first.attempt
+    attempt, spares = first.attempt, len(first.attempt.spares)
     request, config = attempt.request, attempt.request.config.preflight
     candidates = attempt.step_hosts
     if config.on_failure == "exclude":
         candidates = tuple(dict.fromkeys((*candidates, *list_job_hosts(attempt.environ))))
+    words = request.words or request.config.program.get("command") or ()
     report = check_allocation(
         request.config,
         attempt.environ,
         candidates,
         kind=kind,
-        words=request.words or request.config.program.get("command") or (),
+        words=words,
         directory=Path(request.directory),
         run_path=attempt.run.path,
         first=first,
@@ -137,18 +139,16 @@ def run_preflight(first: FirstNode, kind: str) -> StepReport | None:
         attempt.manifest["preflight"] = {"kind": kind, "problem": report}
         attempt.write()
         return None
-    for line in list_preflight_lines(report):
-        logger.info(f"preflight: {line}")
     choice = choose_hosts(
         candidates,
         report.sick,
         on_failure=config.on_failure,
         nodes=(request.min_nodes, request.max_nodes),
         owned=attempt.requeues,
-        reserved=len(attempt.spares),
+        reserved=spares,
     )
-    if choice.text:
-        logger.info(f"preflight: {choice.text}")
+    for line in (*list_preflight_lines(report), *filter(None, [choice.text])):
+        logger.info(f"preflight: {line}")
     try:
         write_preflight_report(attempt.run.path, attempt.run.first_attempt, report)
     except OSError as error:
@@ -156,16 +156,16 @@ def run_preflight(first: FirstNode, kind: str) -> StepReport | None:
     left_out = [host for host in attempt.step_hosts if host in report.sick and host not in choice.hosts]
     account = {**describe_report(report), "action": choice.action, "left_out": left_out}
     attempt.manifest |= {"hosts": list(choice.hosts or attempt.hosts), "preflight": account}
-    if request.config.cluster.spares:
+    if spares:
         left = [host for host in candidates if host not in attempt.hosts and host not in report.sick]
         attempt.manifest["spares"] = left[: request.config.cluster.spares]
     attempt.write()
     if choice.hosts:
         return None
     errors = {one.host: one.what for one in reversed(report.findings) if one.level == "error"}
-    words = tuple(f"{host}: {errors[host]}" for host in report.sick if host in errors)
+    told = tuple(f"{host}: {errors[host]}" for host in report.sick if host in errors)
     sick = report.sick if choice.action == "requeue" else ()
-    return StepReport(0, signals=tuple(first.signals), sickness=words or (choice.text,), sick=sick)
+    return StepReport(0, signals=tuple(first.signals), sickness=told or (choice.text,), sick=sick)
 
 
 def check_allocation(
