@@ -28,6 +28,7 @@ from launcher.runs.manifest import (
 )
 from launcher.runs.progress import AttemptProgress, describe_progress, measure_attempt
 from launcher.runs.run_directory import RunDir, release_space, reserve_space
+from launcher.slurm import commands
 from launcher.slurm.attempt_end import (
     CAUSES,
     AttemptEnd,
@@ -37,17 +38,6 @@ from launcher.slurm.attempt_end import (
     classify_kill,
     decide_requeue,
     diagnose,
-)
-from launcher.slurm.commands import (
-    RUNNING,
-    SHORT_TIMEOUT,
-    JobState,
-    ask_down_nodes,
-    ask_job,
-    count_restarts,
-    exclude_nodes,
-    name_job,
-    requeue_job,
 )
 from launcher.slurm.job_request import JobRequest, hold_manifest
 from launcher.slurm.node_order import NodeOrder
@@ -87,12 +77,12 @@ class Attempt:
     @property
     def job_id(self) -> str:
         """SLURM's id of the job; `12_3` for an array's member."""
-        return name_job(self.environ)
+        return commands.name_job(self.environ)
 
     @property
     def restarts(self) -> int:
         """How often the job had been requeued when this attempt began."""
-        return count_restarts(self.environ)
+        return commands.count_restarts(self.environ)
 
     @property
     def is_elastic(self) -> bool:
@@ -152,10 +142,10 @@ class Attempt:
         policy, advanced = self.request.config.cluster.requeue, self.has_advanced(advance)
         return decide_requeue(cause, policy, self.past, advanced, self.number)
 
-    def ask_status(self, timeout: float) -> JobState | None:
+    def ask_status(self, timeout: float) -> commands.JobState | None:
         """Ask SLURM how the job stands; None if it does not answer."""
         try:
-            return ask_job(self.job_id, self.environ, timeout)
+            return commands.ask_job(self.job_id, self.environ, timeout)
         except SchedulerError:
             return None
 
@@ -165,7 +155,7 @@ class Attempt:
         A node that is down tells of its loss; the rest are taken for preemptions.
         """
         outcome = take_dict(self.manifest, "outcome")
-        lost = [*ask_down_nodes(self.manifest.get("hosts") or (), self.environ)]
+        lost = [*commands.ask_down_nodes(self.manifest.get("hosts") or (), self.environ)]
         advance = measure_attempt(self.run, self.request.progress_patterns)
         self.manifest["outcome"] = {
             **outcome,
@@ -200,7 +190,7 @@ def start_attempt(
     """
     found: Manifest = read_manifest(run.path) or describe_start(run, request.command, request.choices)
     state, slurm = take_dict(found, "outcome").get("state"), take_dict(found, "slurm")
-    earlier, job_id = take_earlier(found), name_job(environ)
+    earlier, job_id = take_earlier(found), commands.name_job(environ)
     if requeues and state == "running" and slurm.get("job_id") == job_id:
         last_run = RunDir(run.path, found.get("attempt") or 0)
         Attempt(request, last_run, environ, found, requeues).reconstruct_outcome()
@@ -215,7 +205,7 @@ def start_attempt(
         "ended": None,
         "hosts": list(order.hosts[: request.max_nodes]),
         "attempt": run.first_attempt,
-        "slurm": {**slurm, "job_id": job_id, "restarts": count_restarts(environ)},
+        "slurm": {**slurm, "job_id": job_id, "restarts": commands.count_restarts(environ)},
         "outcome": {"state": "running"},
         "earlier": earlier,
         "node_order": {"source": order.source, "why": order.why, "hosts": list(order.hosts)},
@@ -242,6 +232,15 @@ def start_attempt(
     return attempt
 
 
+def list_claims(run: RunDir) -> list[str]:
+    """Return the nodes that have taken it upon themselves to end an attempt; the last one counts."""
+    found = (run.path / "logs" / str(run.first_attempt)).glob(f"{CLAIM}*")
+    try:
+        return [str(path.readlink()) for path in sorted(found)]
+    except OSError:
+        return []
+
+
 def claim_end(run: RunDir, host: str, lost: Collection[str] = ()) -> str:
     """Take it upon a node to end an attempt; returns the node that does, empty on a full disk.
 
@@ -252,15 +251,6 @@ def claim_end(run: RunDir, host: str, lost: Collection[str] = ()) -> str:
         with contextlib.suppress(OSError):  # a link is made whole or not at all, by one of many
             (run.path / "logs" / str(run.first_attempt) / f"{CLAIM}{len(claims)}").symlink_to(host)
     return next(reversed(list_claims(run)), "")
-
-
-def list_claims(run: RunDir) -> list[str]:
-    """Return the nodes that have taken it upon themselves to end an attempt; the last one counts."""
-    found = (run.path / "logs" / str(run.first_attempt)).glob(f"{CLAIM}*")
-    try:
-        return [str(path.readlink()) for path in sorted(found)]
-    except OSError:
-        return []
 
 
 def is_taken_over(run: RunDir) -> bool:
@@ -276,8 +266,8 @@ def prepare_for_kill(attempt: Attempt) -> None:
     """
     if attempt.prepared or not attempt.requeues:
         return
-    status = attempt.ask_status(SHORT_TIMEOUT)
-    is_running = status is None or status.state in RUNNING
+    status = attempt.ask_status(commands.SHORT_TIMEOUT)
+    is_running = status is None or status.state in commands.RUNNING
     if not is_running and classify_kill(status, attempt.restarts) and may_end(attempt):
         attempt.prepared = carry_out(attempt, diagnose(attempt, None, status))
 
@@ -341,8 +331,8 @@ def carry_out(attempt: Attempt, end: AttemptEnd) -> AttemptEnd:
         return end
     try:
         if end.kill != "requeued":
-            patience = SHORT_TIMEOUT if end.kill else math.inf
-            requeue_job(attempt.job_id, attempt.environ, patience)
+            patience = commands.SHORT_TIMEOUT if end.kill else math.inf
+            commands.requeue_job(attempt.job_id, attempt.environ, patience)
     except SchedulerError as error:
         reason = f"{decision.reason}, but SLURM refuses ({error})"
         end = replace(end, decision=replace(decision, requeue=False, reason=reason))
@@ -358,7 +348,7 @@ def carry_out(attempt: Attempt, end: AttemptEnd) -> AttemptEnd:
         bad += [one["lost"] for one in replaced]
     if bad:
         min_nodes = attempt.request.min_nodes + attempt.request.config.cluster.spares
-        warning = exclude_nodes(attempt.job_id, list(dict.fromkeys(bad)), min_nodes, attempt.environ)
+        warning = commands.exclude_nodes(attempt.job_id, list(dict.fromkeys(bad)), min_nodes, attempt.environ)
         if warning:
             logger.warning(warning)
     return end

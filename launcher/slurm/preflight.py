@@ -10,24 +10,9 @@ from launcher.doctor.model import PreflightReport
 from launcher.launch.job import read_client_ports
 from launcher.preflight import describe_report, make_request, run_checks, write_preflight_report
 from launcher.report.findings import list_preflight_lines
+from launcher.slurm import commands, step
 from launcher.slurm.attempt_end import StepReport
-from launcher.slurm.commands import (
-    clean_for_step,
-    count_gpus,
-    count_restarts,
-    drop_task_variables,
-    list_job_hosts,
-)
 from launcher.slurm.first_node import FirstNode, pick_port
-from launcher.slurm.step import (
-    CPU_BIND_COMPLAINT,
-    SLURM_PREFIXES,
-    Step,
-    find_task_ends,
-    has_begun,
-    join_lines,
-    parse_node_failure,
-)
 from launcher.text import count_things, name_some
 
 logger = logging.getLogger(__name__)
@@ -120,18 +105,8 @@ def run_preflight(first: FirstNode, kind: str) -> StepReport | None:
     request, config = attempt.request, attempt.request.config.preflight
     candidates = attempt.step_hosts
     if config.on_failure == "exclude":
-        candidates = tuple(dict.fromkeys((*candidates, *list_job_hosts(attempt.environ))))
-    words = request.words or request.config.program.get("command") or ()
-    report = check_allocation(
-        request.config,
-        attempt.environ,
-        candidates,
-        kind=kind,
-        words=words,
-        directory=Path(request.directory),
-        run_path=attempt.run.path,
-        first=first,
-    )
+        candidates = tuple(dict.fromkeys((*candidates, *commands.list_job_hosts(attempt.environ))))
+    report = check_allocation(request.config, attempt.environ, candidates, kind, first)
     if first.take_early_signals():
         return None  # whoever starts the step sees it
     if isinstance(report, str):
@@ -172,46 +147,42 @@ def check_allocation(
     config: Settings,
     environ: Mapping[str, str],
     hosts: tuple[str, ...],
-    *,
     kind: str = "",
-    words: Sequence[str] = ("-m",),
-    directory: Path | None = None,
-    run_path: Path | None = None,
     first: FirstNode | None = None,
 ) -> PreflightReport | str:
     """Start a task on each node, outside of any container, and judge what they answer, or say why none did.
 
-    Its tasks begin in `/`, since any other folder may be stuck. Signals go to `first`, which says
-    whether one ends the checks.
+    Its tasks begin in `/`, since any other folder may be stuck. `first` is about to run a program on the
+    nodes, and gets the signals, of which it says whether one ends the checks.
     """
-    job, restarts = int(environ.get("SLURM_JOB_ID", "0")), count_restarts(environ)
+    job, restarts = int(environ.get("SLURM_JOB_ID", "0")), commands.count_restarts(environ)
+    asked = first.attempt.request if first else None
     request = make_request(
         config,
         hosts,
-        directory=directory or Path.cwd(),
-        run_path=run_path,
+        directory=Path(asked.directory) if asked else Path.cwd(),
+        run_path=first.attempt.run.path if first else None,
         kind=kind,
-        words=words,
+        words=asked.words or config.program.get("command") or () if asked else ("-m",),
         environ={**environ, **config.env},
         endpoint=f"{hosts[0]}:{pick_port(job, restarts, PORT_TRIAL, read_client_ports())}",
     )
-    step = Step(hosts, request.command, {**config.cluster.srun, **FIXED_OPTIONS})
     try:
         answers = run_checks(
-            step.render(environ),
+            step.Step(hosts, request.command, {**config.cluster.srun, **FIXED_OPTIONS}).render(environ),
             request,
-            {**drop_task_variables(clean_for_step(environ)), **config.env},
+            {**commands.drop_task_variables(commands.clean_for_step(environ)), **config.env},
             wakeup=first.inbox.wakeup if first else None,
             is_stopped=first.take_early_signals if first else lambda: False,
         )
     except OSError as error:
         return f"srun cannot be run ({error.strerror})"
-    lines = [line for line in answers.errors if CPU_BIND_COMPLAINT not in line]
-    if answers.ended and not answers.facts and not has_begun(lines):
-        return join_lines(lines) or f"srun ended with {answers.exit_code}"
+    lines = [line for line in answers.errors if step.CPU_BIND_COMPLAINT not in line]
+    if answers.ended and not answers.facts and not step.has_begun(lines):
+        return step.join_lines(lines) or f"srun ended with {answers.exit_code}"
     return answers.judge(
-        [line for line in lines if not line.startswith(SLURM_PREFIXES)],
-        {host for line in lines for host in parse_node_failure(line)},
-        find_task_ends(lines),
-        count_gpus(environ),
+        [line for line in lines if not line.startswith(step.SLURM_PREFIXES)],
+        {host for line in lines for host in step.parse_node_failure(line)},
+        step.find_task_ends(lines),
+        commands.count_gpus(environ),
     )

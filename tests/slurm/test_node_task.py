@@ -15,9 +15,9 @@ import pytest
 
 from launcher.launch.coordinator import GroupNode, GroupStart
 from launcher.runs.records import read_nodes, read_run
-from launcher.slurm.compiler_caches import CACHES, PREFIX, open_caches, remove_leftovers
 from launcher.slurm.job_request import JobRequest, write_job_request
 from launcher.slurm.node_channel import render_order
+from launcher.slurm.node_job import CACHES, PREFIX, open_caches, remove_leftovers
 from tests.seam import clean_environ, list_modules
 from tests.specify import specify
 from tests.strangers import give_away
@@ -164,7 +164,7 @@ def test_a_private_folder_on_the_first_disk_that_will_do(
 
 HOLD = """
 import os, sys
-from launcher.slurm.compiler_caches import open_caches
+from launcher.slurm.node_job import open_caches
 with open_caches({"TMPDIR": sys.argv[1], "SLURM_JOB_ID": "46"}) as folder:
     os.mkdir(folder + "/triton")
     print(folder, flush=True)

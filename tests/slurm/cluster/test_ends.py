@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.slurm.compiler_caches import PREFIX
+from launcher.slurm.node_job import PREFIX
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.jobs import Run, submit
 
