@@ -210,12 +210,6 @@ def submit_script(script: Path, environ: Mapping[str, str]) -> str:
     except (FailedJobError, FailedSubmissionError) as error:
         lines = [re.sub(r"^\s*(sbatch: )?((error|fatal): )?", "", line) for line in str(error).splitlines()]
         told = "; ".join(dict.fromkeys(filter(None, lines))) or "it failed, and said nothing"
-    except OSError as error:  # as a rule an environment that is larger than the kernel allows
-        name = max(environ, key=lambda name: len(environ[name]), default="")
-        told = (
-            f"cannot be started ({error.strerror}): of the environment, {name} has most,"
-            f" {len(environ.get(name, '')) >> 10} KiB: unset what the job does not need"
-        )
     raise SchedulerError(f"sbatch: {told}")
 
 

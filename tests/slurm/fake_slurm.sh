@@ -45,7 +45,10 @@ srun*slurm.lost_nodes*)
 squeue*) answer excluded ;;
 sinfo*%T*) cat "$facts/states" ;;
 sinfo*) cat "$facts/partition" ;;
-"scontrol requeue"*) answer requeue ;;
+"scontrol requeue"* | "scontrol update"*) # a requeue ends the batch step, and this is not to die of it
+    kill -TERM $$
+    [ "$1" = update ] || answer requeue
+    ;;
 "scontrol show topology"*) . "$facts/topology" ;;
 "scontrol show config"*) echo "KillWait = 30" ;;
 "scontrol"*" show node"*) cat "$facts/boots" ;;

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from launcher.config.settings import RequeueConfig
 from launcher.slurm.attempt_end import (
-    CAUSES,
-    LIMITED,
     PastAttempt,
     choose_stop_time,
     classify_end,
@@ -29,6 +27,10 @@ POLICY = RequeueConfig(
     preempted=100, timeout=100, node_failure=10, sick_node=3, stopped=10, requested=100, crash=0,
     no_progress=3, limit=200,
 )  # fmt: skip
+LIMITED = ("preempted", "timeout", "node_failure", "sick_node", "stopped", "requested", "hang", "crash")
+ENDS = st.builds(
+    PastAttempt, st.sampled_from([*LIMITED, "requeued", "cancelled"]), st.sampled_from([True, False, None])
+)
 
 
 def read_time(value: float | str | None) -> float | None:
@@ -58,10 +60,7 @@ def test_what_becomes_of_the_job() -> None:
 
 
 @given(
-    st.lists(
-        st.builds(PastAttempt, st.sampled_from(sorted(CAUSES)), st.sampled_from([True, False, None])),
-        max_size=12,
-    ),
+    st.lists(ENDS, max_size=12),
     st.builds(
         RequeueConfig,
         no_progress=st.integers(-1, 4),

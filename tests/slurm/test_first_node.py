@@ -1,7 +1,6 @@
 """The first node's guard, and signals while a job is requeued; SLURM's commands are made up."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from launcher.config.settings import Settings
 from launcher.runs.manifest import read_manifest, stamp_time, write_manifest
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import lost_nodes
-from launcher.slurm.commands import SHORT_TIMEOUT, exclude_nodes, requeue_job
+from launcher.slurm.commands import exclude_nodes
 from launcher.slurm.job_request import JobRequest, write_job_request
 from tests.seam import clean_environ
 
@@ -110,21 +109,6 @@ def test_a_node_that_this_one_alone_cannot_reach_is_not_lost(
     monkeypatch.setattr("os.environ", {**environ, "N1_PORT": "1"})
     guard = lost_nodes.Guard("n0", "n1", heard=time.monotonic() - 60)
     assert bool(guard.find_evidence()) is is_lost
-
-
-ASKS = f"""#!{sys.executable}
-import signal, sys
-sys.exit(0 if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN else "SIGTERM would end this")
-"""
-
-
-def test_a_requeue_outlives_sigterm_and_this_process_hears_it_again(tmp_path: Path) -> None:
-    command = tmp_path / "scontrol"
-    command.write_text(ASKS)
-    command.chmod(0o755)
-    before = signal.getsignal(signal.SIGTERM)
-    requeue_job("7", {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, SHORT_TIMEOUT)
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_slow_slurm_delays_signals_for_a_limited_time(tmp_path: Path) -> None:

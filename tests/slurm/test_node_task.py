@@ -17,11 +17,12 @@ from launcher.launch.coordinator import GroupNode, GroupStart
 from launcher.runs.records import read_nodes, read_run
 from launcher.slurm.job_request import JobRequest, write_job_request
 from launcher.slurm.node_channel import render_order
-from launcher.slurm.node_job import CACHES, PREFIX, open_caches, remove_leftovers
+from launcher.slurm.node_job import open_caches
 from tests.seam import clean_environ, list_modules
 from tests.specify import specify
 from tests.strangers import give_away
 
+PREFIX = f"launch-caches-{os.uname().nodename}-"
 SHOW = """
 import os, signal, stat, sys
 if "wait" in sys.argv:
@@ -30,6 +31,7 @@ folders = [os.environ[name] for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACH
 for folder in folders:
     os.makedirs(folder, exist_ok=True)
 open(f"{folders[0]}/{os.environ['RANK']}", "w").close()
+assert not {"LAUNCH_SECRETS", "LAUNCH_RENDEZVOUS", "LAUNCH_ATTEMPT", "LAUNCH_NODE_ORDER"} & {*os.environ}
 print([*folders, oct(os.stat(os.path.dirname(folders[0])).st_mode & 0o777)], flush=True)
 if "wait" in sys.argv:
     signal.pause()
@@ -37,7 +39,8 @@ if "wait" in sys.argv:
 
 
 def run_task(run_dir: Path) -> "subprocess.CompletedProcess[str]":
-    told = {"SLURMD_NODENAME": "n7", "SLURM_NODEID": "3", "LAUNCH_ATTEMPT": "2"}
+    order = {"LAUNCH_NODE_ORDER": "n[0,2],n1,n7"}  # a task finds its number in the order
+    told = {"SLURMD_NODENAME": "n7", "SLURM_NODEID": "1", "LAUNCH_ATTEMPT": "2", **order}
     return subprocess.run(
         [sys.executable, "-P", "-m", "launcher.slurm.task", str(run_dir)],
         env={**clean_environ(), **told},
@@ -80,6 +83,7 @@ def start_task(folder: Path, *words: str, text: str = SHOW) -> Iterator["subproc
     request = JobRequest(config, {}, program, ("launch",), str(folder), 1, 1, agent="direct")
     write_job_request(request, run)
     told = {"SLURMD_NODENAME": "localhost", "SLURM_JOB_ID": "47", "TMPDIR": str(folder / "tmp")}
+    told |= {"LAUNCH_SECRETS": "{}", "LAUNCH_ATTEMPT": "0", "LAUNCH_NODE_ORDER": "n[0,2]"}
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "launcher.slurm.task", str(run)],
         env={**clean_environ(), **told},
@@ -157,7 +161,8 @@ def test_a_private_folder_on_the_first_disk_that_will_do(
         assert not folder.exists()
     with pytest.raises(RuntimeError), open_caches({"TMPDIR": str(tmp_path / "one")}):
         raise RuntimeError
-    with open_caches({**dict.fromkeys(CACHES, "/mine"), "TMPDIR": str(tmp_path / "one")}) as none:
+    given = {"TRITON_CACHE_DIR": "/mine", "TORCHINDUCTOR_CACHE_DIR": "/mine"}
+    with open_caches({**given, "TMPDIR": str(tmp_path / "one")}) as none:
         assert none == "", "the user has caches"
     assert not list(tmp_path.glob("*/*"))
 
@@ -182,21 +187,14 @@ def hold_caches(place: Path) -> Iterator["tuple[subprocess.Popen[str], Path]"]:
         yield process, Path(process.stdout.readline().strip())
 
 
-def test_what_a_killed_task_has_left_is_removed_by_the_next_one_or_by_a_command(tmp_path: Path) -> None:
-    with hold_caches(tmp_path) as (_, kept):
-        for by_command in (False, True):
-            with hold_caches(tmp_path) as (killed, left):
-                killed.kill()
-                killed.wait()
-                assert (left / "triton").is_dir() and left.parent == kept.parent == tmp_path
-                if by_command:
-                    environ = {**clean_environ(), "TMPDIR": str(tmp_path)}
-                    words = [sys.executable, "-m", "launcher.slurm.compiler_caches"]
-                    subprocess.run(words, env=environ, check=True)
-                else:
-                    with open_caches({"TMPDIR": str(tmp_path)}) as own:
-                        assert {*tmp_path.iterdir()} == {kept, Path(own)}
-                assert [*tmp_path.iterdir()] == [kept] and (kept / "triton").is_dir()
+def test_what_a_killed_task_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    with hold_caches(tmp_path) as (_, kept), hold_caches(tmp_path) as (killed, left):
+        killed.kill()
+        killed.wait()
+        assert (left / "triton").is_dir() and left.parent == kept.parent == tmp_path
+        with open_caches({"TMPDIR": str(tmp_path)}) as own:
+            assert {*tmp_path.iterdir()} == {kept, Path(own)}
+        assert [*tmp_path.iterdir()] == [kept] and (kept / "triton").is_dir()
     assert not list(tmp_path.iterdir())
 
 
@@ -211,6 +209,6 @@ def test_what_is_not_a_jobs_own_folder_stays(tmp_path: Path) -> None:
         (place / name).mkdir()
     give_away(place / f"{PREFIX}1-theirs00")
     before = {*place.iterdir()}
-    remove_leftovers(str(place))
-    remove_leftovers(str(place / "none"))
+    with open_caches({"TMPDIR": str(place), "SLURM_TMPDIR": str(place / "none")}) as own:
+        assert Path(own).parent == place
     assert {*place.iterdir()} == before and (elsewhere / "precious").exists()

@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 
 from launcher.config.settings import ClusterConfig, RequeueConfig
-from launcher.errors import LaunchError, SchedulerError, UsageError
+from launcher.errors import LaunchError, UsageError
 from launcher.launch.job import JobSpec
 from launcher.slurm.sbatch import (
     JobOptions,
     NodeKind,
     Option,
     choose_job_options,
-    clean_for_sbatch,
     explain_refusal,
 )
-from launcher.slurm.submission import submit_script
 from tests.specify import specify
 
 OPTIONS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("options.toml").read_text())
@@ -164,29 +162,3 @@ def test_a_refusal_is_told_with_the_values_and_what_there_is(case: dict[str, Any
     for complaint, told in case["says"]:
         error = explain_refusal(complaint, chosen, case.get("environ", {}))
         assert str(error) == complaint + told.replace("{nodes}", REFUSALS["nodes"])
-
-
-def test_what_keeps_sbatch_from_starting_is_told(commands: Path, tmp_path: Path) -> None:
-    script = tmp_path / "submission.sh"
-    script.write_text("#!/bin/bash\n")
-    write_command(commands, "sbatch", "echo Submitted batch job 7")
-    with pytest.raises(SchedulerError, match="there is no srun on PATH"):
-        submit_script(script, {"PATH": str(commands)})
-    write_command(commands, "srun", "")
-    assert submit_script(script, {"PATH": str(commands)}) == "7"
-    with pytest.raises(SchedulerError, match=r"of the environment, HUGE has most, 256 KiB"):
-        submit_script(script, {"PATH": str(commands), "HUGE": "x" * (1 << 18)})
-
-
-def test_the_environment_of_sbatch() -> None:
-    table = REFUSALS["environment"]
-    plain, outside = table["plain"], {**table["plain"]}
-    del outside["MASTER_ADDR"]
-    for name in table["go"]:
-        assert clean_for_sbatch({**plain, name: "1"}, table["options"]) == plain, name
-    for name in table["stay"]:
-        assert clean_for_sbatch({**plain, name: "nvme:1"}, table["other_options"])[name] == "nvme:1"
-    assert "SBATCH_GRES" not in clean_for_sbatch({**plain, "SBATCH_GRES": "gpu:4"}, table["other_options"])
-    assert "SBATCH_GRES" in clean_for_sbatch({**plain, "SBATCH_GRES": "gpu:4"}, ("nodes",))
-    for enclosing in (table["job"], table["rank"]):
-        assert clean_for_sbatch({**plain, **enclosing}, ()) == outside
