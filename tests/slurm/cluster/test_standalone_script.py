@@ -67,16 +67,3 @@ def test_a_requeued_script_goes_on_in_its_directory(sandbox: Sandbox, tmp_path: 
     assert len(run.causes) == 2
     assert sorted(run.read_losses()) == list(range(1, 41))
     assert [path.name for path in run.path.parent.iterdir()] == [run.path.name]
-
-
-def test_members_of_an_array_are_requeued_and_end_with_their_programs_code(
-    sandbox: Sandbox, tmp_path: Path
-) -> None:
-    words = ("-m", "cluster=slurm", "nproc_per_node=1", "env.A=1,2", "cluster.requeue.crash=1")
-    job = submit_script(sandbox, tmp_path, *words, "--", "show.py", "fail")
-    for member in range(2):
-        run = Run(tmp_path / "runs" / "show" / f"job-{job}_{member}", sandbox)
-        run.wait_for((run.path / "manifest.json").is_file, "the manifest")
-        assert run.await_end() == "failed", run.describe()
-        assert run.causes == ["crash", "crash"] and run.outcome["exit_code"] == 7
-        assert json.loads((tmp_path / f"{member}rank-0.json").read_text())["A"] == str(member + 1)
