@@ -117,6 +117,8 @@ def choose_job_options(specs: Sequence[JobSpec], environ: Mapping[str, str], *, 
             kind for kind in there if kind.partition in chosen or (partition is None and kind.is_default)
         )
         _fill_auto(options, spec, kinds, environ)
+        if not dry_run:
+            _check_partition(spec.cluster.min_nodes + spec.config.cluster.spares, kinds, options)
         odd = [option.key for option in {*options.values()} ^ {*members[0].values()}]
         odd += ["cluster.setup"] if spec.config.cluster.setup != first.setup else []
         if odd:
@@ -266,6 +268,20 @@ def _fill_auto(
             options.pop(name, None)
         else:
             options[name] = replace(options[name], value=str(value))
+
+
+def _check_partition(nodes: int, kinds: Sequence[NodeKind], options: Mapping[str, Option]) -> None:
+    """Raise SchedulerError if no partition has the nodes: SLURM would have the job wait for ever."""
+    asked, have = options.get("gpus-per-node"), Counter[str]()
+    wanted, count = parse_gpus(asked.value if asked else 0)
+    for kind in kinds:
+        have[kind.partition] += kind.count if kind.count_gpus(wanted) >= count else 0
+    most = max(have.values(), default=0)
+    if 0 < most < nodes:  # without any, sbatch refuses the GPUs
+        raise SchedulerError(
+            f"{nodes} nodes are wanted, and partition {', '.join(sorted(have))} has {most} with those GPUs:"
+            " ask for fewer, or set another cluster.partition"
+        )
 
 
 def read_nproc(text: object) -> int | None:

@@ -268,9 +268,11 @@ def test_a_job_that_cannot_fit_is_refused_if_the_nodes_gpus_are_known(login: Log
         assert (request.fit_model is None) == (number == 2), "else the first node judges"
     # Of several GPUs of a name the largest counts, and ranks have the GPUs that are asked for.
     for name, size in {"a100": "80.0", "v100": "32.0", "h100": "93.6", "a100_80gb_pcie": "80.0"}.items():
-        refused = judge(login, 9, f"gpu:{name}", "program.batch_size=64", SET[1], asked=4)
+        refused = judge(
+            login, 9, f"gpu:{name}", "program.batch_size=64", "program.grad_accumulation=2", SET[1], asked=4
+        )
         assert_refused(refused, 3, f"has {size} GiB")
-        assert name == "v100" or "program.batch_size=" in refused.err
+        assert name == "v100" or "program.grad_accumulation=128" in refused.err
 
 
 def test_what_is_chosen_at_the_submission_goes_with_the_job(login: LoginNode) -> None:

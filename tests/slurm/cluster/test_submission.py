@@ -76,7 +76,15 @@ def test_what_slurm_is_asked_for_and_what_is_written(sandbox: Sandbox, tmp_path:
         (
             [
                 f"cluster.requeue.{cause}=0"
-                for cause in ("preempted", "timeout", "node_failure", "stopped", "requested")
+                for cause in (
+                    "preempted",
+                    "timeout",
+                    "node_failure",
+                    "stopped",
+                    "requested",
+                    "sick_node",
+                    "hang",
+                )
             ],
             {"Requeue": "0"},
         ),
@@ -169,7 +177,7 @@ REFUSALS = {
         ["Invalid partition", "cluster.partition: --partition=nope", "main, urgent"],
     ),
     "account": (["cluster.partition=nope", "cluster.account=x"], ["main, urgent"]),
-    "nodes": (["nodes=5"], ["nodes=5, and partition main has 4"]),
+    "nodes": (["nodes=5"], ["5 nodes are wanted, and partition main has 4 "]),
     "gpus": (["cluster.gpus_per_node=3"], ["--gpus-per-node=3", "4 with 16 CPUs, 16000 MiB, gpu:2"]),
     "gpu type": (["cluster.gpus_per_node=h100:1"], ["--gpus-per-node=h100:1", "gpu:2"]),
     "cpus": (["cluster.cpus_per_task=17"], ["--cpus-per-task=17", "4 with 16 CPUs"]),
