@@ -291,7 +291,7 @@ def _format_stack(stack: Stack) -> str:
 
 def _describe_process(rank: RankEvidence) -> str:
     """Say what the kernel says of a rank's process."""
-    return clean_text(f"{describe_process(rank.process)}, {rank.process.cpu:.2f} cores in use", 400)
+    return clean_text(f"{describe_process(rank.process)}, {rank.cpu or 0:.2f} cores in use", 400)
 
 
 def _list_stacks(rank: RankEvidence) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,9 @@
 """Evidence of one node for a hang: what ranks last did, stacks, torch's flight recorder, the kernel, GPUs.
 
 Nothing of it needs a hung rank's help. All ranks are looked at at once, each in a thread of its own that is
-left behind if it does not end in time; what it has found by then counts. What a rank does is measured first.
-Each further step has its own timeout, within the deadline of all, and leaves a note if it fails.
+left behind if it does not end in time; what it has found by then counts. Each step has its own timeout,
+within the deadline of all, and leaves a note if it fails. Whether a rank does anything is not measured here:
+its node's samples tell.
 """
 
 import ctypes
@@ -47,8 +48,6 @@ from launcher.watch.procfs import (
 
 DEADLINE = 4.0
 """Seconds after which gathering ends with what there is."""
-BETWEEN = 1.0
-"""Seconds between two looks at a process, to see whether it stands."""
 _STACK_PATIENCE = 0.8
 _CHILD_PATIENCE = 0.2
 _SERVER_PATIENCE = 0.7
@@ -76,7 +75,6 @@ def gather_node(
     number: int,
     *,
     deadline: float = DEADLINE,
-    between: float = BETWEEN,
 ) -> NodeEvidence:
     """Return the evidence of a node's ranks for hang `number`, at the latest about `deadline` seconds later.
 
@@ -87,10 +85,9 @@ def gather_node(
     for rank in ranks:
         beat = heartbeats.get(rank.rank)
         idle = max(now - max(beat.activity_time, beat.phase_since), 0.0) if beat else 0.0
-        unseen = ProcessState(rank.pid, "X")
-        known = {**list_fields(rank), "idle": idle, "is_measured": rank.exit_code is not None}
-        evidence = RankEvidence(**known, host=host, process=unseen)
-        look = _RankLook(evidence, folder, start + deadline, between, can_dump=bool(beat and beat.can_dump))
+        unseen = ProcessState(rank.pid, "S" if rank.exit_code is None else "X")
+        evidence = RankEvidence(**{**list_fields(rank), "idle": idle}, host=host, process=unseen)
+        look = _RankLook(evidence, folder, start + deadline, can_dump=bool(beat and beat.can_dump))
         look.start()
         looks.append(look)
     for look in looks:
@@ -104,33 +101,25 @@ def gather_node(
 class _RankLook(threading.Thread):
     """A look at one rank, step by step; `evidence` has at any time what was found so far."""
 
-    def __init__(
-        self, evidence: RankEvidence, folder: Path, deadline: float, between: float, *, can_dump: bool
-    ) -> None:
+    def __init__(self, evidence: RankEvidence, folder: Path, deadline: float, *, can_dump: bool) -> None:
         super().__init__(name="evidence", daemon=True)
-        self.evidence, self.deadline, self.between, self.can_dump = evidence, deadline, between, can_dump
+        self.evidence, self.deadline, self.can_dump = evidence, deadline, can_dump
         self.dump, self.socket = (folder / f"rank-{evidence.rank}.{word}" for word in ("stack", "sock"))
 
     def run(self) -> None:
-        """Measure what the rank and its children do, before they are asked for anything; then ask."""
+        """Look at the rank and its children, and ask them."""
         if self.evidence.exit_code is not None:
             return
         pid = self.evidence.pid
-        self._add(process=describe_process(pid))
-        begin, tree = time.monotonic(), read_tree(pid, _MOST_PROCESSES, tcp=True)
-        time.sleep(self.between)
-        process, *children = (
-            describe_process(number, tree.get(number), time.monotonic() - begin)
-            for number in (pid, *sorted(tree.keys() - {pid}))
-        )
-        self._add(process=process, children=tuple(children), is_measured=True)
-        if reason := _CANNOT_ANSWER.get(process.state):
+        children = [describe_process(one) for one in read_tree(pid, _MOST_PROCESSES) if one != pid]
+        self._add(process=describe_process(pid), children=tuple(children))
+        if reason := _CANNOT_ANSWER.get(self.evidence.process.state):
             self.note(reason)
         else:
             self._read_stacks()
             self._read_server()
         if self.can_dump:
-            self._read_more_stacks()
+            self._read_stacks_of_children()
 
     def _add(self, **found: Any) -> None:  # noqa: ANN401 - fields of RankEvidence
         self.evidence = replace(self.evidence, **found)
@@ -161,8 +150,8 @@ class _RankLook(threading.Thread):
         except (ServerError, DecodeError) as error:
             self.note(f"no flight recorder from torch's server: {error}")
 
-    def _read_more_stacks(self) -> None:
-        """Get those of children that have the rank's handler and file, one by one, and then its own again."""
+    def _read_stacks_of_children(self) -> None:
+        """Get those of children that have the rank's handler and file, one by one."""
         children, end = [], time.monotonic() + self._limit(_ALL_CHILDREN)
         for child in self.evidence.children:
             if child.state not in _CANNOT_ANSWER and time.monotonic() <= end:
@@ -170,10 +159,6 @@ class _RankLook(threading.Thread):
                 child = replace(child, stacks=stacks)  # noqa: PLW2901
             children.append(child)
         self._add(children=tuple(children))
-        process, patience = self.evidence.process, self._limit(_STACK_PATIENCE)
-        if (main := process.main_stack) and patience > 0:
-            later = replace(process, stacks=request_stacks(process.pid, self.dump, patience)).main_stack
-            self._add(process=replace(process, stack_changes=bool(later and main.frames != later.frames)))
 
 
 def _takes_lock(stack: Stack) -> bool:

@@ -22,7 +22,7 @@ from launcher.watch.model import (
     RankEvidence,
 )
 from launcher.watch.run_files import Found, is_silent
-from launcher.watch.verdict import is_working, judge_evidence
+from launcher.watch.verdict import judge_evidence
 
 # The job as its judging node sees it
 
@@ -193,8 +193,6 @@ def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: 
     factor = patient or (1.0 if verdict.waiting else _NOBODY_WAITS)
     if verdict.kind == "silent":
         quiet, factor = pause.idle, patient or _NOBODY_WAITS
-    elif any(map(is_working, culprits)):
-        quiet = 0.0
     seconds = min(max(unit * factor, learned) - quiet, max(unit * working, learned) - pause.idle)
     if seconds <= 0:
         return Decision("hang", verdict)
@@ -229,7 +227,7 @@ class HangJudge:
         self._has_noticed = False
         """A notice of the pause that goes on was given."""
         self._active_at: dict[int, float] = {}
-        """When evidence showed a rank to be active."""
+        """When evidence showed a rank at another place."""
         self._stacks: dict[int, tuple[int, Sequence[Frame]]] = {}
         """PID and main thread of each rank, as the last evidence has it."""
 
@@ -291,7 +289,7 @@ class HangJudge:
             main = rank.process.main_stack
             before, frames = self._stacks.get(rank.rank), main.frames if main else ()
             is_elsewhere = before is not None and before[0] == rank.pid and before[1] != frames
-            if is_working(rank) or is_elsewhere:
+            if is_elsewhere:
                 self._active_at[rank.rank] = now
             if frames or not is_elsewhere:  # without an answer, the next one is compared with the last one
                 self._stacks[rank.rank] = rank.pid, frames

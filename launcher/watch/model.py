@@ -234,15 +234,9 @@ class ProcessState:
     wait_channel: str = ""
     system_call: str = ""
     """Its name if it is known, of the main thread."""
-    cpu: float = 0.0
-    """Cores that it used while evidence was gathered."""
-    io_bytes: int = 0
-    """Bytes that it read and wrote meanwhile."""
     tracer: int = 0
     """PID of a debugger; 0 for none."""
     stacks: tuple[Stack, ...] = ()
-    stack_changes: bool = False
-    """The main thread was at another place in a second sample."""
     command: str = ""
     """For a child: its name."""
 
@@ -306,8 +300,6 @@ class RankEvidence(Rank):
     groups: tuple[GroupState, ...] = ()
     answered: bool = False
     """torch's server in the rank answered."""
-    is_measured: bool = True
-    """What it does was seen whole: its processes were looked at twice."""
 
 
 @dataclass(frozen=True, slots=True)

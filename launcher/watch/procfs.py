@@ -92,8 +92,6 @@ class Process:
     """What the kernel has counted of a process."""
 
     pid: int
-    name: str
-    state: str
     start: int
     """Clock ticks since boot: by this a later process with the same PID is known."""
     ticks: int
@@ -117,7 +115,7 @@ class Process:
 def read_process(pid: int, *, tcp: bool = False) -> Process | None:
     """Read the counters of a process, if asked with those of TCP; None if it is gone, or hidden."""
     try:
-        name, fields = read_stat(pid)
+        fields = read_stat(pid)[1]
     except (OSError, ValueError):
         return None
     pages = [_PAGE * int(number) for number in read_kernel_text(f"/proc/{pid}/statm").split()] or [0] * 3
@@ -136,8 +134,6 @@ def read_process(pid: int, *, tcp: bool = False) -> Process | None:
             delays[thread] = int(delay[1])
     return Process(
         pid=pid,
-        name=name,
-        state=fields[0],
         start=int(fields[START]),
         ticks=sum(map(int, fields[_TIMES])),
         child_ticks=sum(map(int, fields[_CHILD_TIMES])),
@@ -161,24 +157,20 @@ def read_tree(pid: int, most: int = _LARGEST_TREE, *, tcp: bool = False) -> dict
     return found
 
 
-def describe_process(pid: int, before: Process | None = None, seconds: float = 0.0) -> ProcessState:
-    """Return what the kernel says of a process now, with what it has used since `before`, `seconds` ago.
-
-    Its state is X if it is gone, or another one by now. Both readings are with TCP.
-    """
-    now = read_process(pid, tcp=True)
-    if now is None or (before and before.start != now.start):
-        return ProcessState(pid, "X", command=before.name if before else "")
+def describe_process(pid: int) -> ProcessState:
+    """Return what the kernel says of a process now; its state is X if it is gone."""
+    try:
+        name, fields = read_stat(pid)
+    except (OSError, ValueError):
+        return ProcessState(pid, "X")
     tracer = re.search(r"^TracerPid:\t(\d+)$", read_kernel_text(f"/proc/{pid}/status"), re.MULTILINE)
     return ProcessState(
         pid=pid,
-        state=now.state,
+        state=fields[0],
         wait_channel=read_kernel_text(f"/proc/{pid}/wchan").strip("\x00\n ").removeprefix("0"),
         system_call=read_system_call(pid),
-        cpu=round(max(now.ticks - before.ticks, 0) / _TICKS / seconds, 3) if before and seconds > 0 else 0.0,
-        io_bytes=max((now.moved or 0) - (before.moved or 0), 0) if before else 0,
         tracer=int(tracer[1]) if tracer else 0,
-        command=now.name,
+        command=name,
     )
 
 

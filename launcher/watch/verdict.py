@@ -38,10 +38,10 @@ _WAITING_FOR_DATA = ("_try_get_data", "_get_data", "_next_data")
 _DISTRIBUTED_WRAPPERS = ("wrapper", "_wrapper", "func_wrapper", "inner", "_fn")
 _JOIN_FUNCTIONS = ("join", "_wait_for_tstate_lock")
 _LOCK_FUNCTIONS = (*_JOIN_FUNCTIONS, "acquire", "wait", "__enter__", "wait_for")
-_WORKING_CPU, _WORKING_IO = 0.1, 1 << 16
-"""Cores, and bytes a look, from which on a process counts as working; one that waits uses less than 0.02."""
 _COMPUTING = 0.5
 """Cores from which on it computes, whatever state a look has found."""
+_AT_REST = 5.0
+"""Seconds without activity after which what waits for a lock does not run now and then."""
 _UNSPECIFIC = ("stands", "waits for a lock", "waits for input", "waits for the network")
 """Verbs that a call of `torch.distributed` says more than."""
 _STATES = {"Z": "has ended", "X": "has ended", "T": "is stopped (SIGSTOP)", "R": "computes"}
@@ -61,8 +61,9 @@ def _is_library(frame: Frame) -> bool:
 class _Activity:
     """What a process does, and where."""
 
-    def __init__(self, process: ProcessState) -> None:
-        self.process = process
+    def __init__(self, process: ProcessState, cpu: float = 0.0) -> None:
+        """`cpu` are the cores that it uses."""
+        self.process, self.cpu = process, cpu
         self.frames = process.main_stack.frames if process.main_stack else ()
         own = next((at for at, frame in enumerate(self.frames) if not _is_library(frame)), None)
         self.inner = self.frames[:own]
@@ -93,7 +94,7 @@ class _Activity:
             return f"is held by a debugger (PID {process.tracer})"
         if process.state in _STATES:
             return _STATES[process.state]
-        if process.cpu >= _COMPUTING:
+        if self.cpu >= _COMPUTING:
             return "computes"
         if self.in_lock:
             return "waits for a lock"
@@ -126,27 +127,12 @@ def _show_place(frame: Frame | None) -> str:
     return f" at {PurePath(frame.file).name}:{frame.line}, {frame.function}" if frame else ""
 
 
-def is_working(rank: RankEvidence) -> bool:
-    """Tell whether a rank or one of its children used CPU or IO, or went on, while evidence was gathered.
-
-    If that was not seen whole, it did.
-    """
-    return (
-        not rank.is_measured
-        or rank.process.stack_changes
-        or any(
-            process.cpu >= _WORKING_CPU or process.io_bytes >= _WORKING_IO or process.state == "R"
-            for process in (rank.process, *rank.children)
-        )
-    )
-
-
 def _is_deadlocked(rank: RankEvidence) -> bool:
     """Tell whether all Python threads of a rank wait for locks, or for the end of such a thread.
 
     Then nobody is left who releases one.
     """
-    if rank.process.system_call not in ("", "futex") or is_working(rank):
+    if rank.process.system_call not in ("", "futex") or rank.quiet < _AT_REST:
         return False
     threads = [stack for stack in rank.process.stacks if stack.frames]
     return any(one.is_current and one.awaits_lock for one in threads) and all(
@@ -230,7 +216,10 @@ class _Job:
 
     def __init__(self, nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport]) -> None:
         self.ranks = {rank.rank: rank for node in nodes for rank in node.ranks}
-        self.doing = {number: _Activity(rank.process) for number, rank in self.ranks.items()}
+        self.doing = {
+            number: _Activity(rank.process, 0.0 if rank.children else rank.cpu or 0.0)
+            for number, rank in self.ranks.items()
+        }
         self.hosts = {state.rank: report.host for report in reports for state in report.ranks}
         """Of every rank that has been heard of, now or before."""
         self.hosts |= {number: rank.host for number, rank in self.ranks.items()}
@@ -302,8 +291,8 @@ class _Job:
 
         It counts for point-to-point operations of gloo, which are not recorded, and without an answer.
         """
-        doing, process = self.doing[number], self.ranks[number].process
-        if process.state == "R" or process.cpu >= _COMPUTING:
+        doing = self.doing[number]
+        if doing.verb == "computes":
             return ""
         is_backward = not doing.call and not self.ranks[number].answered and doing.in_backward
         return "backward" if is_backward else doing.call

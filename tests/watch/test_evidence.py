@@ -10,7 +10,6 @@ import textwrap
 import time
 import tomllib
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -70,9 +69,9 @@ def start(code: str, folder: Path, stdin: int | None = None) -> Generator["subpr
         process.communicate()
 
 
-def await_sleep(pid: int) -> None:
-    """Wait until a process sleeps, or is in state D."""
-    asleep = (psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP)
+def await_sleep(pid: int, *states: str) -> None:
+    """Wait until a process sleeps, or is in one of these states."""
+    asleep = states or (psutil.STATUS_SLEEPING,)
     wait_for(lambda: psutil.Process(pid).status() in asleep, "its sleep", 10)
 
 
@@ -84,11 +83,18 @@ def make_heartbeat(pid: int, *, can_dump: bool = True) -> Heartbeat:
 def gather_one(
     folder: Path, pid: int, *, can_dump: bool = True, exit_code: int | None = None, **options: Any
 ) -> Any:
-    """The evidence of one process; the second look comes after 0.3 s."""
+    """The evidence of one process, which has done nothing for 30 s."""
     beat = make_heartbeat(pid, can_dump=can_dump)
-    who = {"rank": 0, "local_rank": 3, "pid": pid, "attempt": 0, "phase": "training", "gpu": {"index": 3}}
+    who: dict[str, Any] = {
+        "rank": 0,
+        "local_rank": 3,
+        "pid": pid,
+        "attempt": 0,
+        "phase": "training",
+        "quiet": 30.0,
+    }
+    who["gpu"] = {"index": 3}
     rank = convert(Rank, {**who, "step": beat.step, "step_age": 40.0, "exit_code": exit_code})
-    options = {"between": 0.3, **options}
     node = gather_node(folder, [rank], {0: beat}, host="n1", node_rank=0, number=1, **options)
     return node.ranks[0]
 
@@ -118,8 +124,6 @@ def test_where_a_program_stands_and_what_it_does(case: dict[str, Any], tmp_path:
     text, frame = verdict.sentence, verdict.frame
     assert f": it {doing}" in text and " at program.py:" in text and text.endswith(", hang")
     assert frame and frame.function == "hang" and found.process.stacks
-    assert doing == "computes" or found.process.cpu < 0.3
-    assert not found.process.stack_changes or doing == "computes"
     assert found.step == 7 and 40 <= found.idle < 60 and found.step_age and found.step_age >= 40
     assert verdict.is_final is case.get("deadlocked", False)
     if threads := case.get("threads"):
@@ -153,7 +157,7 @@ def test_evidence_of_one_that_sleeps_is_stopped_and_ends(tmp_path: Path) -> None
 def test_the_stack_of_a_main_thread_in_state_d(tmp_path: Path) -> None:
     """As with a dead network disk; another thread answers, here with the frames of the child."""
     with start(PROGRAMS["vfork"], tmp_path) as process:
-        await_sleep(process.pid)
+        await_sleep(process.pid, psutil.STATUS_DISK_SLEEP)
         verdict = judge(gather_one(tmp_path, process.pid)).verdict
     frame = verdict.frame
     assert "(state D" in verdict.sentence and frame and frame.function in ("hang", "ready")
@@ -220,15 +224,14 @@ def serve_silence(path: Path) -> Iterator[None]:
 
 
 def test_a_server_that_does_not_answer_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
-    """Activity is measured before; a rank that was not seen whole counts as working."""
     with start(SLEEP, tmp_path) as process, serve_silence(tmp_path / "rank-0.sock"):
         await_sleep(process.pid)
-        for deadline, is_measured in ((0.1, False), (60, True)):
+        for deadline, is_late in ((0.1, True), (60, False)):
             found = gather_one(tmp_path, process.pid, can_dump=False, deadline=deadline)
-            assert found.is_measured is is_measured and not found.answered
-            assert judge(found, idle=300.0).word == ("hang" if is_measured else "notice")
-            assert ("its evidence was not complete in time" in found.notes) is not is_measured
-    assert any("no answer within" in note for note in found.notes) and found.process.state == "S"
+            assert not found.answered and found.process.state == "S"
+            assert ("its evidence was not complete in time" in found.notes) is is_late
+            assert judge(found, idle=300.0).word == "hang"
+    assert any("no answer within" in note for note in found.notes)
 
 
 @contextmanager
@@ -333,23 +336,3 @@ def check_recorder(folder: Path) -> None:
     finder = StragglerFinder()
     finder.update([replace(report, collectives=reader.found)])
     assert finder.waits[0] > 0.2 and finder.waits[0] > 2 * finder.waits[1]
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_bytes_that_only_recv_has_seen_count_as_work(address: str, tmp_path: Path) -> None:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        server = socket.create_server((address, 0), family=family)
-    except OSError as error:
-        pytest.skip(f"no {address}: {error}")
-    with server, socket.create_connection(server.getsockname()[:2]) as client, ThreadPoolExecutor() as pool:
-        connection, _ = server.accept()
-        with connection:
-            connection.settimeout(10)
-            gathered, moved = pool.submit(gather_one, tmp_path, os.getpid(), can_dump=False), 0
-            while not gathered.done():
-                connection.sendall(bytes(1 << 12))
-                moved += len(client.recv(1 << 16))
-                time.sleep(0.01)
-    assert moved / 4 < gathered.result().process.io_bytes
-    assert judge(gathered.result(), idle=300.0).word == "notice", "it works"

@@ -65,7 +65,7 @@ def gather(folder: Path, *answers: bytes) -> Any:
     """The evidence of a rank whose server gives these answers: of this process, which has no handler."""
     rank = Rank(0, 0, os.getpid(), 0, "unwatched", 0, None)
     with serve(folder / "rank-0.sock", *answers):
-        options: dict[str, Any] = {"deadline": 60.0, "between": 0.0}
+        options: dict[str, Any] = {"deadline": 60.0}
         return gather_node(folder, [rank], {}, host="n1", node_rank=0, number=1, **options).ranks[0]
 
 

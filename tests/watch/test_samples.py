@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -121,6 +122,26 @@ def test_what_moves_bytes_does_not_rest_nor_what_was_not_seen_whole() -> None:
             found.append(set(sampler.sample(pids, still).resting))
             time.sleep(0.5)
         assert found == [set(), {idle.pid}, set()]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_what_moves_bytes_by_recv_alone_does_not_rest(address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        server = socket.create_server((address, 0), family=family)
+    except OSError as error:
+        pytest.skip(f"no {address}: {error}")
+    reads = f"client = socket.create_connection({server.getsockname()[:2]}); print('ready', flush=True)"
+    with server, running(f"import socket; {reads}\nwhile client.recv(1 << 16): pass") as rank:
+        connection, _ = server.accept()
+        assert rank.stdout and rank.stdout.readline() == "ready\n"
+        with connection:
+            sampler, found = Sampler(), []
+            for size in (0, 0, 1 << 20):
+                connection.sendall(bytes(size))
+                time.sleep(0.3)
+                found.append(rank.pid in sampler.sample([rank.pid], [rank.pid]).resting)
+    assert found == [False, True, False]
 
 
 def write(root: Path, files: dict[str, object]) -> None:
