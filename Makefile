@@ -23,7 +23,7 @@ test-gpu: $(VENV)/.test  ## the tests that need an NVIDIA GPU; they skip, saying
 
 GPU_WHEELS := .gpu-wheels
 NEEDED := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-  tests = [need for need in project["optional-dependencies"]["test"] if need.startswith(("pytest>", "pytest-timeout"))]; \
+  tests = [need for need in project["optional-dependencies"]["test"] if need.startswith(("hypothesis", "pytest>", "pytest-timeout"))]; \
   print(*(need for need in project["dependencies"] + tests if not need.startswith(("torch", "numpy"))), sep="\n")
 PLATFORMS := $(foreach libc,_2_28 _2_27 _2_17 2014,--platform=manylinux$(libc)_x86_64)
 # Compiled wheels for each of these Pythons, all others once; antlr4 is published as source alone.

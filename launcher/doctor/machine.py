@@ -32,11 +32,6 @@ HARDWARE = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
 """Drivers whose `powersave` is dynamic: the processor chooses, by the energy preference."""
 SPARING = ("power", "balance_power")
 """Energy preferences that hold clocks down."""
-RUNNING = {
-    True: "irqbalance runs",
-    False: "irqbalance does not run",
-    None: "irqbalance cannot be seen from here",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +237,7 @@ def judge_links(case: Case) -> Iterator[Finding]:
     """PCI links with fewer lanes than the device has (their speed drops at idle, and says nothing), and
     persistence mode. Source: NVIDIA's "Driver Persistence" guide.
     """
-    known = [one for one in case.health.devices if one.width and one.max_width]
+    known = [one for one in case.health.links if one.width and one.max_width]
     narrow = (
         found("gpu.narrow_link", "warning", name=one.name, width=one.width, max_width=one.max_width)
         for one in known
@@ -295,8 +290,8 @@ def judge_limits(case: Case) -> Iterator[Finding]:
         for rule, limit in known.items()
         if limit < needed
     )
-    lowest = min(known.values(), default="unlimited")
-    yield from or_ok(low, "limits.user_processes", limit=lowest, needed=needed)
+    lowest, is_known = min(known.values(), default="unlimited"), bool(health.processes or known)
+    yield from or_ok(low, "limits.user_processes", if_known=is_known, limit=lowest, needed=needed)
 
 
 def judge_node(case: Case) -> Iterator[Finding]:
@@ -327,29 +322,6 @@ def judge_clocks(case: Case) -> Iterator[Finding]:
             level = "ok" if clock.governor == "performance" else "note"
         driver = ", ".join(filter(None, (clock.driver or "driver unknown", clock.preference)))
         yield found(rule, level, governor=clock.governor, driver=driver, cpus=clock.cpus)
-
-
-def judge_interrupts(case: Case) -> Iterator[Finding]:
-    """Devices of whose interrupts most go to CPUs of other NUMA nodes alone."""
-    machine, irqbalance = case.machine, RUNNING[case.health.irqbalance]
-    nodes = {cpu.node for cpu in machine.cpus}
-    places = {gpu.node for gpu in machine.gpus} | {nic.node for nic in machine.nics}
-    shown = [device for device in case.health.devices if device.node is not None and device.interrupts]
-    if places <= {None} or len(nodes) < 2:
-        yield found("interrupts.nowhere_far", "ok", irqbalance=irqbalance)
-        return
-    problems = []
-    for device in shown:
-        near = frozenset(cpu.id for cpu in machine.cpus if cpu.node == device.node)
-        far = [cpus for cpus in device.interrupts if near.isdisjoint(cpus)]
-        if near and 2 * len(far) > len(device.interrupts):
-            level, taken = "warning" if device.nic else "note", frozenset().union(*far)
-            counts = {"far": len(far), "count": len(device.interrupts), "name": device.name}
-            where = {"node": device.node, "taken": taken, "near": near}
-            problems.append(found("interrupts.far", level, **counts, **where, irqbalance=irqbalance))
-    yield from or_ok(problems, "interrupts.near", if_known=shown, devices=len(shown), irqbalance=irqbalance)
-    if not shown:
-        yield case.unchecked("interrupts", "sysfs or /proc/irq does not show them")
 
 
 def judge_environment(case: Case) -> Iterator[Finding]:
@@ -412,6 +384,6 @@ def judge_run_records(run: RunRecords, *, is_live: bool) -> Iterator[Finding]:
 CHECKS = (
     *(judge_plan, judge_binding_trial, judge_cpuset, judge_count, judge_size, judge_memory),
     *(judge_devices, judge_links, judge_limits, judge_node),
-    *(judge_clocks, judge_interrupts, judge_environment, judge_last_run),
+    *(judge_clocks, judge_environment, judge_last_run),
 )
 """Each gives findings on one matter: at least one, or none if the machine has nothing of the kind."""

@@ -141,24 +141,20 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """The PCI link and the interrupts of a GPU or NIC."""
+class Link:
+    """The PCI link of a GPU or NIC."""
 
     name: str
     """For people: `GPU 0`, `mlx5_0`."""
-    node: int | None
-    nic: bool
     width: int | None = None
     """Lanes in use now."""
     max_width: int | None = None
     """Lanes that the device has."""
-    interrupts: tuple[frozenset[int], ...] = ()
-    """CPUs that each of its interrupts goes to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Limits of a process, settings of the kernel, clocks, links and interrupts, at one moment."""
+    """Limits of a process, settings of the kernel, clocks and links, at one moment."""
 
     live: bool = False
     """Read from the running machine rather than from another one's files or snapshot."""
@@ -183,9 +179,7 @@ class Health:
     hugepages_kib: int = 0
     """Reserved as huge pages that nobody uses."""
     clocks: tuple[Clock, ...] = ()
-    devices: tuple[Device, ...] = ()
-    irqbalance: bool | None = None
-    """Whether irqbalance runs; None if other processes cannot be seen."""
+    links: tuple[Link, ...] = ()
     driver_gpus: tuple[str, ...] = ()
     """PCI addresses of the NVIDIA driver's GPUs in /proc."""
 

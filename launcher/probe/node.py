@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, NoReturn, TypeVar
 
-from launcher.doctor.model import Clock, Device, Facts, Health, KernelXid, PathFacts, Unchecked
+from launcher.doctor.model import Clock, Facts, Health, KernelXid, Link, PathFacts, Unchecked
 from launcher.doctor.node import WRITTEN
 from launcher.errors import MachineError
 from launcher.plan.model import Machine
@@ -405,8 +405,7 @@ def read_health(root: str, machine: Machine) -> Health:
         defrag=modes[1][1] if modes[1] else "",
         hugepages_kib=sum(idle),
         clocks=_read_clocks(tree, machine.allowed_cpus),
-        devices=_read_devices(tree, machine),
-        irqbalance=_find_irqbalance(tree),
+        links=_read_links(tree, machine),
         driver_gpus=tuple(pci for pci, _ in list_cards(tree) or ()),
     )
 
@@ -423,34 +422,13 @@ def _read_clocks(tree: Tree, cpus: frozenset[int]) -> tuple[Clock, ...]:
     return tuple(Clock(frozenset(ways[way]), *way) for way in sorted(ways))
 
 
-def _read_devices(tree: Tree, machine: Machine) -> tuple[Device, ...]:
-    """Links and interrupts of the GPUs, then of the NICs, as far as sysfs has them.
-
-    An interrupt's CPUs are those it really goes to, else those it may go to: the kernel's
-    Documentation/core-api/irq/irq-affinity.rst.
-    """
-    found = [(f"GPU {gpu.index}", gpu.pci, gpu.node, False) for gpu in machine.gpus]
-    found += [(nic.name, nic.pci, nic.node, True) for nic in machine.nics]
-    devices = []
-    for name, pci, node, is_nic in found:
-        here = f"{PCI}{pci}/"
-        if not pci or not tree.resolve_links(here):
-            continue
-        widths = [tree.read_number(f"{here}{which}_link_width") for which in ("current", "max")]
+def _read_links(tree: Tree, machine: Machine) -> tuple[Link, ...]:
+    """PCI links of the GPUs, then of the NICs, as far as sysfs has them."""
+    found = [(f"GPU {gpu.index}", gpu.pci) for gpu in machine.gpus]
+    found += [(nic.name, nic.pci) for nic in machine.nics]
+    links = []
+    for name, pci in found:
+        widths = [tree.read_number(f"{PCI}{pci}/{which}_link_width") for which in ("current", "max")]
         known = [width if width and width <= WIDEST else None for width in widths]
-        interrupts = []
-        for number in tree.list_numbers(f"{here}msi_irqs", ""):
-            irq = f"proc/irq/{number}/"
-            cpus = tree.read_list(f"{irq}effective_affinity_list")
-            cpus = cpus or tree.read_list(f"{irq}smp_affinity_list")
-            interrupts += [cpus] if cpus else []
-        devices.append(Device(name, node, is_nic, known[0], known[1], tuple(interrupts)))
-    return tuple(devices)
-
-
-def _find_irqbalance(tree: Tree) -> bool | None:
-    """Whether irqbalance runs; None if /proc shows the processes of a container alone."""
-    names = (tree.read(f"proc/{pid}/comm") for pid in tree.list_numbers("proc", ""))
-    if "irqbalance" in names:
-        return True
-    return False if tree.read("proc/2/comm") == "kthreadd" else None
+        links.append(Link(name, known[0], known[1]))
+    return tuple(links)

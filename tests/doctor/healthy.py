@@ -46,29 +46,16 @@ def list_links(width: str) -> Files:
     return {f"{PCI}/{one['bdf']}/{kind}_link_width": lanes for one in DEVICES for kind, lanes in widths}
 
 
-def list_interrupts(far: list[str]) -> Files:
-    """Two interrupts for each device: on a CPU next to it, or on one of the other node."""
-    files: Files = {}
-    for number, device in enumerate(DEVICES):
-        cpu = ("0", "20")[device["numa"] if device["bdf"] not in far else 1 - device["numa"]]
-        for irq in (100 + 2 * number, 101 + 2 * number):
-            files[f"{PCI}/{device['bdf']}/msi_irqs/{irq}"] = "msix"
-            files[f"proc/irq/{irq}/smp_affinity_list"] = "0-63" if device["bdf"] not in far else cpu
-            files[f"proc/irq/{irq}/effective_affinity_list"] = cpu
-    return files
-
-
 def list_memory(swap: int) -> Files:
     free = (8 << 20) - swap
     return {"proc/meminfo": f"MemTotal: {1 << 30} kB\nSwapTotal: {8 << 20} kB\nSwapFree: {free} kB"}
 
 
 SEVERAL = {"clock": lambda words: list_clocks(*words), "limits": lambda values: list_limits(**values)}
-SEVERAL |= {"links": list_links, "far": list_interrupts, "swap": list_memory}
+SEVERAL |= {"links": list_links, "swap": list_memory}
 HEALTHY: Files = {
     **TABLES["files"],
     **list_links("16"),
-    **list_interrupts([]),
     **list_clocks("acpi-cpufreq", "performance"),
     **list_limits(),
     **list_memory(0),

@@ -25,7 +25,6 @@ SUBJECTS = {
     "GPUs",
     "limits",
     "clocks",
-    "interrupts",
     "environment",
     "last run",
 }
@@ -65,7 +64,6 @@ def test_a_healthy_machine_passes_and_fits_a_screen(healthy: Path, monkeypatch: 
         "all 64 CPUs on 2 NUMA nodes, whole cores, with memory",
         "32 cores for 4 ranks and 8 DataLoader workers, 14 wanted",
         "PCI links of 6 GPUs and NICs at full width",
-        "6 GPUs and NICs are served next to them; irqbalance runs",
         "performance (acpi-cpufreq) on CPUs 0-63",
         "4 of 4 used: NVIDIA A100-SXM4-40GB",
     }
@@ -115,7 +113,7 @@ def test_a_machine_of_one_node_has_nothing_to_balance() -> None:
             _, findings = run_doctor(f"machine.root={root}", "nproc_per_node=2")
     assert not pick(findings, "error", "warning", "note")
     rules = {finding["rule"] for finding in findings}
-    assert {"memory.one_node", "gpu.none", "interrupts.nowhere_far"} <= rules and "limits.locked" not in rules
+    assert {"memory.one_node", "gpu.none"} <= rules and "limits.locked" not in rules
 
 
 @pytest.mark.usefixtures("here")
@@ -146,7 +144,7 @@ def test_a_snapshot_is_judged_as_far_as_it_goes(healthy: Path) -> None:
         assert len(pick(findings, "error", "warning", "note")) == (level != "ok")
         assert {finding["subject"] for finding in findings} == SUBJECTS
         unknown = {finding["rule"] for finding in pick(findings, "unknown")}
-        assert {f"unchecked.{check}" for check in ("files", "clocks", "links", "interrupts")} <= unknown
+        assert {f"unchecked.{check}" for check in ("files", "clocks", "links")} <= unknown
 
 
 def spoil(kind: str, path: str) -> bytes:

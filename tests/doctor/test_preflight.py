@@ -175,7 +175,10 @@ def test_a_node_that_is_ended_while_it_starts_its_child_takes_it_along(tmp_path:
     done = subprocess.run(words, env=clean_environ(), stdout=subprocess.DEVNULL, check=False)
     assert done.returncode == 128 + signal.SIGTERM
     if (tmp_path / "pid").exists():  # the work may have been ended before
-        assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+        pid, end = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+        while psutil.pid_exists(pid) and time.monotonic() < end:  # until it is reaped
+            time.sleep(0.01)
+        assert not psutil.pid_exists(pid)
 
 
 @pytest.mark.parametrize("argument", ["", "{", "{}", '{"kind": 1}'])

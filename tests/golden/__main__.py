@@ -9,7 +9,7 @@ Without words, all but those on SLURM, which need the folder of a cluster: `slur
 import sys
 
 from tests.golden import outputs, plans, runs
-from tests.probe import odd_machines
+from tests.probe import test_odd_machines
 from tests.report import test_page
 
 words = sys.argv[1:] or ["machines", "plans", "outputs", "report", "runs"]
@@ -19,7 +19,7 @@ for word in sorted(words, reverse=True):  # plans and outputs clear the environm
     elif word == "report":
         test_page.write_tables()
     elif word == "machines":
-        odd_machines.write()
+        test_odd_machines.write()
     elif word not in ("plans", "outputs"):
         runs.record_on_slurm(word)
 if set(words) - {"machines", "plans", "outputs", "report"}:

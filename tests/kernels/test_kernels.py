@@ -1,8 +1,14 @@
-"""On real kernels: the machine as probed is the one that was booted, and every rank has what was planned."""
+"""On real kernels: the machine as probed is the one that was booted, and every rank has what was planned.
+
+Each machine is booted once in a session, when its first test asks for it, and one at a time.
+"""
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,17 +17,56 @@ from launcher.cpulist import format_cpulist, parse_cpulist
 from launcher.plan.model import Machine, parse_machine
 from tests.plan.lab_machines import convert, score
 
-from .conftest import Report
 from .guest.init import Scenario
-from .shapes import SHAPES, Shape
+from .machine import SHAPES, GuestError, Shape, boot, pack_interpreter, pack_programs, write_initramfs
 
 pytestmark = pytest.mark.kernels
+Report = dict[str, Any]
 Rank = dict[str, Any]
 Case = tuple[Shape, Scenario, Report]
 """A machine, a job on it, and what came of it there: the plan, and a report of each rank."""
 NAMES = [f"{shape.name}/{scenario.name}" for shape in SHAPES for scenario in shape.scenarios]
 ENOUGH = 1500
 """Pages of 4 KiB that at least came when 8 MiB were touched; huge pages blur the rest."""
+
+
+CACHE = Path(__file__).parents[2] / ".cache" / "kernels"
+"""Where a downloaded kernel is kept."""
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
+    """A kernel image and what runs on it; a skip that says why where they can't be had."""
+    command = [str(Path(__file__).with_name("get-kernel")), str(CACHE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        (pytest.fail if os.environ.get("LAUNCH_CI") else pytest.skip)(done.stderr.splitlines()[-1])
+    folder = tmp_path_factory.mktemp("lab")
+    programs = pack_programs(folder / "programs.cpio", folder / "stage")
+    return Path(done.stdout.strip()), pack_interpreter(folder / "python.cpio"), programs
+
+
+@pytest.fixture(scope="session")
+def report_of(lab: tuple[Path, ...], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Shape], Report]:
+    """The report of a shape's guest."""
+    reports: dict[str, Report | GuestError] = {}
+
+    def find(shape: Shape) -> Report:
+        if shape.name not in reports:
+            folder = tmp_path_factory.mktemp(shape.name)
+            initramfs = write_initramfs(shape, lab[1:], folder)
+            try:
+                reports[shape.name] = boot(shape, lab[0], initramfs, folder)
+            except GuestError as error:
+                reports[shape.name] = error
+            initramfs.unlink()
+        report = reports[shape.name]
+        if isinstance(report, GuestError):
+            reports[shape.name] = GuestError(f"{shape.name}: no report, as shown above")
+            pytest.fail(str(report), pytrace=False)
+        return report
+
+    return find
 
 
 @pytest.fixture(params=NAMES)

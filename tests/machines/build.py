@@ -1,4 +1,4 @@
-"""The snapshots and options of the shipped machines, made of their descriptions."""
+"""The snapshots and options of the shipped machines: `python -m tests.machines.build` makes them again."""
 
 import json
 import os
@@ -158,3 +158,10 @@ def build_files(name: str) -> dict[str, str]:
     data = read_description(name)
     machine = build_machine(data)
     return {f"{name}.json": format_snapshot(machine), f"{name}.yaml": format_option(name, data)}
+
+
+if __name__ == "__main__":
+    for name in NAMES:
+        for file, text in build_files(name).items():
+            (SHIPPED / file).write_text(text)
+        print(name)

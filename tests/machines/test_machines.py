@@ -190,7 +190,7 @@ def test_what_is_shipped_is_what_is_described() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_shipped_files_are_those_that_the_descriptions_give(name: str) -> None:
     for file, text in build_files(name).items():
-        assert (SHIPPED / file).read_text() == text, "make them again: python -m tests.machines"
+        assert (SHIPPED / file).read_text() == text, "make them again: python -m tests.machines.build"
 
 
 @pytest.mark.parametrize("name", NAMES)
