@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn, TextIO
 
 from launcher.cpulist import format_cpulist
@@ -109,6 +109,22 @@ def name_some(names: Sequence[str], most: int) -> str:
     """Return names in a line, of many the first: `n0, n1 and 6 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
+
+
+def suggest(word: str, known: Iterable[str], *, prefix: str = "", most: int = 0) -> str:
+    """Return `: did you mean …?` for a name that there is not, from those there are, after a prefix.
+
+    Without a similar one the names themselves, if they are `most` at most; empty if there are more.
+    """
+    from difflib import get_close_matches
+
+    names = sorted(set(known))
+    near = get_close_matches(word, names, n=2, cutoff=0.5) or [
+        name for name in names if name.startswith(word)
+    ]
+    if near and word:
+        return f": did you mean {' or '.join(prefix + name for name in near[:2])}?"
+    return f": choose from {', '.join(prefix + name for name in names)}" if 0 < len(names) <= most else ""
 
 
 def describe_time(seconds: float) -> str:

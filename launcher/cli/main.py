@@ -110,11 +110,10 @@ class Call:
 
         What runs a program makes its own, in which the run directory is known.
         """
-        from launcher.config.settings import Settings, settle_words
+        from launcher.config.settings import Settings
 
         if self.composed is None:
             config = Settings()
-            settle_words(config)
             return config
         from launcher.cli.job_warnings import name_files, warn_elsewhere
         from launcher.config.compose import resolve
@@ -220,7 +219,7 @@ def run_command(command: "Command", argv: Sequence[str]) -> int:
 
 def compose_and_call(command: "Command", argv: Sequence[str], early: "EarlyStart | None" = None) -> int:
     """Compose what the words ask for, and call the verb with it: once, or for each job of a sweep."""
-    from launcher.config.words import Sources, asks_sweep, find_shipped, parse_flags, refuse_other_mode
+    from launcher.config.words import Sources, asks_sweep, find_shipped, parse_flags
 
     if not {"-sc", "--shell-completion"} & set(command.words):
         check_words(command)
@@ -233,9 +232,7 @@ def compose_and_call(command: "Command", argv: Sequence[str], early: "EarlyStart
         from launcher.config.compose import show_flags
 
         return show_flags(flags)
-    sweep = asks_sweep(flags, command.verb)
-    refuse_other_mode(flags, sweep=sweep)
-    if sweep:
+    if asks_sweep(flags, command.verb):
         if early:
             early.close()
         from launcher.cli.run import run_sweep

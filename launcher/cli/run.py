@@ -24,7 +24,6 @@ from launcher.config.compose import Composed, compose, read_values, resolve
 from launcher.config.program import (
     BUNDLED,
     clear_sections,
-    describe_interpreter,
     fill_env,
     find_program,
     find_unused,
@@ -40,7 +39,7 @@ from launcher.config.run_path import (
     use_sweep_folder,
 )
 from launcher.config.settings import Settings
-from launcher.config.start import check_command, choose_agent, choose_cluster
+from launcher.config.start import check_command, choose_agent, choose_cluster, guess_kind
 from launcher.errors import LaunchError, UsageError
 from launcher.launch.job import Job, JobSpec, render_start
 from launcher.launch.signals import STOPPING
@@ -127,9 +126,7 @@ def is_for_slurm(composed: Composed) -> bool:
     """Tell whether a job is to be submitted, before its configuration is resolved."""
     values = read_values(composed, ("cluster.kind", "nodes"))
     kind = str(values["cluster.kind"])
-    if kind == "auto":
-        kind = choose_cluster("auto", values["nodes"], None, None, os.environ).kind
-    return kind == "slurm"
+    return (guess_kind(values["nodes"], os.environ)[0] if kind == "auto" else kind) == "slurm"
 
 
 def specify_job(
@@ -155,21 +152,12 @@ def specify_job(
     merged = {**environ, **config.env}
     if verb == "launch":
         warn_overruled(merged, given)
-    cluster = choose_cluster(
-        config.cluster.kind,
-        config.nodes,
-        config.node_rank,
-        config.rdzv_endpoint,
-        merged,
-        spares=config.cluster.spares,
-    )
+    cluster = choose_cluster(config, merged)
     if cluster.kind == "slurm" and not config.dry_run:
         check_command("sbatch", cluster.why, merged)
     check_placed(context, cluster)
     agent = choose_agent(config, cluster, merged)
     argv = find_program(program, config, merged)
-    if program and (remark := describe_interpreter(program)):
-        logger.info(remark)
     warn_unused(config, cluster, agent.kind, given)
     warn_visible(config, cluster, given)
     if cluster.kind != "slurm":
@@ -435,7 +423,7 @@ def run_plugin(multirun: "Multirun", command: "Command", argv: Sequence[str]) ->
     what = f"{sweeper} chooses trials by the results of runs"
     if command.verb != "run":
         raise UsageError(f"{what}: leave it out for `launch {command.verb}`")
-    if multirun.tree is not None and multirun.tree.dry_run:
+    if multirun.tree.dry_run:
         raise UsageError(f"{what}, and dry_run=true starts none: leave one of them out")
     name_files(multirun.own_files)
     return run_trials(multirun, lambda batch: run_batch(batch, command, argv), read_objective)

@@ -2,22 +2,20 @@
 
 import io
 import os
-import re
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
-from errno import EFBIG
-from importlib.machinery import ModuleSpec, PathFinder
-from itertools import dropwhile
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 from launcher.errors import UsageError
-from launcher.files import open_file, read_input
+from launcher.files import read_input
 from launcher.rank.hook import split_options
+from launcher.text import suggest
 
 if TYPE_CHECKING:
     from launcher.config.settings import Settings
@@ -32,8 +30,6 @@ UNPASSED = ("global_batch",)
 """Keys of the section `model` that the launcher alone reads."""
 UNTRAINED = {"experts": "a mixture of experts", "latent_attention": "latent attention"}
 """Keys of models that the bundled program has no layers for."""
-SHEBANG = 256
-"""Bytes of a `#!` line at most (BINPRM_BUF_SIZE of the kernel)."""
 
 
 def find_program(
@@ -82,39 +78,29 @@ def resolve_program(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[st
         return (python, *argv)
     if not first or first.startswith("-"):
         raise UsageError(f"{first!r} is no program: give a script, `-m module`, or an executable after `--`")
+    path = Path(first)
     try:
-        if not first.endswith(".py") and not (Path(first) / "__main__.py").is_file():
-            return (find_executable(first, environ), *argv[1:])
-        if not Path(first).exists():
-            raise UsageError(f"no such program: {first} (from {Path.cwd()}): check the path")
-        if Path(first).is_dir() and not (Path(first) / "__main__.py").is_file():
+        if path.is_dir() and not (path / "__main__.py").is_file():
             raise UsageError(f"{first} is a folder without a __main__.py: name the program in it")
+        if not first.endswith(".py") and not path.is_dir():
+            return (find_executable(first, environ), *argv[1:])
+        if not path.exists():
+            raise UsageError(f"no such program: {first} (from {Path.cwd()}): check the path")
         if not os.access(first, os.R_OK):
             raise UsageError(f"{first} cannot be read: `chmod +r {first}`")
     except OSError as error:  # a folder on the way is closed, or the name is too long
         raise UsageError(f"no such program: {first} ({error.strerror}): check the path") from None
-    if read_interpreter(first) and os.access(first, os.X_OK):
-        return (first if "/" in first else f"./{first}", *argv[1:])
     return (python, *argv)
 
 
-def read_interpreter(script: str) -> str:
-    """Return what a script's `#!` line runs if that is no Python, such as `uv run --script`; else empty.
-
-    A Python that such a line names is not used, as under torchrun: it seldom is the one that has torch.
-    """
-    try:
-        file = open_file(script, follow=True)  # a folder or a pipe is no script
-        with os.fdopen(file, "rb", 0) as opened:
-            line = opened.read(SHEBANG).partition(b"\n")[0].decode(errors="replace")
-    except OSError:
-        return ""
-    if not line.startswith("#!"):
-        return ""
-    words = line[2:].split()
-    if words and Path(words[0]).name == "env":
-        words = list(dropwhile(lambda word: word.startswith("-") or "=" in word, words[1:]))
-    return "" if not words or Path(words[0]).name.startswith("python") else " ".join(words)
+def find_executable(name: str, environ: Mapping[str, str]) -> str:
+    """Return the path of an executable, looked up in PATH as a shell does; raises UsageError."""
+    if found := shutil.which(name, path=environ.get("PATH")):
+        return found
+    if Path(name).is_file() and "/" in name:
+        raise UsageError(f"{name} is not executable: `chmod +x {name}`, or put its interpreter before it")
+    near = f" (there is a file ./{name} here)" if Path(name).is_file() else ""
+    raise UsageError(f"no such program: {name}{near}: check the name, or that it is on PATH")
 
 
 def find_unused(config: "Settings", program: tuple[str, ...] | None, given: Collection[str]) -> list[str]:
@@ -154,83 +140,21 @@ def find_script(argv: Sequence[str]) -> str:
     return first if last == "c" or index >= len(command) else command[index]
 
 
-def describe_interpreter(argv: Sequence[str]) -> str:
-    """Say what interpreter runs a program, if its `#!` line names one; else empty."""
-    script = argv[0] if argv else ""
-    interpreter = read_interpreter(script) if script.endswith(".py") else ""
-    if not interpreter:
-        return ""
-    if os.access(script, os.X_OK):
-        return f"{script} runs by its own #! line, {interpreter}"
-    how = f"under Python, not by its #! line ({interpreter})"
-    return f"warning: {script} runs {how}: `chmod +x {script}` lets it"
-
-
 def check_module(names: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise UsageError for a module that `python -m` would not find, with the nearest; nothing is imported.
-
-    What a package that changes its `__path__` holds is not known before it is imported.
-    """
+    """Raise UsageError for a module whose package is not there; what is in it, `python -m` knows."""
     if not names:
         raise UsageError("-m needs a module: `launch -- -m package.module`")
-    entries = [os.getcwd(), *environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]  # noqa: PTH109
-    folders = [entry for entry in entries if entry]
-    parts = names[0].split(".")
-    for number, part in enumerate(parts):
-        name = ".".join(parts[: number + 1])
-        spec = _find_module(name, folders)
-        if spec is None:
-            near = suggest_module(parts[:number], part, folders[: None if number else 1])
-            near = near or ": install it, or start from its folder"
-            raise UsageError(f"no module {name!r} here or in this Python{near}")
-        if spec.submodule_search_locations is None:
-            if number + 1 < len(parts):
-                raise UsageError(f"no module {names[0]!r}: {name} is a module and no package ({spec.origin})")
-            return
-        if spec.origin is None:  # a namespace, whose own list can be read only once its parent is imported
-            folders = [f"{folder}/{part}" for folder in folders if Path(folder, part).is_dir()]
-            continue
-        folders = list(spec.submodule_search_locations)
-        try:
-            if b"__path__" in Path(spec.origin).read_bytes():
-                return
-        except OSError:  # it is in an archive, or may not be read
-            return
-    if _find_module(f"{names[0]}.__main__", folders) is None:
-        near = suggest_module(parts, "", folders) or ": name a module in it"
-        raise UsageError(f"{names[0]} is a package without a __main__.py{near}")
-
-
-def _find_module(name: str, folders: Sequence[str]) -> ModuleSpec | None:
-    """Return a module's spec, from its package's folders or from a finder such as an editable install's."""
-    finders = [finder for finder in sys.meta_path if finder is not PathFinder]
+    folders = [str(Path.cwd()), *environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    top = names[0].partition(".")[0]
     try:
-        found = PathFinder.find_spec(name.rpartition(".")[2], folders)
-        return found or next((spec for finder in finders if (spec := finder.find_spec(name, None))), None)
+        found = PathFinder.find_spec(top, folders) or find_spec(top)  # a finder of an editable install
     except (ImportError, ValueError):
-        return None
-
-
-def suggest_module(package: Sequence[str], name: str, folders: Sequence[str]) -> str:
-    """Return `: did you mean …?` for a module that is not in a package; empty if there is nothing like it."""
-    names = [found.name for found in iter_modules(folders)]
-    few = names if package and len(names) < 10 else []
-    near = get_close_matches(name, names, n=1, cutoff=0.6) or few
-    dotted = " or ".join(".".join([*package, each]) for each in near)
-    return f": did you mean {dotted}?" if near else ""
-
-
-def find_executable(name: str, environ: Mapping[str, str]) -> str:
-    """Return the path of an executable, looked up in PATH as a shell does; raises UsageError."""
-    found = shutil.which(name, path=environ.get("PATH"))
-    if found:
-        return found
-    if Path(name).is_dir():
-        raise UsageError(f"{name} is a folder without a __main__.py: name the program in it")
-    if Path(name).is_file() and "/" in name:
-        raise UsageError(f"{name} is not executable: `chmod +x {name}`, or put its interpreter before it")
-    near = f" (there is a file ./{name} here)" if Path(name).is_file() else ""
-    raise UsageError(f"no such program: {name}{near}: check the name, or that it is on PATH")
+        found = None
+    if found is None:
+        near = suggest(top, (module.name for module in iter_modules([*folders[:1]])))
+        raise UsageError(
+            f"no module {names[0]!r} here or in this Python{near or ': install it, or start from its folder'}"
+        )
 
 
 def render_program(
@@ -277,7 +201,6 @@ KEY = "from_file"
 """The entry of `env` that is no variable."""
 MOST_BYTES = 1 << 20
 """Of a file; the kernel takes 128 KiB for a variable."""
-NEWLINE = re.compile(r"\r\n|\n|\r")
 
 
 def write_values(env: Mapping[str, object]) -> dict[str, object]:
@@ -312,32 +235,20 @@ def read_variables(name: str) -> dict[str, str]:
 
     try:
         text = read_input(name, MOST_BYTES).decode("utf-8-sig", "surrogateescape")
-    except FileNotFoundError:
-        raise UsageError(
-            f"env.{KEY}={name}: there is no such file (from {Path.cwd()}): check the path"
-        ) from None
     except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) == EFBIG:
-            raise UsageError(
-                f"env.{KEY}={name} has over {MOST_BYTES >> 20} MiB: is it a file of variables?"
-            ) from None
         raise UsageError(
             f"env.{KEY}={name} cannot be read ({getattr(error, 'strerror', '') or error}): name a file"
             " of lines NAME=VALUE that you may read"
         ) from None
     variables: dict[str, str] = {}
     for binding in parse_stream(io.StringIO(text)):
-        passage, line = binding.original
-        above = passage[: len(passage) - len(passage.lstrip())]
-        where = f"env.{KEY}={name}, line {line + len(NEWLINE.findall(above))}"
-        key, value = binding.key, binding.value
-        if binding.error or (key is not None and value is None):
+        passage = binding.original.string
+        line = binding.original.line + passage[: -len(passage.lstrip())].count("\n")
+        if binding.error or (binding.key is not None and binding.value is None):
             raise UsageError(
-                f"{where}: no NAME=VALUE, comment or empty line (or a quote that is not closed): correct it"
+                f"env.{KEY}={name}, line {line}: no NAME=VALUE, comment or empty line (or a"
+                " quote that is not closed): correct it"
             )
-        if key is None or value is None:  # a comment, or an empty line
-            continue
-        if "=" in key or "\0" in key + value:
-            raise UsageError(f"{where}: no variable can have this name or value: leave out = and NUL")
-        variables[key] = value
+        if binding.key is not None:  # else a comment, or an empty line
+            variables[binding.key] = str(binding.value)
     return variables

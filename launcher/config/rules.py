@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from launcher.config.settings import SLURM_KINDS, LoraConfig, Settings, check_values, show_value
+from launcher.config.run_path import flatten
+from launcher.config.settings import SLURM_KINDS, LoraConfig, Settings, show_value
 from launcher.config.start import Cluster, parse_nproc
 from launcher.errors import UsageError
 from launcher.plan.variables import KEYS, NEWEST, OLDEST, read_host
@@ -42,20 +43,16 @@ class Context:
 
 
 def check(context: Context) -> None:
-    """Raise UsageError for the first value, or pair of values, that the command cannot be meant to have."""
-    config = context.config
-    if config.agent == "srun":
-        raise UsageError(
-            "agent=srun: launch does not start ranks by srun: write `srun launch-rank PROGRAM` in your job"
-            " script, or leave agent out"
-        )
-    if context.verb in JOBS:
-        _raise_first(_find_impossible_texts(asdict(config)))
-    check_values(config)
+    """Raise UsageError for the first pair of values that the command cannot be meant to have."""
+    is_job = context.verb in JOBS
+    for key, value in flatten(asdict(context.config)).items() if is_job else ():
+        for text in (key, *(value if isinstance(value, list) else [value])):
+            if isinstance(text, str) and not is_possible(text):
+                raise UsageError(f"{key!r} has a character that no path, argument or variable can have")
     _raise_first(_find_faults(context))
-    if context.verb in JOBS:
+    if is_job:
         _raise_first(_find_job_faults(context))
-        parse_nproc(config.nproc_per_node, 1)
+        parse_nproc(context.config.nproc_per_node, 1)
 
 
 def _raise_first(faults: Iterator[str]) -> None:
@@ -63,20 +60,12 @@ def _raise_first(faults: Iterator[str]) -> None:
         raise UsageError(fault)
 
 
-def _find_impossible_texts(value: object) -> Iterator[str]:
-    """Find texts that can be no path, argument or variable: with NUL, or not in the encoding."""
-    if isinstance(value, str):
-        try:
-            is_possible = b"\0" not in os.fsencode(value)
-        except UnicodeEncodeError:
-            is_possible = False
-        if not is_possible:
-            yield f"{value!r} has a character that no path, argument or variable can have"
-    elif isinstance(value, dict):
-        yield from _find_impossible_texts([*value, *value.values()])
-    elif isinstance(value, list):
-        for item in value:
-            yield from _find_impossible_texts(item)
+def is_possible(text: str) -> bool:
+    """Tell whether a text can be a path, an argument or a variable: without NUL, and in the encoding."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _find_faults(context: Context) -> Iterator[str]:

@@ -10,15 +10,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack, get_args, get_origin
 
 from launcher.errors import UsageError
 from launcher.plan.model import BindingConfig, DataloaderConfig, GcConfig
 
 SLURM_KINDS = ("slurm", "allocation")
 """Values of `cluster.kind` with which SLURM starts the nodes."""
-
-
 EVENTS = ("start", "hang", "recover", "straggler", "fail", "end")
 """Of which a job can tell."""
 ADAPTED = (
@@ -27,14 +25,8 @@ ADAPTED = (
 )
 """Matrices that can have an adapter."""
 BLOCK_PARTS = (
-    "core_attn",
-    "attention",
-    "layernorm",
-    "mla_up_proj",
-    "mlp",
-    "moe",
-    "moe_act",
-    "shared_experts",
+    *("core_attn", "attention", "layernorm", "mla_up_proj"),
+    *("mlp", "moe", "moe_act", "shared_experts"),
 )
 """Modules that can be computed again."""
 LARGEST_COUNT = 10**6
@@ -49,30 +41,28 @@ TUNE_OPTION = r"-[A-Za-z]|--[A-Za-z][\w.-]*=?|(?:\+{1,2})?[A-Za-z_][\w./-]*=|pro
 """An option of a program, a key of Hydra's with its `=`, or a key of the section `program`."""
 
 
-def setting(
-    default: Any,  # noqa: ANN401 - of any type of the fields
-    *,
-    choices: Sequence[str] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
-    whole: bool = False,
-    words: Sequence[str] = (),
-    pattern: str | None = None,
-    give: str = "",
-) -> Any:  # noqa: ANN401 - stands for a field
-    """Return a field with what it takes; `check_values` refuses all else, and a null that is not the default.
+class Takes(TypedDict, total=False):
+    """What a setting takes; for a list, what may be in it."""
 
-    `choices` are all the words there are, for a list the words that may be in it. Numbers are at least
-    `minimum` or above `above`, and at most `maximum`; those of a field of any type are `whole`, or not, and
-    `words` may stand in their place. `pattern` is what a text looks like, and `give` says so.
-    """
-    limits = {"choices": choices, "minimum": minimum, "maximum": maximum, "above": above}
-    known = {**limits, "whole": whole or None, "words": words, "pattern": pattern, "give": give}
-    metadata = {name: value for name, value in known.items() if value is not None and value not in ("", ())}
+    choices: Sequence[str]
+    """All the words there are."""
+    minimum: float
+    maximum: float
+    above: float
+    whole: bool
+    """Of numbers of a field of any type."""
+    words: Sequence[str]
+    """May stand in place of a number."""
+    pattern: str
+    """What a text looks like; `give` says so."""
+    give: str
+
+
+def setting(default: Any, **takes: Unpack[Takes]) -> Any:  # noqa: ANN401 - stands for a field of any type
+    """Return a field with what it takes; all else is refused, and a null that is not the default."""
     if isinstance(default, list):
-        return field(default_factory=lambda: [*default], metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return field(default_factory=lambda: [*default], metadata=takes)
+    return field(default=default, metadata=takes)
 
 
 def one_of(default: str, *others: str) -> Any:  # noqa: ANN401 - stands for a field
@@ -81,49 +71,56 @@ def one_of(default: str, *others: str) -> Any:  # noqa: ANN401 - stands for a fi
 
 
 def list_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, "Field[Any]"]]:  # noqa: ANN401
-    """Give each setting of a section and those within it: its key, value and field."""
+    """Give each setting of a section, and the sections in it with theirs: its key, value and field."""
     for each in fields(section):
         value, key = getattr(section, each.name), f"{prefix}{each.name}"
+        yield key, value, each
         if is_dataclass(value):
             yield from list_settings(value, f"{key}.")
-        else:
-            yield key, value, each
 
 
 def check_values(section: Any) -> None:  # noqa: ANN401 - see above
     """Refuse the first value that its field does not take; raises UsageError with what it takes."""
     for key, value, each in list_settings(section):
-        if each.metadata and not (value is None and each.default is None):
-            for entry in value if isinstance(value, list) else [value]:
-                if fault := find_fault(entry, each.metadata):
-                    raise UsageError(f"{key}={show_value(entry)}: {fault}")
+        kind: Any = get_origin(each.type) or each.type
+        shape = describe_shape(key, each.type)
+        if shape and not isinstance(value, kind):
+            raise UsageError(f"{key}={show_value(value)}: give {shape}")
+        for entry in value if kind is list else [value]:
+            if kind is list and not isinstance(entry, get_args(each.type)[0]):
+                raise UsageError(
+                    f"{key}={show_value(value)}: {show_value(entry)} cannot be in it, give {shape}"
+                )
+            is_null = entry is None and each.default is None
+            if not is_null and (fault := find_fault(entry, each.metadata) if each.metadata else ""):
+                raise UsageError(f"{key}={show_value(entry)}: {fault}")
 
 
-def find_fault(value: object, takes: Mapping[str, Any]) -> str:
+def describe_shape(key: str, kind: Any) -> str:  # noqa: ANN401 - an annotation
+    """Say how a section, a mapping or a list is given; empty for a plain value."""
+    if is_dataclass(kind):
+        return f"its keys, as in {key}.{fields(kind)[0].name}=…"
+    return {dict: f"a mapping, as in {key}.NAME=…", list: f"a list, as in {key}=[…]"}.get(
+        get_origin(kind), ""
+    )
+
+
+def find_fault(value: Any, takes: Mapping[str, Any]) -> str:  # noqa: ANN401 - of any type
     """Say what to give in place of a value; empty if it is one of those that a field takes."""
     if choices := takes.get("choices"):
         return "" if show_value(value) in choices else f"choose from {', '.join(choices)}"
     if pattern := takes.get("pattern"):
         return "" if re.fullmatch(pattern, str(value), re.DOTALL) else f"give {takes['give']}"
-    words, low, high = takes.get("words", ()), takes.get("minimum"), takes.get("maximum")
-    above = takes.get("above")
-    if isinstance(value, str) and value in words:
+    words, above = takes.get("words", ()), takes.get("above")
+    low, high = takes.get("minimum", -math.inf), takes.get("maximum", math.inf)
+    if value in words:
         return ""
-    kinds = int if takes.get("whole") else int | float
-    if isinstance(value, kinds) and not isinstance(value, bool):
-        is_enough = (low is None or value >= low) and (above is None or value > above)
-        if is_enough and (value < math.inf if high is None else value <= high):
-            return ""
-    least = f"above {above:g}" if above is not None else f"of at least {low:g}"
-    most = (
-        ""
-        if high is None
-        else f" and at most {high:g}"
-        if isinstance(high, float)
-        else f" and at most {high}"
-    )
-    number = takes.get("give") or "a number"
-    return f"give {number} {least}{most}{''.join(f', or {word}' for word in words)}"
+    is_number = isinstance(value, int if takes.get("whole") else int | float) and not isinstance(value, bool)
+    if is_number and low <= value <= high and math.inf != value and (above is None or value > above):
+        return ""
+    least = f"of at least {low:g}" if above is None else f"above {above:g}"
+    most = f" and at most {high:.15g}" if high < math.inf else ""
+    return f"give {takes.get('give', 'a number')} {least}{most}{''.join(f', or {word}' for word in words)}"
 
 
 def show_value(value: object) -> str:
@@ -132,17 +129,6 @@ def show_value(value: object) -> str:
         value = f"[{','.join(map(str, value))}]"
     text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
-
-
-def settle_words(section: Any) -> None:  # noqa: ANN401 - any class of the settings
-    """Take false for `off` and true for `on` where a setting has these words, as YAML 1.1 does."""
-    for each in fields(section):
-        value, choices = getattr(section, each.name), each.metadata.get("choices", ())
-        if is_dataclass(value):
-            settle_words(value)
-        for word, meant in (("False", "off"), ("True", "on")):
-            if value == word and meant in choices:
-                setattr(section, each.name, meant)
 
 
 @dataclass

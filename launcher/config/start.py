@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from launcher.config.settings import SLURM_KINDS, MachineConfig, Settings, TorchrunConfig
+from launcher.config.settings import SLURM_KINDS, MachineConfig, Settings, TorchrunConfig, show_value
 from launcher.errors import MachineError, UsageError
 from launcher.files import LARGEST, read_input
 from launcher.plan.model import MAX_RANKS, Machine, Plan, Request, parse_machine
@@ -14,7 +14,6 @@ from launcher.plan.variables import HONOURED, VISIBLE_DEVICES, read_host
 from launcher.protocol import LAUNCH_NIC, find_user_set
 from launcher.runs.secrets import mask_variables
 
-KINDS = ("auto", "local", "slurm", "allocation", "manual")
 ENDPOINT = re.compile(r"(?P<host>\[[\w.:%-]+\]|[\w.:-]+):(?P<port>[0-9]{1,5})")
 """torchrun reads the last number of `::1:29500` as the port too."""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -35,59 +34,36 @@ class Cluster:
     """This node serves the rendezvous. Said outright, since torchrun's own guess compares host names."""
 
 
-def choose_cluster(
-    kind: str,
-    nodes: object,
-    node_rank: int | None,
-    endpoint: str | None,
-    environ: Mapping[str, str],
-    *,
-    spares: int = 0,
-) -> Cluster:
-    """Decide where the job runs; raises UsageError, or MachineError if that cannot be had here.
-
-    `spares` are the nodes besides `nodes` (`cluster.spares`), which an allocation has to have.
-    """
-    if kind not in KINDS:
-        raise UsageError(f"cluster.kind={kind}: choose from {', '.join(KINDS)}")
-    if kind == "auto":
-        kind, why = guess_kind(nodes, environ)
-    else:
-        why = f"cluster={kind}"
+def choose_cluster(config: Settings, environ: Mapping[str, str]) -> Cluster:
+    """Decide where a job runs; raises UsageError, or MachineError if that cannot be had here."""
+    kind, nodes, rank, endpoint = config.cluster.kind, config.nodes, config.node_rank, config.rdzv_endpoint
+    kind, why = guess_kind(nodes, environ) if kind == "auto" else (kind, f"cluster={kind}")
     if kind == "allocation":
-        return join_allocation(why, nodes, environ, spares)
+        return join_allocation(why, nodes, environ, config.cluster.spares)
     low, high = parse_nodes(1 if nodes == "auto" else nodes)
     if kind == "manual":
-        if node_rank is None or not 0 <= node_rank < high:
+        if rank is None or not 0 <= rank < high:
             raise UsageError(
-                f"node_rank={node_rank}: cluster=manual with nodes={low}:{high} needs this node's number,"
+                f"node_rank={rank}: cluster=manual with nodes={low}:{high} needs this node's number,"
                 f" node_rank=0 to node_rank={high - 1}"
             )
-        if not endpoint:
+        if not endpoint or (port := parse_endpoint(endpoint)[1]) == 0:
             raise UsageError(
-                "cluster=manual needs rdzv_endpoint=HOST:PORT, an address of the node with node_rank=0"
+                f"rdzv_endpoint={endpoint}: cluster=manual needs rdzv_endpoint=HOST:PORT, an address of the"
+                " node with node_rank=0 and a port above 0"
             )
-        if (port := parse_endpoint(endpoint)[1]) == 0:
-            raise UsageError(
-                f"rdzv_endpoint={endpoint}: the other nodes need to know the port, give one above 0"
-            )
-        if node_rank == 0:  # which serves the rendezvous
+        if rank == 0:  # which serves the rendezvous
             check_port_free(port)
-        return Cluster("manual", f"node {node_rank}", low, high, endpoint, is_host=node_rank == 0)
-    if node_rank is not None and "PET_NODE_RANK" not in environ:
-        raise UsageError(f"node_rank={node_rank} goes with cluster=manual: add that, or leave node_rank out")
+        return Cluster("manual", f"node {rank}", low, high, endpoint, is_host=rank == 0)
+    if rank is not None and "PET_NODE_RANK" not in environ:
+        raise UsageError(f"node_rank={rank} goes with cluster=manual: add that, or leave node_rank out")
     if kind == "slurm":
         return Cluster("slurm", why, low, high, "", is_host=False)
     if low > 1 or (high > 1 and why == "cluster=local"):
-        if "SLURM_JOB_ID" in environ:
-            raise MachineError(
-                f"nodes={nodes} on one node of SLURM job {environ['SLURM_JOB_ID']}: run launch outside of"
-                " srun, in the job script or salloc's shell, and it starts the ranks on all nodes"
-            )
         raise MachineError(
-            f"nodes={nodes}, and there is no SLURM here (no sbatch on PATH): start from a login node of the"
-            " cluster, or run launch on every node with cluster=manual node_rank=N rdzv_endpoint=HOST:PORT,"
-            " or set nodes=1"
+            f"nodes={nodes} on one machine: start from a login node of a cluster with SLURM (in a job:"
+            " outside of srun), or run launch on every node with cluster=manual node_rank=N"
+            " rdzv_endpoint=HOST:PORT, or set nodes=1"
         )
     if endpoint:
         check_port_free(parse_endpoint(endpoint)[1])
@@ -100,10 +76,9 @@ def guess_kind(nodes: object, environ: Mapping[str, str]) -> tuple[str, str]:
     job = environ.get("SLURM_JOB_ID")
     shown = "one node" if nodes == "auto" else f"nodes={nodes}"
     if job and is_step_task(environ):
-        tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")  # several, which hardly anybody wants
+        step, tasks = f"{job}.{environ['SLURM_STEP_ID']}", environ.get("SLURM_STEP_NUM_TASKS", "1")
         more = f", which has {tasks}: each starts a job of its own, run launch without srun"
-        step = f"{job}.{environ['SLURM_STEP_ID']}{'' if tasks == '1' else more}"
-        return "local", f"{shown}, a task of SLURM step {step}"
+        return "local", f"{shown}, a task of SLURM step {step}{'' if tasks == '1' else more}"
     if job and shutil.which("srun", path=environ.get("PATH")):
         return "allocation", f"SLURM job {job}"
     if job:
@@ -130,21 +105,14 @@ def join_allocation(why: str, nodes: object, environ: Mapping[str, str], spares:
             " a job script, or use cluster=slurm"
         )
     check_command("srun", why, environ)
-    have = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES", "1")
-    low, high = parse_nodes(have if nodes == "auto" else nodes)
-    if nodes == "auto":
-        low = high = max(low - spares, 1)
-    if spares and have.isdecimal() and high + spares > int(have):
+    have = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
+    low, high = (max(have - spares, 1),) * 2 if nodes == "auto" else parse_nodes(nodes)
+    if low > have or (spares and high + spares > have):
         raise MachineError(
-            f"nodes={high} and cluster.spares={spares}, but SLURM job {environ['SLURM_JOB_ID']} has {have}"
-            f" nodes: set fewer, or ask salloc or sbatch for {high + spares}"
+            f"nodes={nodes} and cluster.spares={spares}, but SLURM job {environ['SLURM_JOB_ID']} has"
+            f" {have}: set fewer, or ask salloc or sbatch for more"
         )
-    if have.isdecimal() and low > int(have):
-        raise MachineError(
-            f"nodes={nodes}, but SLURM job {environ['SLURM_JOB_ID']} has {have}: set nodes={have}, or ask"
-            " salloc or sbatch for more"
-        )
-    return Cluster("allocation", why, low, min(high, int(have)), "", is_host=False)
+    return Cluster("allocation", why, low, min(high, have), "", is_host=False)
 
 
 def check_command(name: str, why: str, environ: Mapping[str, str]) -> None:
@@ -161,12 +129,9 @@ def pet_overrides(environ: Mapping[str, str]) -> dict[str, str]:
 
     Those that torchrun reads by itself (`PET_RDZV_BACKEND`, `PET_MAX_RESTARTS` and so on) are left to it.
     """
-    found = {}
     nodes = environ.get("PET_NNODES", "")
-    if nodes:
-        found["nodes"] = nodes
-    if environ.get("PET_NPROC_PER_NODE"):
-        found["nproc_per_node"] = environ["PET_NPROC_PER_NODE"]
+    given = {"nodes": nodes, "nproc_per_node": environ.get("PET_NPROC_PER_NODE")}
+    found = {key: value for key, value in given.items() if value}
     if nodes.rpartition(":")[2] in ("", "1"):
         return found
     found["cluster"] = "manual"
@@ -180,15 +145,11 @@ def pet_overrides(environ: Mapping[str, str]) -> dict[str, str]:
 
 def parse_nodes(text: object) -> tuple[int, int]:
     """Read `nodes`: a number, or `min:max`; raises UsageError."""
-    low, colon, high = str(text).partition(":")
-    try:
-        minimum, maximum = int(low), int(high if colon else low)
-    except ValueError:
-        minimum, maximum = 0, 0
-    if not 1 <= minimum <= maximum:
-        shown = "null" if text is None else text
-        raise UsageError(f"nodes={shown}: give a number of at least 1, or min:max as in nodes=2:4")
-    return minimum, maximum
+    match = re.fullmatch(r"([0-9]{1,7})(?::([0-9]{1,7}))?", str(text))
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high:
+        raise UsageError(f"nodes={show_value(text)}: give a number of at least 1, or min:max as in nodes=2:4")
+    return low, high
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
@@ -206,23 +167,14 @@ def check_port_free(port: int) -> None:
 
     torchrun itself would take that for a rendezvous that is already up, and wait for it until its timeout.
     """
-    if port == 0:
-        return
-    for family in (socket.AF_INET6, socket.AF_INET):
-        try:
-            probe = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:  # a kernel without IPv6
-            continue
-        with probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-                probe.listen(1)
-            except OSError as error:
-                raise MachineError(
-                    f"port {port} of this host is not free ({error.strerror}):"
-                    " choose another for rdzv_endpoint"
-                ) from None
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        raise MachineError(
+            f"port {port} of this host is not free ({error.strerror}): choose another for rdzv_endpoint"
+        ) from None
 
 
 CHANNEL = ("input", "i", "error", "e")
@@ -234,7 +186,7 @@ PET_TAKEN = (
     *("PET_MODULE", "PET_RUN_PATH", "PET_NO_PYTHON", "PET_STANDALONE"),
 )
 """Variables for torchrun that `launch` reads itself, or decides; the others ask torchrun for something."""
-TIMER, HEALTH = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT"
+TIMER, HEALTH = ("TORCHELASTIC_ENABLE_FILE_TIMER", "1"), "TORCHELASTIC_HEALTH_CHECK_PORT"
 """Variables for services of torchrun's agent: a watchdog of the ranks, a port that tells of its health."""
 
 
@@ -251,21 +203,19 @@ def choose_agent(config: Settings, cluster: Cluster, environ: Mapping[str, str])
     """Decide what starts a job's ranks; raises UsageError if that cannot do what else is asked for."""
     if config.agent == "torchrun":
         return AgentChoice("torchrun", "agent=torchrun")
-    needed = find_torchrun_need(config, cluster, environ)
-    if config.agent == "direct":
-        if needed:
-            raise UsageError(
-                f"agent=direct, but {needed} needs torchrun: leave it out, or set agent=torchrun"
-            )
-        return AgentChoice("direct", "agent=direct")
-    if config.cluster.spares and needed:
-        raise UsageError(
-            f"cluster.spares={config.cluster.spares}, but {needed} needs torchrun, which does not replace a"
-            " node: leave one of them out"
-        )
+    asked = "agent=direct" if config.agent == "direct" else ""
     if config.cluster.spares:
-        return AgentChoice("direct", f"cluster.spares={config.cluster.spares}")
-    return AgentChoice("torchrun", needed) if needed else AgentChoice("direct", "a fixed number of nodes")
+        asked = asked or f"cluster.spares={config.cluster.spares}"
+    needed = find_torchrun_need(config, cluster, environ)
+    if asked and needed:
+        raise UsageError(
+            f"{asked}, but {needed} needs torchrun, which does not replace a node: leave one of them out"
+        )
+    return (
+        AgentChoice("torchrun", needed)
+        if needed
+        else AgentChoice("direct", asked or "a fixed number of nodes")
+    )
 
 
 def find_torchrun_need(config: Settings, cluster: Cluster, environ: Mapping[str, str]) -> str:
@@ -282,11 +232,10 @@ def find_torchrun_need(config: Settings, cluster: Cluster, environ: Mapping[str,
         if name not in SHARED and value != defaults[name]:
             return f"torchrun.{name}={value}"
     for name, value in environ.items():
-        if value and name.startswith("PET_") and name not in PET_TAKEN:
+        is_option = name.startswith("PET_") and name not in PET_TAKEN
+        if value and (is_option or name == HEALTH or (name, value) == TIMER):
             return f"{name}={value}"
-    if environ.get(TIMER) == "1":
-        return f"{TIMER}=1"
-    return f"{HEALTH}={environ[HEALTH]}" if environ.get(HEALTH) else ""
+    return ""
 
 
 DEVICE_VARIABLES = (*VISIBLE_DEVICES, LAUNCH_NIC, "NCCL_IB_HCA")
@@ -355,14 +304,10 @@ def parse_nproc(text: object, cpus: int) -> int | None:
         return None
     if text == "cpu":
         return cpus
-    try:
-        number = int(str(text))
-    except ValueError:
-        number = 0
+    number = int(str(text)) if re.fullmatch("[0-9]{1,9}", str(text)) else 0
     if not 1 <= number <= MAX_RANKS:
-        shown = "null" if text is None else text
         raise UsageError(
-            f"nproc_per_node={shown}: give a number of at least 1 and at most {MAX_RANKS}, or auto"
+            f"nproc_per_node={show_value(text)}: give a number of at least 1 and at most {MAX_RANKS}, or auto"
         )
     return number
 
@@ -373,18 +318,11 @@ def load_snapshot(path: str) -> Machine:
     Raises UsageError for a file that cannot be read, or that holds something else.
     """
     try:
-        data = read_input(path, LARGEST)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"machine.snapshot={path} cannot be read ({getattr(error, 'strerror', '') or error}): "
-            "give a path from here, or a file in conf/machine/"
-        ) from None
-    try:
-        return parse_machine(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"machine.snapshot={path}: not a machine snapshot (no UTF-8 text, {error.reason} at byte"
-            f" {error.start}): make one with `launch topo save=FILE`"
-        ) from None
+        return parse_machine(read_input(path, LARGEST).decode("utf-8-sig"))
     except UsageError as error:
         raise UsageError(f"machine.snapshot={path}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"machine.snapshot={path} cannot be read ({getattr(error, 'strerror', '') or error}): give a path"
+            " from here, or a file in conf/machine/"
+        ) from None

@@ -2,46 +2,42 @@
 
 import contextlib
 import logging
-import math
 import os
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from launcher.config.compose import (
-    FAILURES,
     Composed,
     add_searchpath,
     compose,
-    diagnose_failure,
-    list_hydra_words,
+    explain_primary,
+    list_own_files,
     normalize_overrides,
     open_hydra,
     read_values,
-    set_hydra_config,
+    show_hydra,
 )
 from launcher.config.run_path import choose_id, use_sweep_folder
-from launcher.config.words import Sources, mentions_hydra, quote_value, read_key, shorten_message
+from launcher.config.settings import Settings
+from launcher.config.words import Sources, quote_value
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_own
 from launcher.runs.secrets import mask_words
 from launcher.text import StderrHandler
 
-MOST_JOBS = 100_000
-"""Of a sweep; SLURM's largest array has 4 million tasks, and 1,000 as it is installed."""
+logger = logging.getLogger(__name__)
+HYDRAS_FOLDER = "multirun/${now:"
+"""How Hydra's default of `hydra.sweep.dir` begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,46 +47,41 @@ class Multirun:
     sources: Sources
     words: tuple[str, ...]
     """The command line's overrides in Hydra's terms."""
-    tree: DictConfig | None = None
-    """The configuration without the values of the sweep; None if nothing in it is Hydra's."""
-    own_files: Sequence[str] = ()
+    tree: DictConfig
+    """The configuration without the values of the sweep."""
+    own_files: Sequence[str]
     """The user's files that the sweep is composed from."""
-    asked: bool = False
+    asked: bool
     """`hydra.mode=MULTIRUN`."""
-    sweeper: str = "basic"
+    sweeper: str
     """The chosen option of the group `hydra/sweeper`."""
-    params: Mapping[str, object] = field(default_factory=dict)
+    params: Mapping[str, object]
     """`hydra.sweeper.params` of the basic sweeper."""
-    sweep_dir: str | None = None
+    sweep_dir: str | None
     """`hydra.sweep.dir`, if the user has set it; launch has no use for Hydra's default."""
 
 
 def read_multirun(sources: Sources, overrides: Sequence[str]) -> Multirun:
     """Compose what is the same for all jobs of a sweep; raises UsageError."""
-    sources = add_searchpath(sources, overrides)
-    with open_hydra(sources) as loader, warnings.catch_warnings(action="ignore"):
-        words = normalize_overrides(sources, overrides, sweep=True)
-        if not mentions_hydra(words) and not sources.mentions("hydra"):
-            return Multirun(sources, tuple(words))
-        try:
-            tree = loader.load_configuration(sources.primary, words, RunMode.MULTIRUN)
-            OmegaConf.set_struct(tree, value=False)
-            set_hydra_config(tree, None)
-            choices = {str(group): str(option) for group, option in tree.hydra.runtime.choices.items()}
-            given = {read_key(word) for word in (*list_hydra_words(sources, choices), *words)}
-            sweeper = choices["hydra/sweeper"]
-            return Multirun(
-                sources,
-                tuple(words),
-                tree,
-                sources.list_own(choices),
-                asked=tree.hydra.mode == RunMode.MULTIRUN,
-                sweeper=sweeper,
-                params=dict(tree.hydra.sweeper.params or {}) if sweeper == "basic" else {},
-                sweep_dir=str(tree.hydra.sweep.dir) if "hydra.sweep.dir" in given else None,
-            )
-        except FAILURES as error:
-            raise UsageError(diagnose_failure(loader, sources, words, error)) from None
+    with open_hydra(sources) as hydra:
+        words = normalize_overrides(hydra, sources, overrides, sweep=True)
+        tree = hydra.config_loader.load_configuration(sources.primary, words, RunMode.MULTIRUN)
+        if OmegaConf.get_type(tree) is not Settings:
+            raise UsageError(explain_primary(sources))
+        OmegaConf.set_struct(tree, value=False)
+        show_hydra(tree)
+        sweeper = str(tree.hydra.runtime.choices["hydra/sweeper"])
+        is_given = not str(tree.hydra.sweep._get_node("dir")._value()).startswith(HYDRAS_FOLDER)
+        return Multirun(
+            sources,
+            tuple(words),
+            tree,
+            list_own_files(add_searchpath(sources, tree), tree),
+            asked=tree.hydra.mode == RunMode.MULTIRUN,
+            sweeper=sweeper,
+            params=dict(tree.hydra.sweeper.params or {}) if sweeper == "basic" else {},
+            sweep_dir=str(tree.hydra.sweep.dir) if is_given else None,
+        )
 
 
 def expand_sweep(multirun: Multirun) -> list[list[str]]:
@@ -99,35 +90,23 @@ def expand_sweep(multirun: Multirun) -> list[list[str]]:
     Values of the command line override those of `hydra.sweeper.params`. Raises UsageError.
     """
     params = [f"{key}={value}" for key, value in multirun.params.items()]
-    with open_hydra(multirun.sources) as loader:
-        try:
-            words = [*normalize_overrides(multirun.sources, params, sweep=True), *multirun.words]
-            parsed = OverridesParser.create(loader).parse_overrides(words)
-            values = {override.get_key_element(): list_values(override) for override in parsed}
-        except FAILURES as error:
-            raise UsageError(shorten_message(error)) from None
-    if math.prod(map(len, values.values())) > MOST_JOBS:
-        raise UsageError(f"the sweep has over {MOST_JOBS} jobs: give fewer values, or several sweeps")
+    values: dict[str, list[str]] = {}
+    with open_hydra(multirun.sources) as hydra:
+        words = [*normalize_overrides(hydra, multirun.sources, params, sweep=True), *multirun.words]
+        for override in OverridesParser.create(hydra.config_loader).parse_overrides(words):
+            key, line = override.get_key_element(), str(override.input_line)
+            if not override.is_sweep_override():
+                values[key] = [line]
+            elif not override.is_discrete_sweep():
+                raise UsageError(
+                    f"{line} is for a sweeper that chooses values by results, as hydra/sweeper=optuna: name"
+                    " one, or list the values"
+                )
+            else:
+                values[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            if not values[key]:
+                raise UsageError(f"{line} matches nothing: a sweep needs one value at least")
     return [list(job) for job in product(*values.values())]
-
-
-def list_values(override: Override) -> list[str]:
-    """Return an override for each of its values; raises UsageError for values that cannot be listed."""
-    if not override.is_sweep_override():
-        return [str(override.input_line)]
-    if not override.is_discrete_sweep():
-        raise UsageError(
-            f"{override.input_line} is for a sweeper that chooses values by results, as hydra/sweeper=optuna:"
-            " name one, or list the values"
-        )
-    some = islice(override.sweep_string_iterator(), MOST_JOBS + 1)
-    found = [f"{override.get_key_element()}={value}" for value in some]
-    if not found:
-        raise UsageError(f"{override.input_line} matches nothing: a sweep needs one value at least")
-    return found
-
-
-logger = logging.getLogger(__name__)
 
 
 class TrialError(LaunchError):
@@ -136,22 +115,6 @@ class TrialError(LaunchError):
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
         self.exit_code = exit_code
-
-
-class TrialReturn(JobReturn):
-    """A trial's result, without the line that Hydra prints whenever a sweeper looks at one that failed."""
-
-    @property
-    def return_value(self) -> Any:  # noqa: ANN401 - as Hydra has it
-        """The objective; raises TrialError if there is none."""
-        if isinstance(self._return_value, TrialError):
-            raise self._return_value
-        return self._return_value
-
-    @return_value.setter
-    def return_value(self, value: Any) -> None:  # noqa: ANN401 - see above
-        """Set the objective, or the error."""
-        self._return_value = value
 
 
 def run_trials(
@@ -168,7 +131,6 @@ def run_trials(
     folder = make_folder(multirun)
     parsed = OverridesParser.create().parse_overrides(list(multirun.words))
     fixed = {one.get_key_element(): str(one.input_line) for one in parsed if not one.is_sweep_override()}
-    defects: list[BaseException] = []
 
     def run_batch(trials: Sequence[tuple[int, Sequence[str]]]) -> list[JobReturn]:
         """Run a batch, and return each trial's objective, or TrialError if it has none.
@@ -186,27 +148,20 @@ def run_trials(
         results: list[JobReturn] = []
         for number, overrides, chosen, composed in batch:
             logger.info(f"trial {number}: {' '.join(mask_words(chosen))}")
-            value: object = None
-            if code := next(codes):
-                value = TrialError(f"trial {number} failed with exit code {code}", code)
-            else:
-                kind = str(read_values(composed, ("objective",))["objective"])
-                try:
-                    value = read_objective(folder / str(number), kind)
-                except ValueError as error:
-                    value = TrialError(f"trial {number}: {error}", UsageError.exit_code)
-            failed = isinstance(value, TrialError)
-            logger.info(str(value) if failed else f"trial {number}: objective {value}")
-            status = JobStatus.FAILED if failed else JobStatus.COMPLETED
-            results.append(TrialReturn(overrides, composed.tree, status=status, _return_value=value))
+            status, value = JobStatus.COMPLETED, None
+            try:
+                if code := next(codes):
+                    raise TrialError(f"trial {number} failed with exit code {code}", code)
+                value = read_objective(
+                    folder / str(number), str(read_values(composed, ["objective"])["objective"])
+                )
+                logger.info(f"trial {number}: objective {value}")
+            except (TrialError, ValueError) as error:
+                told = error if isinstance(error, TrialError) else TrialError(f"trial {number}: {error}", 2)
+                status, value = JobStatus.FAILED, told
+                logger.info(str(told))
+            results.append(JobReturn(overrides, composed.tree, status=status, _return_value=value))
         return results
-
-    def keep_defects(trials: Sequence[tuple[int, Sequence[str]]]) -> list[JobReturn]:
-        try:
-            return run_batch(trials)
-        except BaseException as error:
-            defects.append(error)  # not one of the sweeper's
-            raise
 
     logger.info(f"the trials of hydra/sweeper={multirun.sweeper} go to {folder}")
     plugins = logging.getLogger("hydra_plugins")  # whose log has their results
@@ -215,18 +170,19 @@ def run_trials(
     node = {"_target_": "hydra_plugins.launch.TrialLauncher"}
     ConfigStore.instance().store(group="hydra/launcher", name="launch", node=node, provider="launch")
     words = [*multirun.words, "hydra/launcher=launch", f"hydra.sweep.dir={quote_value(str(folder))}"]
-    with open_hydra(multirun.sources):
-        hydra: Any = GlobalHydra.instance().hydra
+    with open_hydra(multirun.sources) as hydra:
         try:
-            hydra.multirun(multirun.sources.primary, keep_defects, words, with_log_configuration=False)
+            hydra.multirun(multirun.sources.primary, run_batch, words, with_log_configuration=False)
         except LaunchError:
             raise
         except Exception as error:
-            if error in defects:
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            if str(frame.f_globals.get("__name__")).startswith("launcher."):  # a defect of ours
                 raise
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 traceback.print_exception(error)
-            raise UsageError(f"hydra/sweeper={multirun.sweeper}: {shorten_message(error)}") from None
+            why = " ".join(str(error.__cause__ or error).split())
+            raise UsageError(f"hydra/sweeper={multirun.sweeper}: {why}") from None
         finally:
             if not multirun.sweep_dir:
                 with contextlib.suppress(OSError):
@@ -237,11 +193,10 @@ def run_trials(
 
 def make_folder(multirun: Multirun) -> Path:
     """Return the sweep's folder, made: `hydra.sweep.dir`, else one below `runs_dir`; raises MachineError."""
-    given = multirun.sweep_dir
-    runs_dir = multirun.tree.runs_dir if multirun.tree is not None else "runs"
-    prefix = f"{multirun.sweeper}-"
+    given, prefix = multirun.sweep_dir, f"{multirun.sweeper}-"
+    runs_dir = Path(str(multirun.tree.runs_dir))
     try:
-        path = Path(given or choose_id(Path(runs_dir), datetime.now().astimezone(), prefix=prefix)).absolute()
+        path = Path(given or choose_id(runs_dir, datetime.now().astimezone(), prefix=prefix)).absolute()
         path.mkdir(mode=0o700, parents=True, exist_ok=bool(given))
         os.close(open_own(path))  # Hydra and sweepers write into it by name
     except OSError as error:
