@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from launcher.config.settings import Settings, list_settings
 
-WORDS = {
+WORDS: dict[str, list[str]] = {
     key: [word for word in each.metadata["choices"] if word != "auto"]
     for key, _, each in list_settings(Settings())
     if "choices" in each.metadata

@@ -16,12 +16,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from launcher.config.start import LIBRARY_PREFIXES
 from launcher.plan.variables import HONOURED
+
+if TYPE_CHECKING:
+    from launcher.config.settings import Settings
+    from launcher.launch.job import JobSpec
 
 PATIENCE = 240
 """Seconds to wait for what takes a few on an idle machine; pytest-timeout ends a test after 300."""
@@ -103,6 +107,31 @@ def run_outside(
         [*LAUNCH, *words], cwd=cwd, env=environ, capture_output=True, timeout=timeout, check=False, **options
     )
     return Result(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+
+
+def specify(
+    overrides: Sequence[str],
+    program: tuple[str, ...] | None = None,
+    environ: Mapping[str, str] = os.environ,
+    run_dir: Path | None = None,
+) -> "JobSpec":
+    """Specify the job of a command line; its run directory is as `launch` chooses it, or given."""
+    from launcher.cli.run import specify_job
+    from launcher.config.compose import compose
+    from launcher.config.run_path import RunPath, choose_run_path
+    from launcher.config.words import find_sources
+
+    composed = compose(find_sources(None, None, None), overrides)
+    path = RunPath("test", run_dir, "new_run_dir") if run_dir else choose_run_path(composed, program)
+    return specify_job(composed, program, path, environ)
+
+
+def compose_settings(*overrides: str, run_dir: Path | None = None) -> "Settings":
+    """The settings of a command line."""
+    from launcher.config.compose import compose, resolve
+    from launcher.config.words import find_sources
+
+    return resolve(compose(find_sources(None, None, None), overrides), run_dir)
 
 
 def list_loaded(words: Sequence[str], cwd: Path, **variables: str) -> set[str]:

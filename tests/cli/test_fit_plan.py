@@ -18,9 +18,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from launcher.config import training
-from launcher.config.compose import compose, resolve
 from launcher.config.program import find_program
-from launcher.config.words import find_sources
 from launcher.fit.advice import Advice
 from launcher.fit.choice import FitReport, assess
 from launcher.fit.training import Learned, Range
@@ -31,8 +29,7 @@ from tests.data_files import DATA
 from tests.fit.made_requests import REQUEST
 from tests.fuzzing import Terminal, assert_harmless
 from tests.runs.test_run_lookup import make_measured
-from tests.seam import QUICK_AGENT, Launch, list_loaded, run_inside, run_outside
-from tests.specify import specify
+from tests.seam import QUICK_AGENT, Launch, compose_settings, list_loaded, run_inside, run_outside, specify
 
 H100 = "machine=dgx_h100"
 A100 = "machine=dgx_a100"
@@ -210,7 +207,7 @@ def test_a_measured_run_corrects_the_estimate(launch: Launch, here: Path) -> Non
     words += ["program.grad_accumulation=1", "program.batch_size=1"]
     before = read_fit(launch, *words)
     expected = before["memory"]["reserved"]["expected"]
-    config = resolve(compose(find_sources(None, None, None), words))
+    config = compose_settings(*words)
     fingerprint = fingerprint_ranks(find_program(None, config, {}), "gpu", 8)
     make_measured(here / "runs", 1, expected=expected, reserved=int(1.2 * expected), fingerprint=fingerprint)
     after = read_fit(launch, *words, "program.steps=7")

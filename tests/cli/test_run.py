@@ -21,8 +21,7 @@ from launcher.preflight import PreflightRequest, render_answer
 from launcher.probe import limits
 from launcher.protocol import name_host
 from tests.launch.terminals import launch_on_terminal
-from tests.seam import Launch, clean_environ, run_outside
-from tests.specify import specify
+from tests.seam import Launch, clean_environ, run_outside, specify
 from tests.strangers import give_away
 
 

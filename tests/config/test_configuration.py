@@ -2,12 +2,12 @@
 
 import json
 import os
+import re
+import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
 import yaml
@@ -16,23 +16,25 @@ from hypothesis import strategies as st
 from submitit import AutoExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
-from launcher.config.compose import compose, resolve
-from launcher.config.program import resolve_program
-from launcher.config.settings import Settings, list_settings, settle_words
+from launcher import files
+from launcher.config.program import read_env_files, resolve_program
+from launcher.config.settings import Settings
 from launcher.config.start import choose_cluster, plan_node
-from launcher.config.words import find_sources, read_tables
-from launcher.errors import UsageError
 from launcher.plan.model import Request
-from tests.seam import Launch, drop_powers, run_outside
+from tests.fuzzing import WORDS
+from tests.seam import Launch, compose_settings, drop_powers, in_shell, run_outside
 
 STARTED = "would start a job"
 """What the tests' guard says of a run that gets that far."""
 
 
-def write(path: Path, text: str) -> Path:
+def write(path: Path, text: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
+
+
+# Folders of configuration
 
 
 def test_a_relative_conf_with_odd_characters_is_found(
@@ -44,40 +46,50 @@ def test_a_relative_conf_with_odd_characters_is_found(
     assert launch("--cfg", "job", "-p", "model.name", "model=mine").out == "mine\n"
 
 
-@pytest.mark.parametrize("name", ["conf", "conf/model", "conf/model/tiny.yaml"])
-def test_an_unreadable_conf_is_one_line(here: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "fix"), [("conf", "chmod u+rx"), ("conf/model/tiny.yaml", "Permission denied")]
+)
+def test_an_unreadable_conf_is_one_line(here: Path, name: str, fix: str) -> None:
     write(here / "conf/model/tiny.yaml", "name: x\n")
     (here / name).chmod(0)
     try:
-        result = run_outside(["dry_run=true"], here, preexec_fn=drop_powers)
-        result.assert_error(2, f"{here / name} cannot be read", "chmod -R u+rX")
-        assert run_outside(["--help-all"], here, preexec_fn=drop_powers).code == 0
+        run_outside(["dry_run=true"], here, preexec_fn=drop_powers).assert_error(2, str(here / name), fix)
     finally:
         (here / name).chmod(0o755)
+
+
+def test_what_is_no_file_is_no_option(launch: Launch, here: Path) -> None:
+    """Neither a pipe nor a device without an end keeps Hydra, whatever folder they are in."""
+    (here / "conf/model").mkdir(parents=True)
+    os.mkfifo(here / "conf/launch.yaml")
+    (here / "conf/model/x.yaml").symlink_to("/dev/zero")
+    write(here / "conf/vocabulary/large.yaml", "#" * (1 << 20) + "\na: &a 1\nb: *a\n")
+    assert launch("plan").code == launch("--help-all").code == 0
+    launch("plan", "model=x").assert_error(2, "no 'x' in model")
+    launch("plan", f"hydra.searchpath=[{here}/conf]", "model=x").assert_error(2, "no 'x' in model")
 
 
 def test_a_package_in_the_search_path(here: Path) -> None:
     write(here / "theirs/__init__.py", "")
     write(here / "theirs/conf/__init__.py", "")
     write(here / "theirs/conf/experiment/x.yaml", "# @package _global_\nnproc_per_node: 1\n")
-    words = ["hydra.searchpath=[pkg://theirs.conf]", "experiment=x", "dry_run=true", "--", "true"]
-    result = run_outside(words, here, {"PYTHONPATH": str(here)})
-    assert result.code == 0 and "configuration from theirs/conf/experiment/x.yaml" in result.err, result
+    words = ["--cfg", "job", "-p", "nproc_per_node", "hydra.searchpath=[pkg://theirs.conf]", "experiment=x"]
+    assert run_outside(words, here, {"PYTHONPATH": str(here)}).out == "1\n"
+
+
+# Keys and words
 
 
 def test_a_setting_with_a_set_of_words_takes_no_other(launch: Launch) -> None:
-    settings = {key: (value, each.metadata) for key, value, each in list_settings(Settings())}
     for key in ("start.warm", "agent", "watch.on_hang", "notify.events"):
-        value, words = settings[key][0], settings[key][1]["choices"]
-        given = f"{key}=[{words[0]},foo]" if isinstance(value, list) else f"{key}=foo"
-        refused = f"{key}=foo: choose from {', '.join(words)}"
-        launch(given, "dry_run=true", "--", "true").assert_error(2, refused)
+        given = f"{key}=[{WORDS[key][0]},foo]" if key == "notify.events" else f"{key}=foo"
+        refused = launch(given, "dry_run=true", "--", "true")
+        refused.assert_error(2, f"{key}=foo: choose from ", ", ".join(WORDS[key]))
 
 
 def test_the_shipped_files_set_nothing_but_groups_and_the_program() -> None:
     """So that `launch status` and its like can do without them."""
-    composed, plain = resolve(compose(find_sources(None, None, None), [])), Settings()
-    settle_words(plain)
+    composed, plain = compose_settings(), Settings()
     groups = {"allocator", "data", "dataloader", "model", "program"}
     for field in fields(Settings):
         if field.name not in groups:
@@ -85,6 +97,7 @@ def test_the_shipped_files_set_nothing_but_groups_and_the_program() -> None:
 
 
 def test_every_parameter_of_submitits_has_an_answer(launch: Launch) -> None:
+    known = yaml.safe_load(launch("--cfg", "job").out)
     names = [f"slurm_{name}" for name in SlurmExecutor._valid_parameters()]
     names += [name for name in AutoExecutor._typed_parameters() if name not in ("name", "nodes")]
     names += [
@@ -93,19 +106,13 @@ def test_every_parameter_of_submitits_has_an_answer(launch: Launch) -> None:
     for some in (names[start : start + 4] for start in range(0, len(names), 4)):
         done = launch(*(f"{name}=1" for name in some), "--", "true")
         done.assert_error(2, *(f"{name}=1 is " for name in some))
+        for fix in re.findall(r"the key here is (\w+)", done.err):
+            assert fix in known, done
 
 
 def test_a_secret_of_another_tools_word_is_not_shown(launch: Launch) -> None:
     told = launch("HF_TOKEN=hf_secretsecretsecret", "--api-key", "secretsecret", "train.py")
     assert told.code == 2 and "secretsecret" not in told.err and "env.HF_TOKEN" in told.err
-
-
-def test_the_keys_that_are_told_of_exist(launch: Launch) -> None:
-    known = yaml.safe_load(launch("--cfg", "job").out).keys()
-    for tool, names in read_tables().items():
-        for name, fix in names.items():
-            top = fix.partition(",")[0].partition(" ")[0].partition(".")[0]
-            assert top in known or fix.startswith("leave it out") or tool == "short", name
 
 
 def test_a_gpu_whose_memory_is_not_known_has_no_estimate(launch: Launch, here: Path) -> None:
@@ -129,56 +136,103 @@ def test_a_job_on_cpus_is_warned_of_since_swap_may_hold_it(launch: Launch) -> No
     assert "does not fit" in done.err and STARTED in done.err, done
 
 
+# Sweeps, and Hydra's own settings
+
+MULTIRUN = (
+    "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      nproc_per_node: 1,2\n"
+)
+
+
+def test_a_sweep_by_hydras_mode(launch: Launch, here: Path) -> None:
+    for words in (["hydra.mode=MULTIRUN", "nproc_per_node=1,2"], ["-m", "nproc_per_node=1,2"]):
+        assert "launch: job 2 of 2: " in launch(*words, "dry_run=true").err
+    write(here / "conf/experiment/x.yaml", MULTIRUN)
+    result = launch("experiment=x", "agent=torchrun", "dry_run=true", "program.steps=7,8")
+    assert result.out.count("--nproc-per-node=2") == result.out.count("--steps=8") == 2
+    assert launch("experiment=x", "dry_run=true", "nproc_per_node=2").err.count("job 1 of 1") == 1
+    # Neither for other verbs, nor over a flag.
+    assert json.loads(launch("plan", "experiment=x", "format=json", "nproc_per_node=1").out)
+    assert "job 1 of" not in launch("--run", "experiment=x", "dry_run=true").err
+
+
+SHOWN = "import os; print('|'.join(os.environ[name] for name in ('JOB', 'OUT', 'MODEL', 'A')))"
+
+
+@pytest.mark.usefixtures("quick_agent")
+def test_the_runs_of_a_sweep_and_what_hydra_tells_them(here: Path) -> None:
+    (here / "a.py").write_text(SHOWN)
+    told = ["env.JOB=${hydra:job.num}", "env.OUT=${hydra:runtime.output_dir}/x", "env.A=${name}/y"]
+    words = ["-m", "hydra.sweep.dir=swept/${now:%Y}", "name=a,b", "nproc_per_node=1", "~program.steps"]
+    words += [*told, "env.MODEL=${hydra:runtime.choices.model}", "--", "a.py"]
+    done = run_outside(words, here)
+    assert done.code == 0, done.err
+    folders = sorted(path.parent for path in here.glob("swept/*/*/manifest.json"))
+    assert [folder.name for folder in folders] == ["0", "1"]
+    assert [(folder / "logs/0/rank-0.out").read_text().strip() for folder in folders] == [
+        f"{number}|{folder}/x|tiny|{name}/y"
+        for (number, name), folder in zip(enumerate("ab"), folders, strict=True)
+    ]
+    run_outside(words, here).assert_error(2, "swept/", "/0, of hydra.sweep.dir, is there already")
+
+
+def test_a_glob_is_the_options_of_a_group(launch: Launch) -> None:
+    result = launch("-m", "binding=glob(*,exclude=n*)", "dry_run=true")
+    assert [
+        line.rpartition("binding=")[2].split()[0] for line in result.err.splitlines() if "job " in line
+    ] == [*("exclusive", "l3", "socket")]
+
+
+def test_a_launcher_that_is_installed_is_refused_too(launch: Launch, here: Path) -> None:
+    write(here / "conf/hydra/launcher/mine.yaml", "_target_: hydra_plugins.x.Y\n")
+    for word in ("hydra/launcher=mine", "+hydra/launcher=mine"):
+        launch(word, "dry_run=true").assert_error(2, "launcher=mine", "cluster=slurm")
+
+
 # Where a job runs, by SLURM's variables
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 JOB = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3"}
 BATCH_STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967291"}
 """The batch script's own step, as slurm.h numbers it."""
+HAS = {"PATH": "slurm"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "nodes", "environ", "found"),
+    ("kind", "nodes", "spares", "environ", "found"),
     [
-        ("auto", 1, {}, ("local", "nodes=1", 1, 1)),
-        ("local", "1:1", {}, ("local", "cluster=local", 1, 1)),
-        ("auto", "1:4", {}, ("local", "nodes=1:4", 1, 1)),
-        ("auto", "auto", {}, ("local", "one node", 1, 1)),
-        ("auto", 1, JOB, ("local", "nodes=1, on this node of SLURM job 7, and no srun on PATH", 1, 1)),
-        ("auto", "auto", STEP, ("local", "one node, a task of SLURM step 7.0", 1, 1)),
-        ("auto", 4, {"PATH": "slurm"}, ("slurm", "nodes=4", 4, 4)),
-        ("auto", "2:4", {"PATH": "slurm"}, ("slurm", "nodes=2:4", 2, 4)),
-        ("slurm", "auto", {"PATH": "slurm"}, ("slurm", "cluster=slurm", 1, 1)),
-        ("auto", 1, {"PATH": "slurm"}, ("local", "nodes=1", 1, 1)),
-        ("auto", "auto", {"PATH": "slurm", **JOB}, ("allocation", "SLURM job 7", 3, 3)),
-        ("auto", 2, {"PATH": "slurm", **JOB}, ("allocation", "SLURM job 7", 2, 2)),
-        ("auto", "2:9", {"PATH": "slurm", **JOB}, ("allocation", "SLURM job 7", 2, 3)),
-        ("auto", 1, {"PATH": "slurm", **BATCH_STEP}, ("allocation", "SLURM job 7", 1, 1)),
-        ("slurm", 2, {"PATH": "slurm", **JOB}, ("slurm", "cluster=slurm", 2, 2)),
-        ("allocation", "auto", {"PATH": "slurm", **BATCH_STEP}, ("allocation", "cluster=allocation", 1, 1)),
+        ("auto", 1, 0, {}, ("local", "nodes=1", 1, 1)),
+        ("local", "1:1", 0, {}, ("local", "cluster=local", 1, 1)),
+        ("auto", "1:4", 0, {}, ("local", "nodes=1:4", 1, 1)),
+        ("auto", "auto", 0, {}, ("local", "one node", 1, 1)),
+        ("auto", 1, 0, JOB, ("local", "nodes=1, on this node of SLURM job 7, and no srun on PATH", 1, 1)),
+        ("auto", "auto", 0, STEP, ("local", "one node, a task of SLURM step 7.0", 1, 1)),
+        ("auto", 4, 0, HAS, ("slurm", "nodes=4", 4, 4)),
+        ("auto", "2:4", 0, HAS, ("slurm", "nodes=2:4", 2, 4)),
+        ("slurm", "auto", 0, HAS, ("slurm", "cluster=slurm", 1, 1)),
+        ("auto", 1, 0, HAS, ("local", "nodes=1", 1, 1)),
+        ("auto", "auto", 0, {**HAS, **JOB}, ("allocation", "SLURM job 7", 3, 3)),
+        ("auto", 2, 0, {**HAS, **JOB}, ("allocation", "SLURM job 7", 2, 2)),
+        ("auto", "2:9", 0, {**HAS, **JOB}, ("allocation", "SLURM job 7", 2, 3)),
+        ("auto", 1, 0, {**HAS, **BATCH_STEP}, ("allocation", "SLURM job 7", 1, 1)),
+        ("slurm", 2, 0, {**HAS, **JOB}, ("slurm", "cluster=slurm", 2, 2)),
+        ("allocation", "auto", 0, {**HAS, **BATCH_STEP}, ("allocation", "cluster=allocation", 1, 1)),
+        ("auto", "auto", 1, {**HAS, **JOB}, ("allocation", "SLURM job 7", 2, 2)),
+        ("auto", 1, 2, {**HAS, **JOB}, ("allocation", "SLURM job 7", 1, 1)),
     ],
 )
 def test_where_a_job_runs(
-    here: Path, kind: str, nodes: object, environ: Mapping[str, str], found: tuple[str, str, int, int]
+    here: Path, kind: str, nodes: object, spares: int, environ: Mapping[str, str], found: tuple[object, ...]
 ) -> None:
     for name in ("srun", "sbatch"):
         write(here / "slurm" / name, "").chmod(0o755)  # looked up, and not run
-    cluster = choose_cluster(kind, nodes, None, None, {"PATH": "/nowhere", **environ})
+    config = Settings(nodes=nodes)
+    config.cluster.kind, config.cluster.spares = kind, spares
+    cluster = choose_cluster(config, {"PATH": "/nowhere", **environ})
     assert (cluster.kind, cluster.why, cluster.min_nodes, cluster.max_nodes) == found
     is_local = cluster.kind == "local"
     assert (cluster.endpoint, cluster.is_host) == ("localhost:0" if is_local else "", is_local)
-
-
-def test_several_tasks_of_a_step_are_told() -> None:
-    environ = {**STEP, "SLURM_STEP_NUM_TASKS": "2"}
-    assert "which has 2: each starts a job of its own" in choose_cluster("auto", 1, None, None, environ).why
-
-
-def test_spare_nodes_of_an_allocation(here: Path) -> None:
-    write(here / "slurm/srun", "").chmod(0o755)
-    environ = {**JOB, "PATH": "slurm"}
-    assert choose_cluster("auto", "auto", None, None, environ, spares=1).max_nodes == 2
-    assert choose_cluster("auto", 1, None, None, environ, spares=2).max_nodes == 1
+    several = choose_cluster(Settings(nodes=1), {**STEP, "SLURM_STEP_NUM_TASKS": "2"})
+    assert "which has 2: each starts a job of its own" in several.why
 
 
 def test_each_setting_reaches_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,32 +257,110 @@ def test_each_setting_reaches_the_planner(monkeypatch: pytest.MonkeyPatch) -> No
 # From the words of the user to what a rank execs
 
 
-def test_modules_in_an_archive_and_of_an_editable_install(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What `python -m` finds beside folders: a zip, and a finder that knows a module by its whole name."""
-    with ZipFile(here / "code.zip", "w") as archive:
-        archive.writestr("zipped/__init__.py", "")
-        archive.writestr("zipped/train.py", "")
-    environ = {"PATH": "/nowhere", "PYTHONPATH": "code.zip"}
-    assert resolve_program(["-m", "zipped.train"], environ)[1:] == ("-m", "zipped.train")
-
-    class Finder:
-        @staticmethod
-        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-            return ModuleSpec(name, None, origin="train.py") if name == "shared.train" else None
-
-    (here / "shared").mkdir()
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    assert resolve_program(["-m", "shared.train"], os.environ)[1:] == ("-m", "shared.train")
-    with pytest.raises(UsageError, match=r"no module 'shared\.trian'"):
-        resolve_program(["-m", "shared.trian"], os.environ)
+def test_a_module_in_an_archive(launch: Launch, here: Path) -> None:
+    assert in_shell("mkdir m; touch m/t.py; python3 -m zipfile -c code.zip m; rm -r m", here).code == 0
+    done = launch("env.PYTHONPATH=code.zip", "dry_run=true", "-m", "m.t")
+    assert done.out.endswith("-m m.t\n"), done
 
 
 @given(st.lists(st.text(), max_size=5))
 def test_arguments_stay_as_they_are(arguments: list[str]) -> None:
     assert resolve_program([sys.executable, *arguments], os.environ) == (sys.executable, *arguments)
-    assert resolve_program(["-m", "json.tool", *arguments], os.environ) == (
-        *(sys.executable, "-m", "json.tool"),
-        *arguments,
+    module = [sys.executable, "-m", "json.tool", *arguments]
+    assert list(resolve_program(module[1:], os.environ)) == module
+
+
+# Files of variables
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        ("A=1\nB=two words\n", {"A": "1", "B": "two words"}),
+        ("export A=1\n  B = 2 \n", {"A": "1", "B": "2"}),
+        ("# comment\n\nA=1 # more\nB=x#y\n", {"A": "1", "B": "x#y"}),
+        ("A='$HOME ${B} #'\nB=\"a\\tb\"\nC=$A\n", {"A": "$HOME ${B} #", "B": "a\tb", "C": "$A"}),
+        ("A=\"two\nlines\"\nB='and\r\nmore'\n", {"A": "two\nlines", "B": "and\r\nmore"}),
+        ("A=\nB=\"\"\nC=' '\n", {"A": "", "B": "", "C": " "}),
+        ("A=1\nA=2", {"A": "2"}),
+        ("A=a=b==\nB={\"x\": [1, 2]}\nC=é😀\n", {"A": "a=b==", "B": '{"x": [1, 2]}', "C": "é😀"}),
+        ("\ufeffA=1\r\nB=2\r\n", {"A": "1", "B": "2"}),
+        (b"A=\xe9\xff", {"A": os.fsdecode(b"\xe9\xff")}),
+        ("", {}),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_stands_in_a_file(here: Path, data: str | bytes, found: dict[str, str]) -> None:
+    write(here / "x.env", data)
+    assert read_env_files(Settings(env={"from_file": "x.env"})) == found
+
+
+PROGRAM = """import os
+print([os.environ[name] for name in ("A", "B", "C", "HF_TOKEN")], os.environ.get("from_file"))
+"""
+
+
+@pytest.mark.usefixtures("quick_agent")
+def test_a_run_has_the_variables_and_its_directory_has_no_secret(tmp_path: Path) -> None:
+    """Those given come over the files', these over the environment, and a later file over an earlier one."""
+    write(tmp_path / "conf/experiment/x.yaml", "# @package _global_\nenv:\n  from_file: [x y.env, y.env]\n")
+    write(tmp_path / "x y.env", "A=one\nB='two  words'\nHF_TOKEN=hf-secret\nC=file\n")
+    write(tmp_path / "y.env", "A=file\n")
+    write(tmp_path / "show.py", PROGRAM)
+    words = ("experiment=x", "env.C=given", "nproc_per_node=1", "new_run_dir=run", "explain=true", "show.py")
+    done = run_outside(words, tmp_path, {"A": "user", "NCCL_AUTH_TOKEN": "nccl-secret"})
+    assert done.code == 0, done.err
+    assert "['file', 'two  words', 'given', 'hf-secret'] None" in done.out
+    said = done.err.replace("hf-secret'] None", "")
+    assert "HF_TOKEN" in said and "secret" not in said
+    texts = {path: path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert {path.name for path in texts if "secret" in texts[path]} == {
+        "rank-0.out"
+    }  # the program's own word
+    assert "- x y.env" in texts[tmp_path / "run/config.yaml"]
+    (plan,) = (json.loads(text) for path, text in texts.items() if path.name.startswith("plan-"))
+    told = {each["name"]: (each["value"], each["from"]) for each in plan["ranks"][0]["variables"]}
+    assert told["A"] == ("file", "configuration")
+    assert told["HF_TOKEN"] == ("***", "configuration")
+    assert told["NCCL_AUTH_TOKEN"] == ("***", "user")
+
+
+def test_a_sweep_reads_a_file_for_each_job(launch: Launch, here: Path) -> None:
+    for name in "ab":
+        write(here / f"{name}.env", f"HIP_VISIBLE_DEVICES={name}\n")
+    done = launch("plan", "-m", "env.from_file=a.env,b.env,null", "format=json")
+    assert done.code == 0 and [f'"value": "{name}"' in done.out for name in "abc"] == [True, True, False]
+
+
+# Pipes
+
+
+@pytest.mark.parametrize("key", ["machine.snapshot", "env.from_file"])
+def test_a_pipe_from_which_nothing_comes(
+    launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(files, "PATIENCE", 0.1)
+    os.mkfifo(here / "pipe")
+    launch("plan", f"{key}=pipe").assert_error(
+        2, f"{key}=pipe cannot be read (nothing came from it in 0.1 s)"
     )
+
+
+def test_a_command_in_place_of_a_file(launch: Launch, here: Path) -> None:
+    """As in `env.from_file=<(pass show hf)`, whose output may come late."""
+    assert launch("topo", "save=node.json").code == 0
+    write(here / "late.sh", "sleep 0.2; echo A=1; sleep 0.2; echo B=two\n")
+    line = "launch plan explain=true machine.snapshot=<(cat node.json) env.from_file=<(sh late.sh)"
+    done = in_shell(line, here)
+    assert done.code == 0 and "two" in done.out, done
+
+
+def limit_files(soft: int, hard: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_few_open_files_are_an_error_and_few_are_made_more(here: Path) -> None:
+    words = ["nproc_per_node=2", "--", "true"]
+    run_outside(words, here, preexec_fn=limit_files(12, 12)).assert_error(3, "Too many open files")
+    done = run_outside(words, here, preexec_fn=limit_files(12, 256))
+    assert done.code == 0, done.err

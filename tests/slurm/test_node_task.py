@@ -18,8 +18,7 @@ from launcher.runs.records import read_nodes, read_run
 from launcher.slurm.job_request import JobRequest, write_job_request
 from launcher.slurm.node_channel import render_order
 from launcher.slurm.node_job import open_caches
-from tests.seam import clean_environ, list_modules
-from tests.specify import specify
+from tests.seam import clean_environ, list_modules, specify
 from tests.strangers import give_away
 
 PREFIX = f"launch-caches-{os.uname().nodename}-"

@@ -18,7 +18,7 @@ from launcher.slurm.sbatch import (
     choose_job_options,
     explain_refusal,
 )
-from tests.specify import specify
+from tests.seam import specify
 
 OPTIONS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("options.toml").read_text())
 REFUSALS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("refusals.toml").read_text())
