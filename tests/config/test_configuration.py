@@ -3,9 +3,8 @@
 import json
 import os
 import re
-import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -353,14 +352,3 @@ def test_a_command_in_place_of_a_file(launch: Launch, here: Path) -> None:
     line = "launch plan explain=true machine.snapshot=<(cat node.json) env.from_file=<(sh late.sh)"
     done = in_shell(line, here)
     assert done.code == 0 and "two" in done.out, done
-
-
-def limit_files(soft: int, hard: int) -> Callable[[], None]:
-    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_too_few_open_files_are_an_error_and_few_are_made_more(here: Path) -> None:
-    words = ["nproc_per_node=2", "--", "true"]
-    run_outside(words, here, preexec_fn=limit_files(12, 12)).assert_error(3, "Too many open files")
-    done = run_outside(words, here, preexec_fn=limit_files(12, 256))
-    assert done.code == 0, done.err
