@@ -113,8 +113,7 @@ class Call:
         from launcher.config.settings import Settings
 
         if self.composed is None:
-            config = Settings()
-            return config
+            return Settings()
         from launcher.cli.job_warnings import name_files, warn_elsewhere
         from launcher.config.compose import resolve
         from launcher.config.program import fill_env, read_env_files

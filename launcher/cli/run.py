@@ -24,6 +24,7 @@ from launcher.config.compose import Composed, compose, read_values, resolve
 from launcher.config.program import (
     BUNDLED,
     clear_sections,
+    describe_interpreter,
     fill_env,
     find_program,
     find_unused,
@@ -158,6 +159,8 @@ def specify_job(
     check_placed(context, cluster)
     agent = choose_agent(config, cluster, merged)
     argv = find_program(program, config, merged)
+    if program and (remark := describe_interpreter(program)):
+        logger.info(remark)
     warn_unused(config, cluster, agent.kind, given)
     warn_visible(config, cluster, given)
     if cluster.kind != "slurm":

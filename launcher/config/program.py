@@ -6,14 +6,13 @@ import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 from launcher.errors import UsageError
-from launcher.files import read_input
+from launcher.files import open_file, read_input
 from launcher.rank.hook import split_options
 from launcher.text import suggest
 
@@ -30,6 +29,8 @@ UNPASSED = ("global_batch",)
 """Keys of the section `model` that the launcher alone reads."""
 UNTRAINED = {"experts": "a mixture of experts", "latent_attention": "latent attention"}
 """Keys of models that the bundled program has no layers for."""
+SHEBANG = 256
+"""Bytes of a `#!` line at most (BINPRM_BUF_SIZE of the kernel)."""
 
 
 def find_program(
@@ -90,7 +91,35 @@ def resolve_program(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[st
             raise UsageError(f"{first} cannot be read: `chmod +r {first}`")
     except OSError as error:  # a folder on the way is closed, or the name is too long
         raise UsageError(f"no such program: {first} ({error.strerror}): check the path") from None
+    if read_interpreter(first) and os.access(first, os.X_OK):
+        return (first if "/" in first else f"./{first}", *argv[1:])
     return (python, *argv)
+
+
+def read_interpreter(script: str) -> str:
+    """Return what a script's `#!` line runs if that is no Python, such as `uv run --script`; else empty.
+
+    A Python that such a line names is not used, as under torchrun: it seldom is the one that has torch.
+    """
+    try:
+        with os.fdopen(open_file(script, follow=True), "rb", 0) as file:  # a folder or a pipe is no script
+            line = file.read(SHEBANG).partition(b"\n")[0].decode(errors="replace")
+    except OSError:
+        return ""
+    words = line.removeprefix("#!").split() if line.startswith("#!") else []
+    if words and Path(words[0]).name == "env":
+        words = [word for word in words[1:] if not word.startswith("-S") and "=" not in word]
+    return "" if not words or Path(words[0]).name.startswith("python") else " ".join(words)
+
+
+def describe_interpreter(argv: Sequence[str]) -> str:
+    """Say what interpreter runs a program, if its `#!` line names one; else empty."""
+    script = argv[0] if argv else ""
+    interpreter = read_interpreter(script) if script.endswith(".py") else ""
+    if not interpreter or os.access(script, os.X_OK):
+        return interpreter and f"{script} runs by its own #! line, {interpreter}"
+    how = f"under Python, not by its #! line ({interpreter})"
+    return f"warning: {script} runs {how}: `chmod +x {script}` lets it"
 
 
 def find_executable(name: str, environ: Mapping[str, str]) -> str:
@@ -141,20 +170,48 @@ def find_script(argv: Sequence[str]) -> str:
 
 
 def check_module(names: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise UsageError for a module whose package is not there; what is in it, `python -m` knows."""
+    """Raise UsageError for a module that `python -m` would not find, with the nearest; nothing is imported.
+
+    What a package that changes its `__path__` holds is not known before it is imported.
+    """
     if not names:
         raise UsageError("-m needs a module: `launch -- -m package.module`")
-    folders = [str(Path.cwd()), *environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
-    top = names[0].partition(".")[0]
+    folders = list(
+        filter(None, [str(Path.cwd()), *environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path])
+    )
+    parts, package = names[0].split("."), ""
+    for number, part in enumerate(parts):
+        found = _find_module(f"{package}{part}", folders)
+        if found is None:
+            inside = [module.name for module in iter_modules(folders if number else folders[:1])]
+            near = suggest(part, inside, prefix=package) or ": install it, or start from its folder"
+            raise UsageError(f"no module {names[0]!r} here or in this Python{near}")
+        if found.submodule_search_locations is None:
+            if number + 1 < len(parts):
+                raise UsageError(f"no module {names[0]!r}: {package}{part} is a module and no package")
+            return
+        package += f"{part}."
+        if found.origin is None:  # a namespace, whose own list can be read only once its parent is imported
+            folders = [f"{folder}/{part}" for folder in folders if Path(folder, part).is_dir()]
+            continue
+        folders = list(found.submodule_search_locations)
+        init = Path(found.origin)
+        if not init.is_file() or b"__path__" in init.read_bytes():  # in an archive, or one that is changed
+            return
+    if _find_module(f"{package}__main__", folders) is None:
+        inside = [module.name for module in iter_modules(folders)]
+        near = suggest("", inside, prefix=package, most=9) or ": name a module in it"
+        raise UsageError(f"{names[0]} is a package without a __main__.py{near}")
+
+
+def _find_module(name: str, folders: Sequence[str]) -> ModuleSpec | None:
+    """Return a module's spec, from its package's folders or from a finder such as an editable install's."""
+    others = (finder for finder in sys.meta_path if finder is not PathFinder)
     try:
-        found = PathFinder.find_spec(top, folders) or find_spec(top)  # a finder of an editable install
+        found = PathFinder.find_spec(name.rpartition(".")[2], folders)
+        return found or next((spec for finder in others if (spec := finder.find_spec(name, None))), None)
     except (ImportError, ValueError):
-        found = None
-    if found is None:
-        near = suggest(top, (module.name for module in iter_modules([*folders[:1]])))
-        raise UsageError(
-            f"no module {names[0]!r} here or in this Python{near or ': install it, or start from its folder'}"
-        )
+        return None
 
 
 def render_program(
