@@ -91,7 +91,7 @@ def test_a_start_loads_little_until_the_ranks_are_started(tmp_path: Path) -> Non
     (tmp_path / "x.py").touch()
     script = """
 import os, sys
-from launcher.launch.agents import DirectAgent
+from launcher.launch.supervisor import DirectAgent
 def begin(self):
     print("LOADED", *sys.modules, flush=True)
     os._exit(0)

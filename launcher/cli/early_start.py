@@ -17,7 +17,6 @@ from launcher.protocol import LAUNCH_WATCH
 
 if TYPE_CHECKING:
     from launcher.launch.warm.process import WarmProcess
-    from launcher.launch.warm.read_ahead import Reader
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +25,14 @@ RUN_FLAGS = ("-r", "--run")
 
 @dataclass(slots=True)
 class EarlyStart:
-    """Processes that may be of use to a run; they end with the block of `start_early`."""
+    """A process that may be of use to a run; it ends with the block of `start_early`."""
 
     argv: tuple[str, ...] = ()
-    """The program that they were started for."""
+    """The program that it was started for."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """What the warm process was started with."""
     warm: "WarmProcess | None" = None
     """The one that is not taken yet."""
-    reader: "Reader | None" = None
-    """What brings files from a cold disk before the warm process asks for them."""
 
     def take(self, argv: Sequence[str], environ: Mapping[str, str]) -> "WarmProcess | None":
         """Return the process, whose owner is now the caller, if it was started for this program and
@@ -48,29 +45,19 @@ class EarlyStart:
                 check_environment(self.environ, environ)
                 warm, self.warm = self.warm, None
                 return warm
-        self.drop_warm()
+        self.close()
         return None
 
-    def drop_warm(self) -> None:
+    def close(self) -> None:
         """End the warm process, if nobody has taken it."""
         warm, self.warm = self.warm, None
         if warm is not None:
             warm.close()
 
-    def drop_reader(self) -> None:
-        """End what reads ahead, which ends as its stdin is closed."""
-        with self.reader or contextlib.nullcontext():
-            self.reader = None
-
-    def close(self) -> None:
-        """End both."""
-        self.drop_warm()
-        self.drop_reader()
-
 
 @contextlib.contextmanager
 def start_early(command: Command, environ: Mapping[str, str]) -> Iterator[EarlyStart]:
-    """Give an early start, with processes in it if the ranks may be forked from one.
+    """Give an early start, with a process in it if the ranks may be forked from it.
 
     Errors of the command line are left to those who report them.
     """
@@ -79,12 +66,10 @@ def start_early(command: Command, environ: Mapping[str, str]) -> Iterator[EarlyS
         if early.argv:
             from launcher.launch.warm.process import WarmProcess
             from launcher.launch.warm.program import ExecNeededError
-            from launcher.launch.warm.read_ahead import start_read_ahead
 
             inherited = {name: value for name, value in environ.items() if name != LAUNCH_WATCH}
             # As `launcher.launch.job.build_agent_environ` has them.
             early.environ = {"PYTHONUNBUFFERED": "1", **inherited}
-            early.reader = start_read_ahead("auto", early.argv, environ)
             try:
                 early.warm = WarmProcess.start(early.argv, early.environ)
             except ExecNeededError as error:

@@ -78,12 +78,10 @@ def _start_job(call: Call) -> int:
     spec = specify_job(composed, call.program, run_path, os.environ)
     check_resume(spec)
     start, kind = spec.config.start, spec.cluster.kind
-    if early is None:
-        pass
-    elif kind in ("slurm", "allocation"):
+    # It has imported torch and nothing else, for ranks that are forked here.
+    is_of_use = kind not in ("slurm", "allocation") and spec.agent.kind == "direct"
+    if early and not (is_of_use and start.warm != "off" and not start.preload):
         early.close()
-    elif spec.agent.kind != "direct" or start.warm == "off" or start.preload:
-        early.drop_warm()  # it has imported torch and nothing else, and nobody forks from it
     name_files(composed.own_files)
     if kind == "slurm":
         from launcher.slurm.submission import submit_jobs
@@ -103,15 +101,11 @@ def _start_job(call: Call) -> int:
         print_text(join_words(render_start(job, "RUN_ID")) + "\n")
         return 0
     from launcher.cli.early_start import EarlyStart
-    from launcher.launch.warm.read_ahead import reading_ahead
+    from launcher.launch.warm.read_ahead import read_ahead
 
-    early = early or EarlyStart()
-    program_argv = find_program(spec.program, spec.config, spec.environ)
-    if early.argv != program_argv or start.read_ahead == "off":
-        early.drop_reader()
-    with reading_ahead(start.read_ahead, program_argv, spec.environ, early.reader) as helpers:
-        spec, job = settle_fit(spec, plan_job(spec))
-        return _execute_here(spec, job, argv, helpers, early)
+    read_ahead(start.read_ahead, find_program(spec.program, spec.config, spec.environ), spec.environ)
+    spec, job = settle_fit(spec, plan_job(spec))
+    return _execute_here(spec, job, argv, early or EarlyStart())
 
 
 def try_again(start: Callable[[], int]) -> int:
@@ -285,13 +279,8 @@ def settle_fit(spec: JobSpec, job: Job, *, judges: bool = True) -> tuple[JobSpec
     )
 
 
-def _execute_here(
-    spec: JobSpec, job: Job, argv: Sequence[str], helpers: Sequence[int], early: "EarlyStart"
-) -> int:
-    """Run a planned job on this machine to its end, and return the exit code; raises LaunchError.
-
-    `helpers` are PIDs of processes of ours.
-    """
+def _execute_here(spec: JobSpec, job: Job, argv: Sequence[str], early: "EarlyStart") -> int:
+    """Run a planned job on this machine to its end, and return the exit code; raises LaunchError."""
     from launcher.launch import local_run
     from launcher.probe.limits import count_oom_kills
     from launcher.runs.records import keep_prediction
@@ -314,7 +303,6 @@ def _execute_here(
         _make_viewer,
         count_oom_kills,
         take_warm=early.take,
-        helpers=helpers,
     )
 
 

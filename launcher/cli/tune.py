@@ -24,11 +24,10 @@ from launcher.config.program import fill_env
 from launcher.config.run_path import choose_run_path, render_config
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import LARGEST, read_file
-from launcher.launch.agents import make_agent
 from launcher.launch.ending import complete_manifest, explain_failure
 from launcher.launch.job import Job, JobSpec, build_agent_environ, render_start
 from launcher.launch.local_run import prepare_run, write_plan
-from launcher.launch.supervisor import Supervisor
+from launcher.launch.supervisor import Supervisor, make_agent
 from launcher.plan.model import plan_to_json
 from launcher.probe.limits import count_oom_kills, find_usable_memory, is_memory_low
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS

@@ -5,10 +5,9 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from launcher.errors import EXIT_MACHINE, MachineError
-from launcher.launch.agents import TakeWarm, make_agent
 from launcher.launch.ending import (
     NodeEnd,
     check_success,
@@ -18,7 +17,7 @@ from launcher.launch.ending import (
     post_end,
 )
 from launcher.launch.job import Job, JobSpec, build_agent_environ
-from launcher.launch.supervisor import Supervisor, Viewer
+from launcher.launch.supervisor import Supervisor, TakeWarm, Viewer, make_agent
 from launcher.launch.terminal import open_terminal
 from launcher.launch.watching import keep_watch_folder, watch_node
 from launcher.runs.manifest import describe_start, hold_directory, identify_process, write_manifest
@@ -45,12 +44,11 @@ def execute_job(
     count_oom_kills: Callable[[], int],
     *,
     take_warm: TakeWarm | None = None,
-    helpers: Collection[int] = (),
 ) -> int:
     """Run a job here to its end and return the exit code; raises MachineError before that.
 
     The run directory holds the plan. `take_warm` gives a warm process that was started before this, if there
-    is one for the program; `helpers` are PIDs of processes of ours.
+    is one for the program.
     """
     viewer, config, terminal = make_viewer(job, run), job.config, None
     started = time.monotonic()
@@ -78,7 +76,6 @@ def execute_job(
                 manifest,
                 terminal,
                 watching=watching,
-                helpers=helpers,
             ).run_to_end()
         except OSError as error:
             release_space(run)

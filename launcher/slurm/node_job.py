@@ -22,7 +22,6 @@ from launcher.config.program import find_program
 from launcher.config.settings import SLURM_KINDS, Settings
 from launcher.config.start import AgentChoice, Cluster, check_port_free, parse_endpoint, plan_node
 from launcher.errors import MachineError
-from launcher.launch.agents import TorchrunAgent
 from launcher.launch.job import (
     STARTING,
     Job,
@@ -32,7 +31,7 @@ from launcher.launch.job import (
     is_port_free,
 )
 from launcher.launch.signals import name_signal, open_signal_channel
-from launcher.launch.warm.read_ahead import reading_ahead
+from launcher.launch.warm.read_ahead import read_ahead
 from launcher.launch.watching import keep_watch_folder, watch_node
 from launcher.runs.records import NodeRecord, RankFailure, keep_prediction, write_node
 from launcher.runs.run_directory import RunDir, release_space, reserve_space, write_json
@@ -41,9 +40,8 @@ from launcher.slurm.job_request import JobRequest, read_job_request
 from launcher.slurm.node_channel import NodeReport, start_alive_sender, write_report
 
 if TYPE_CHECKING:
-    from launcher.launch.agents import Agent
     from launcher.launch.ending import NodeEnd
-    from launcher.launch.supervisor import Supervisor
+    from launcher.launch.supervisor import Agent, Supervisor
     from launcher.report.viewer import OutputViewer
 
 logger = logging.getLogger(__name__)
@@ -73,17 +71,16 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     config, cluster = describe_node_part(request, task)
     merged = {**drop_task_variables(environ), **config.env}
     program = find_program(request.words, config, merged)
-    with (
-        reading_ahead(config.start.read_ahead, program, merged) as helpers,
-        keep_watch_folder(merged, enabled=config.watch.enabled) as folder,
-    ):
+    read_ahead(config.start.read_ahead, program, merged)
+    with keep_watch_folder(merged, enabled=config.watch.enabled) as folder:
         variables = build_agent_environ(config, cluster, merged, run, task.host, watch_folder=folder)
         warm = None
         if request.agent == "direct":
             from launcher.launch.warm.process import start_warm
 
             warm = start_warm(program, config.start, variables)
-        from launcher.launch.supervisor import Supervisor  # as all that follows, while torch is imported
+        # While torch is imported, as all that follows.
+        from launcher.launch.supervisor import DirectAgent, Supervisor, TorchrunAgent
         from launcher.plan.model import plan_to_json
         from launcher.probe.limits import count_oom_kills
 
@@ -109,7 +106,6 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
             signal.signal(signal.SIGTERM, lambda *_: None)  # now the supervisor's, and nothing after it
             agent: Agent
             if request.agent == "direct":
-                from launcher.launch.agents import DirectAgent
                 from launcher.slurm.node_channel import NodeControl
 
                 may_restart = bool(choose_restarts(job.config, job.environ) or job.config.cluster.spares)
@@ -119,7 +115,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
                 # stdin brings the first node's commands, which are not for the agent.
                 agent = TorchrunAgent(job, run, variables, run_id, subprocess.DEVNULL)
             supervisor = Supervisor(
-                job, run, viewer, agent, count_oom_kills, control=control, watching=watching, helpers=helpers
+                job, run, viewer, agent, count_oom_kills, control=control, watching=watching
             )
             recorder = NodeRecorder(supervisor, task, started)
             supervisor.on_stop = recorder.record_stop

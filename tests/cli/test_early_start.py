@@ -125,10 +125,10 @@ def test_the_ranks_are_forked_from_the_process_that_was_started_early(folder: Pa
     (folder / "x.py").write_text(program)
     script = f"""
 import sys
-from launcher.launch import agents
+from launcher.launch import supervisor
 def refuse(*_):
     raise AssertionError("another warm process, or a rank by exec")
-agents.start_warm = agents.spawn_rank = refuse
+supervisor.start_warm = supervisor.spawn_rank = refuse
 exec({LAUNCH[2]!r})
 """
     words = ["agent=direct", "nproc_per_node=2", "restarts=1", "logs.console=all", "x.py"]

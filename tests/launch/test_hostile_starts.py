@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.launch.warm.read_ahead import reading_ahead
+from launcher.launch.warm.read_ahead import read_ahead
 from tests.seam import Started, clean_environ, find_processes, start, wait_for
 
 DIRECT = ("agent=direct", "nproc_per_node=2", "logs.console=none")
@@ -227,21 +227,23 @@ def is_cached(path: Path, offset: int) -> bool:
 def test_files_are_read_if_they_are_not_cached(packages: Path) -> None:
     environ = {**clean_environ(), "PYTHONPATH": f"relative:{packages}"}
     uses, plain = ((sys.executable, str(packages / name)) for name in ("uses.py", "plain.py"))
-    for mode, argv in (("off", uses), ("auto", plain)):
-        with reading_ahead(mode, argv, environ) as pids:
-            assert not pids
-    with reading_ahead("auto", uses, environ) as (pid,):
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert all(is_cached(packages / LIBRARY, at) for at in (0, 15 * MIB, 20 * MIB - 1))
-    assert is_cached(packages / BYTECODE, 0)
-    with reading_ahead("auto", uses, environ) as pids:
-        assert not pids
-    with reading_ahead("on", plain, environ) as (pid,):
-        assert Path(f"/proc/{pid}").exists()
-    assert not Path(f"/proc/{pid}").exists()
-    drop(packages / LIBRARY)
-    with (packages / LIBRARY).open("rb") as file:  # its first page is there, the rest is not
+    library, bytecode = packages / LIBRARY, packages / BYTECODE
+    drop(library)  # the kernel reads what a look that does not wait has asked for
+    read_ahead("off", uses, environ)
+    read_ahead("auto", plain, environ)
+    assert not is_cached(library, 15 * MIB)
+    read_ahead("auto", uses, environ)
+    wait_for(lambda: all(is_cached(library, at) for at in (0, 15 * MIB, 20 * MIB - 1)), "the library")
+    wait_for(lambda: is_cached(bytecode, 0), "the bytecode")
+    drop(bytecode)
+    read_ahead("auto", uses, environ)  # the library is there
+    assert not is_cached(bytecode, 0)
+    drop(bytecode)
+    read_ahead("on", plain, environ)
+    wait_for(lambda: is_cached(bytecode, 0), "the bytecode")
+    drop(library)
+    with library.open("rb") as file:  # its first page is there, the rest is not
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         file.read(1)
-    with reading_ahead("auto", uses, environ) as pids:
-        assert pids
+    read_ahead("auto", uses, environ)
+    wait_for(lambda: is_cached(library, 20 * MIB - 1), "the library")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from launcher.launch.agents import spawn_rank
+from launcher.launch.supervisor import spawn_rank
 from launcher.launch.warm.process import WarmProcess
 from launcher.launch.warm.program import ExecNeededError, read_program
 from tests.data_files import read_data
