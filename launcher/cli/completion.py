@@ -1,10 +1,11 @@
 """Shell completion: what the shell evaluates to switch it on, and the answers to its questions."""
 
+import contextlib
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -82,11 +83,9 @@ def complete_word(before: Sequence[str], last: str) -> list[str]:
 def split_line(line: str) -> list[str]:
     """Split a command line as the shell will, the unfinished last word kept, also within quotes."""
     for closing in ("", "'", '"'):
-        try:
+        with contextlib.suppress(ValueError):
             words = shlex.split(line + closing)
-        except ValueError:
-            continue
-        return [*words, ""] if line[-1:].isspace() and not closing else words
+            return [*words, ""] if line[-1:].isspace() and not closing else words
     return line.split(" ")
 
 
@@ -95,20 +94,18 @@ def list_flag_names(last: str) -> list[str]:
     return sorted(name for name in make_parser()._option_string_actions if name.startswith(last))
 
 
-def list_scripts(last: str) -> Iterator[str]:
-    """Give the scripts, and the folders that may hold some, whose path begins so."""
+def list_scripts(last: str) -> list[str]:
+    """Return the scripts, and the folders that may hold some, whose path begins so."""
     folder, slash, name = last.rpartition("/")
     if "=" in last or last.startswith("~"):
-        return
+        return []
     try:
         found = sorted(Path(folder or ("/" if slash else ".")).iterdir())
     except OSError:
-        return
-    for path in found:
-        if path.name.startswith(name) and not (path.name.startswith(".") and not name):
-            ending = "/" if path.is_dir() else ""
-            if ending or path.suffix == ".py":
-                yield f"{folder}{slash}{path.name}{ending}"
+        return []
+    shown = [path for path in found if path.name.startswith(name) and (name or path.name[0] != ".")]
+    paths = [f"{folder}{slash}{path.name}{'/' if path.is_dir() else ''}" for path in shown]
+    return [path for path in paths if path.endswith(("/", ".py"))]
 
 
 def complete_names(verb: str, before: Sequence[str], last: str) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any
 
 from launcher.cli.main import Call
 from launcher.codec import dump
-from launcher.config.run_path import EMPTY_PATH
 from launcher.config.settings import Settings
 from launcher.config.start import guess_kind, plan_node
 from launcher.doctor.machine import BindingTrial, Case, judge_machine
@@ -81,7 +80,7 @@ def _check_nodes(call: Call) -> PreflightReport:
 
     Raises MachineError, and UsageError for a run whose nodes were not checked.
     """
-    config, environ, stop = call.config, call.environ, 0
+    config, environ = call.config, call.environ
     if config.run_dir is not None:
         gpus, preflight = config.cluster.gpus_per_node, config.preflight
         free_kib = preflight.min_free_gib * (1 << 20)
@@ -97,9 +96,7 @@ def _check_nodes(call: Call) -> PreflightReport:
         logger.info(f"checking {len(hosts)} nodes of SLURM job {environ['SLURM_JOB_ID']}")
         report = check_allocation(config, environ, hosts)
     else:
-        report, stop = check_this_machine(config, environ, _find_existing(Path(config.runs_dir)))
-    if stop:
-        raise SystemExit(128 + stop)
+        report = _check_this_machine(config, environ, _find_existing(Path(config.runs_dir)))
     if isinstance(report, str):
         raise MachineError(f"the nodes could not be checked: {report}")
     return report
@@ -154,17 +151,9 @@ def _find_run(config: Settings, here: bool) -> tuple[RunRecords | None, str]:
     if config.run_dir is None:
         last = find_last_run(Path(config.runs_dir))
         return (read_run(last), "") if last else (None, f"no run below runs_dir={config.runs_dir} yet")
-    if not config.run_dir:
-        raise UsageError(EMPTY_PATH.format("run_dir"))
     path = Path(config.run_dir)
-    try:
-        planned = any(entry.match(name_plan_file("*")) for entry in path.iterdir())
-    except PermissionError as error:
-        raise UsageError(f"run_dir={path} cannot be read ({error.strerror}): ask its owner") from None
-    except OSError:
-        planned = False
-    if not planned:
-        raise UsageError(f"run_dir={path} holds no plan-HOST.json: name a run's directory")
+    if not any(path.glob(name_plan_file("*"))):
+        raise UsageError(f"run_dir={path} holds no plan-HOST.json that can be read: name a run's directory")
     return read_run(path), ""
 
 
@@ -173,24 +162,23 @@ def _try_plan(plan: Plan) -> BindingTrial:
     ranks = {rank.memory: rank for rank in reversed(plan.ranks)}.values()
     refused: dict[str, None] = {}
     otherwise: dict[str, None] = {}
-    nothing = [sys.executable, "-I", "-S", "-c", "pass"]
+    python = [sys.executable, "-I", "-S"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     try:
         with tempfile.TemporaryDirectory(prefix="launch-doctor-") as folder:
             Path(folder, "plan.json").write_text(json.dumps(plan_to_json(plan)), encoding="utf-8")
             places = {LAUNCH_PLAN: f"{folder}/plan.json", LAUNCH_RECORD_DIR: folder, LAUNCH_QUIET: "1"}
             for rank in ranks:
-                number = {name: str(rank.local_rank) for name in ("RANK", "LOCAL_RANK")}
-                command, environ = [*nothing[:3], str(SHIM), *nothing], {**inherited, **places, **number}
+                number = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank.local_rank))
+                command = [*python, str(SHIM), *python, "-c", "pass"]
+                environ = {**inherited, **places, **number}
                 done = subprocess.run(
                     command, env=environ, capture_output=True, timeout=PATIENCE, check=False
                 )
                 records = [one for host in read_run(Path(folder)).hosts for one in host.records]
                 own = next((record for record in records if record.local_rank == rank.local_rank), None)
                 if own is None or done.returncode:
-                    count = "no record" if own is None else "a record"
-                    ended = f"the shim ended with {done.returncode} and {count}"
-                    otherwise[f"local rank {rank.local_rank}: {ended}"] = None
+                    otherwise[f"the shim of local rank {rank.local_rank} ended with {done.returncode}"] = None
                     continue
                 is_memory = rank.memory.policy != "default" and own.memory != rank.memory
                 problems = own.problems or compare_rank(rank, own)
@@ -221,19 +209,22 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
             logger.warning(f"preflight: what was found could not be written ({error})")
 
     settings = job.config.preflight
-    report, stop = check_this_machine(job.config, job.environ, run.path, job.program)
-    if stop:
-        outcome = {"state": "stopped", "exit_code": 128 + stop, "signal": name_signal(stop)}
+    try:
+        report = _check_this_machine(job.config, job.environ, run.path, job.program)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+        outcome = {"state": "stopped", "exit_code": status, "signal": name_signal(status - 128)}
         write(ended=stamp_time(), outcome=outcome)
-        return 128 + stop
+        return status
     if isinstance(report, str):
         logger.warning(f"preflight: this machine was not checked: {report}")
         write(preflight={"kind": settings.kind, "problem": report})
         return 0
     for line in list_preflight_lines(report):
         logger.info(f"preflight: {line}")
-    stops = bool(report.sick) and settings.on_failure != "report" and job.cluster.kind != "manual"
-    if report.sick and not stops and settings.on_failure != "report":
+    stops = bool(report.sick) and settings.on_failure != "report"
+    if stops and job.cluster.kind == "manual":
+        stops = False
         logger.info("preflight: this node starts all the same: the job's others wait for it")
     action = "stop" if stops else "start"
     write(report, preflight={**describe_report(report), "action": action, "left_out": []})
@@ -245,10 +236,10 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
     return 0
 
 
-def check_this_machine(
+def _check_this_machine(
     config: Settings, environ: Mapping[str, str], run_path: Path, words: Sequence[str] = ("-m",)
-) -> tuple[PreflightReport | str, int]:
-    """Return what was found, or why nothing was, and the signal that ended the checks, else 0.
+) -> PreflightReport | str:
+    """Return what was found, or why nothing was; raises SystemExit(128+n) after a signal.
 
     `words` are the program and its arguments. A mistake of the checks' own is told as a problem, and what a
     signal has asked for holds all the same.
@@ -261,17 +252,20 @@ def check_this_machine(
             return bool(signals)
 
         try:
-            hosts, directory = (name_host(environ),), Path.cwd()
             request = make_request(
-                config, hosts, directory=directory, run_path=run_path, words=words, environ=environ
+                config,
+                (name_host(environ),),
+                directory=Path.cwd(),
+                run_path=run_path,
+                words=words,
+                environ=environ,
             )
             answers = run_checks(
                 request.command, request, environ, wakeup=inbox.wakeup, is_stopped=is_stopped
             )
             report = answers.judge(tuple(answers.errors))
-        except OSError as error:
-            report = f"no process can be made ({error.strerror})"
         except Exception as error:
-            report = f"{type(error).__name__}: {error}: report it"
-        is_stopped()
-    return report, signals[0] if signals else 0
+            report = f"{type(error).__name__}: {error}"
+        if is_stopped():
+            raise SystemExit(128 + signals[0])
+    return report

@@ -30,7 +30,6 @@ from launcher.plan.variables import (
 )
 from launcher.protocol import LAUNCH_GC, LAUNCH_NUM_WORKERS
 from launcher.runs.secrets import mask_variables, mask_words
-from launcher.text import clean_text
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +52,14 @@ CHOSEN = ("allocator", f"allocator.{EXPANDABLE}")
 # Settings without effect
 
 
-def warn_unused(config: Settings, cluster: Cluster, agent: str, given: Collection[str]) -> None:
-    """Say which settings of the command line have no use for a job that runs in this way."""
+def warn_unused(cluster: Cluster, given: Collection[str]) -> None:
+    """Say which settings of the command line are SLURM's, in a job that runs here."""
     keys = sorted(key for key in given if key.startswith("cluster.") and key not in CHECKED_ELSEWHERE)
     if keys and cluster.kind in ("local", "manual"):
-        verb, them = ("is", "it") if len(keys) == 1 else ("are", "them")
         logger.warning(
-            f"{', '.join(keys)} {verb} for SLURM, and this job runs here ({cluster.why}): set cluster=slurm,"
-            f" or leave {them} out"
+            f"{', '.join(keys)}: settings for SLURM, but this job runs here ({cluster.why}): set"
+            " cluster=slurm, or leave them out"
         )
-    forks = agent == "direct" and config.start.warm != "off"
-    if not forks and config.start.preload and "start.preload" in given:
-        why = "start.warm=off" if agent == "direct" else f"agent={agent}"
-        logger.warning(f"start.preload is not used with {why}: each rank imports by itself")
 
 
 def warn_unread(program: Sequence[str]) -> None:
@@ -73,10 +67,9 @@ def warn_unread(program: Sequence[str]) -> None:
     script = Path(find_script(program))
     words = [word for word in program[1:] if "=" in word and read_key(word).partition(".")[0] in SETTINGS]
     if words:
-        stand = "stands" if len(words) == 1 else "stand"
         logger.info(
-            f"{', '.join(mask_words(words))} {stand} after the program, which gets what stands there: write"
-            f" settings of launch before {script}"
+            f"{', '.join(mask_words(words))} after the program: it gets what stands there; write settings of"
+            f" launch before {script}"
         )
 
 
@@ -100,10 +93,9 @@ def warn_visible(config: Settings, cluster: Cluster, given: Collection[str]) -> 
     names = [name for name in config.env if "env" in given or f"env.{name}" in given]
     masked = mask_variables({name: str(config.env[name]) for name in names})
     if shown := [f"env.{name}" for name in names if masked[name] != str(config.env[name])]:
-        verb, them = ("is", "it") if len(shown) == 1 else ("are", "them")
         logger.warning(
-            f"{', '.join(shown)} {verb} on the command line, which all users of this machine see by"
-            f" `ps` while launch runs: put {them} into a file that you alone can read, env.from_file=FILE"
+            f"{', '.join(shown)} on the command line: all users of this machine see that by `ps` while launch"
+            " runs; write secrets to a file that you alone can read, env.from_file=FILE"
         )
 
 
@@ -114,8 +106,7 @@ def warn_elsewhere(config: Settings, environ: Mapping[str, str]) -> None:
     """
     for name in DEVICE_VARIABLES if config.machine.snapshot else ():
         if name in environ and name not in config.env:
-            machine = clean_text(PurePath(str(config.machine.snapshot)).stem)
-            value = clean_text(environ[name])
+            machine, value = PurePath(str(config.machine.snapshot)).stem, environ[name]
             logger.warning(
                 f"{name}={value} is of this machine, and does not count in a plan for {machine}: "
                 f"set env.{name}={value} if it is meant for that"

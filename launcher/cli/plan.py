@@ -1,5 +1,6 @@
 """`launch plan` and `launch topo`: this machine, or one that the configuration names, and the ranks on it."""
 
+import contextlib
 import errno
 import json
 import logging
@@ -15,7 +16,7 @@ from launcher.config.program import render_program
 from launcher.config.start import plan_node, read_machine
 from launcher.config.words import quote_value
 from launcher.errors import MachineError, UsageError
-from launcher.files import LARGEST, ON_THE_WAY, write_whole
+from launcher.files import LARGEST, ON_THE_WAY, read_file, write_whole
 from launcher.plan.model import KIND, machine_to_json, plan_to_json
 from launcher.runs.run_directory import closing_descriptor
 
@@ -30,14 +31,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def show_plan(call: Call) -> int:
     """Print the plan to stdout, as a table or as JSON; return 0."""
-    config, environ, given = call.config, call.environ, call.given
+    config, environ, given, words = call.config, call.environ, call.given, call.program or ()
     warn_overruled(environ, given)
-    words = call.program
-    if words is None:
-        try:
+    if not words:
+        with contextlib.suppress(UsageError):  # a run says so
             words = render_program(config.program, {"model": config.model, "data": config.data})
-        except UsageError:  # a run says so
-            words = ()
     left_out = settle_allocator(config, words, environ, given)
     made = plan_node(unset_settings(config, left_out), environ)
     fit = None
@@ -77,8 +75,7 @@ def show_topo(call: Call) -> int:
     Raises UsageError or MachineError. Messages go to stderr, so that stdout holds the JSON alone.
     """
     config, image, save = call.config, call.config.image, call.config.save
-    ending = next((ending for ending in IMAGES if image and image.lower().endswith(ending)), "")
-    if image is not None and not ending:
+    if image is not None and Path(image).suffix.lower() not in IMAGES:
         raise UsageError(f"image={image} has no ending that says its format: use {', '.join(IMAGES)}")
     if save is not None:
         check_target("save", save)
@@ -88,13 +85,11 @@ def show_topo(call: Call) -> int:
         machine = read_machine(config.machine)
     else:
         check_target("image", image)
-        if save is not None and os.path.realpath(image) == os.path.realpath(save):
-            raise UsageError(f"image={image} and save={save} are one file: name two")
         from launcher.report.machine import render_machine
 
         plan = plan_node(config, call.environ)
-        machine = plan.machine
-        write_file("image", image, render_machine(plan, f"binding={config.binding.policy}", ending[1:]))
+        machine, picture = plan.machine, Path(image).suffix[1:].lower()
+        write_file("image", image, render_machine(plan, f"binding={config.binding.policy}", picture))
         for warning in plan.warnings:
             logger.warning(f"{warning}")
         logger.info(f"the machine is drawn in {image}, with the ranks on it")
@@ -116,12 +111,11 @@ def show_topo(call: Call) -> int:
 
 def _is_snapshot(path: Path) -> bool:
     """Tell whether a file is a snapshot of any version, or empty."""
-    try:
-        size = path.stat().st_size
-        data = json.loads(path.read_bytes()) if 0 < size <= LARGEST else {}
-    except (OSError, ValueError, RecursionError):
-        return False
-    return size == 0 or (isinstance(data, dict) and data.get("kind") == KIND)
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        text = read_file(path, LARGEST, follow=True)
+        data = json.loads(text) if text else {"kind": KIND}
+        return isinstance(data, dict) and data.get("kind") == KIND
+    return False
 
 
 # Files that a user names: written whole or not at all, and none of the user's own lost
@@ -149,11 +143,7 @@ def write_file(key: str, name: str, data: bytes) -> None:
     path = Path(name)
     try:
         if path.exists() and not path.is_file():
-            # A device, or a pipe that somebody reads.
-            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-            with os.fdopen(descriptor, "wb") as file:
-                os.set_blocking(descriptor, True)
-                file.write(data)
+            path.write_bytes(data)
         else:
             target = path.resolve()  # a link goes on pointing at the file
             with closing_descriptor(os.open(target.parent, ON_THE_WAY)) as folder:
@@ -164,7 +154,6 @@ def write_file(key: str, name: str, data: bytes) -> None:
 
 def explain(key: str, name: str, error: OSError) -> UsageError | MachineError:
     """Say why a file was not written, and what to do."""
-    what = f"{key}={name} cannot be written ({error.strerror or error})"
-    if error.errno in FULL:
-        return MachineError(f"{what}: make room, or name a file on another disk")
-    return UsageError(f"{what}: name a file in a directory that you may write to")
+    kind = MachineError if error.errno in FULL else UsageError
+    why = error.strerror or error
+    return kind(f"{key}={name} cannot be written ({why}): name a file where you may write and there is room")

@@ -155,7 +155,7 @@ def specify_job(
     argv = find_program(program, config, merged)
     if program and (remark := describe_interpreter(program)):
         logger.info(remark)
-    warn_unused(config, cluster, agent.kind, given)
+    warn_unused(cluster, given)
     warn_visible(config, cluster, given)
     if cluster.kind != "slurm":
         warn_elsewhere(config, environ)

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import re
 import select
 import signal
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 from launcher.cli.main import Call, print_json
 from launcher.config.settings import Settings
 from launcher.errors import EXIT_MACHINE, MachineError, SchedulerError, UsageError
-from launcher.files import read_file
+from launcher.files import LARGEST, read_file
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.report.viewer import open_stream
 from launcher.runs.manifest import (
@@ -43,7 +42,7 @@ from launcher.runs.run_status import (
 )
 from launcher.slurm.commands import ENDED, WAITING, ask_queue, expand_hosts, fold_hosts, run_slurm
 from launcher.slurm.run_states import RunWatch, describe_run_state, explain_reason, find_run_states
-from launcher.text import describe_time, escape_text, print_text
+from launcher.text import count_things, describe_time, escape_text, name_some, print_text
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +54,8 @@ MOST_RUNS = 1000
 """Newest runs that are looked through for those."""
 MOST_MANIFESTS = 5000
 """Newest runs that are looked through for nodes."""
-MOST_BYTES = 4 << 20
-"""Of a manifest that is looked at: one of a hundred attempts on a thousand nodes has less."""
 MOST_NODES = 100
 """Nodes that are shown if none is named."""
-HUGE_LIST = re.compile(r"\[.*\d{6}|\].*\[")
-"""A list of nodes with more of them than are worth naming one by one."""
 SILENT = 30.0
 """Seconds since the last word of the node that judges, after which there will hardly be another."""
 CANCEL_SECONDS = 60.0
@@ -77,18 +72,13 @@ LONGEST_HOST = 80
 """Characters of a host's name."""
 
 
-def choose_named(config: Settings, names: Sequence[str]) -> list[Path]:
-    """Return the runs that are named, each once; raises UsageError with the near names."""
-    return choose_runs(Path(config.runs_dir), names)
-
-
 def choose_one(config: Settings, names: Sequence[str], verb: str, *, is_live: bool = False) -> Path:
     """Return the one run that is named, the newest if none is; raises UsageError for several.
 
     `is_live` prefers the newest that has not ended.
     """
     if names:
-        found = choose_named(config, names)
+        found = choose_runs(Path(config.runs_dir), names)
         if len(found) > 1:
             raise UsageError(
                 f"{' '.join(names)} are {len(found)} runs, and launch {verb} takes one, such as {found[0]}"
@@ -110,7 +100,7 @@ def show_status(call: Call) -> int:
     """Print how the named runs stand, or the newest ones; returns 0. Raises UsageError for an unknown one."""
     config = call.config
     if call.names:
-        paths = choose_named(config, call.names)
+        paths = choose_runs(Path(config.runs_dir), call.names)
     else:
         newest = list(islice(list_runs(Path(config.runs_dir)), MOST_RUNS))
         paths = newest[:NEWEST_RUNS] + [path for path in newest[NEWEST_RUNS:] if read_status(path).is_live]
@@ -161,16 +151,14 @@ def _add_watch(status: RunStatus) -> RunStatus:
         age += silence
     watch = {
         "state": state.state if running else "ended",
-        "time": state.time,
-        "step": state.step,
         "step_age": None if age is None else round(age, 3),
         "step_seconds": state.p50,
         "verdict": asdict(hang.verdict) if hang else None,
         "hang": None if hang is None else {"number": hang.number, "recovered": hang.recovered},
         "hangs": len(state.hangs),
-        "restarts": state.restarts,
         "stragglers": len({one.rank for one in state.stragglers}),
         "silent": list(state.silent),
+        **{name: getattr(state, name) for name in ("time", "step", "restarts")},
     }
     return replace(status, reason=reason, watch=watch)
 
@@ -187,9 +175,9 @@ def show_nodes(call: Call) -> int:
     if call.names:
         chosen: set[str] = set()
         for name in call.names:
-            hosts = {node.host for node in nodes if _matches(node.host, name)}
+            hosts = _choose_hosts([node.host for node in nodes], name)
             if not hosts:
-                known = ", ".join(sorted(node.host for node in nodes)[:8]) or "none is known"
+                known = name_some(sorted(node.host for node in nodes), 8) or "none is known"
                 raise UsageError(f"no run below runs_dir={config.runs_dir} was on a node {name!r}: {known}")
             chosen |= hosts
         nodes = [node for node in nodes if node.host in chosen]
@@ -204,29 +192,24 @@ def show_nodes(call: Call) -> int:
 
     shown = nodes if call.names else nodes[:MOST_NODES]
     print_nodes(make_console(stderr=False), shown, detailed=bool(call.names))
-    if len(shown) < len(nodes):
-        print_text(
-            f"and {len(nodes) - len(shown)} nodes with less trouble: name them, as in `launch nodes n1*`\n"
-        )
+    if left := len(nodes) - len(shown):
+        print_text(f"and {left} nodes with less trouble: name them, as in `launch nodes n1*`\n")
     return 0
 
 
 def _read_manifests(runs_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Give the newest runs' names and manifests; those that cannot be read are left out."""
     for path in islice(list_runs(runs_dir), MOST_MANIFESTS):
-        try:
-            yield name_run(path), parse_manifest(read_file(path / "manifest.json", MOST_BYTES))
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            yield name_run(path), parse_manifest(read_file(path / "manifest.json", LARGEST))
 
 
-def _matches(host: str, name: str) -> bool:
-    """Tell whether a name, a pattern (`n1*`) or a list of SLURM's (`n[08-12]`) means a host."""
-    try:
-        is_list = not {*"*?!"} & {*name} and not HUGE_LIST.search(name)
-        return host in expand_hosts(name) if is_list else fnmatchcase(host, name)
-    except ValueError:
-        return fnmatchcase(host, name)
+def _choose_hosts(hosts: Sequence[str], name: str) -> set[str]:
+    """Return the hosts that a name, a pattern (`n1*`) or a list of SLURM's (`n[08-12]`) means."""
+    listed: Sequence[str] = ()
+    with contextlib.suppress(ValueError):
+        listed = expand_hosts(name)
+    return {*listed} & {*hosts} or {host for host in hosts if fnmatchcase(host, name)}
 
 
 # launch cancel
@@ -241,7 +224,7 @@ def cancel_runs(call: Call) -> int:
     config, names = call.config, call.names
     if not names:
         raise UsageError("cancel which run? `launch status` lists them: launch cancel NAME/ID")
-    standing, error = find_run_states(choose_named(config, names), own=True)
+    standing, error = find_run_states(choose_runs(Path(config.runs_dir), names), own=True)
     if error:
         raise error
     with contextlib.ExitStack() as opened:
@@ -289,23 +272,18 @@ def _open_launch(run: RunStatus, opened: contextlib.ExitStack) -> int | None:
 
 
 def _confirm(runs: Sequence[RunStatus]) -> bool:
-    """Ask whether to cancel `tiny/ID, job 12, running on n[0-3] for 3 h 20 min`.
+    """Ask whether to cancel runs such as `tiny/ID, job 12, running on n[0-3] for 3 h 20 min`.
 
     Raises UsageError if there is no terminal.
     """
     if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError("launch cancel asks first, and there is no terminal to ask on: give yes=true")
-    described = []
     for run in runs:
         what = f"job {run.job_id}" if not run.process else f"process {run.process.get('pid')}"
         where = f" on {run.nodelist}" if run.nodelist and run.state == "running" else ""
         since = f" for {describe_time(run.seconds)}" if run.seconds is not None else ""
-        described.append(escape_text(f"{run.run}, {what}, {run.state}{where}{since}"))
-    question = f"cancel {described[0]}?"
-    if len(runs) > 1:
-        sys.stderr.writelines(f"  {one}\n" for one in described)
-        question = f"cancel these {len(runs)} runs?"
-    sys.stderr.write(f"{question} [y/N] ")
+        sys.stderr.write(escape_text(f"  {run.run}, {what}, {run.state}{where}{since}") + "\n")
+    sys.stderr.write(f"cancel {count_things(len(runs), 'run')}? [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

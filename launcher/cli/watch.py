@@ -101,10 +101,7 @@ def explain_table(path: Path, run: RunStatus, snapshot: RunSnapshot) -> str:
         return describe_run_state(run)
     if snapshot.nodes:
         return ""
-    watched = read_config_value(path, "watch", "enabled")
-    if watched is None:
-        return "its ranks are not watched: an older version of launch started it; see launch logs"
-    if watched is False:
+    if not read_config_value(path, "watch", "enabled"):
         return "its ranks are not watched (watch.enabled=false): see launch logs"
     if not run.is_live:
         return "its nodes have left no reports"

@@ -55,7 +55,7 @@ def test_several_runs_are_asked_about_once(here: Path) -> None:
         hold_directory(make_mine(here, stamp=stamp))
     code, shown = answer(here, "\n", NUMBER, "20260801-120001")
     assert code == 1
-    assert f"  tiny/{NUMBER}, process" in shown and "cancel these 2 runs? [y/N]" in shown
+    assert f"  tiny/{NUMBER}, process" in shown and "cancel 2 runs? [y/N]" in shown
 
 
 HOLD = """

@@ -67,15 +67,15 @@ def test_what_does_not_go_with_a_program_is_left_out_and_it_runs(here: Path) -> 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["env.HF_TOKEN=abc"], "env.HF_TOKEN is on the command line"),
-        (["+env.A=ghp_AbCdEfGh12345678AbCdEfGh12345678AbCd"], "env.A is on the command line"),
-        (["env.HF_TOKEN=abc", "env.B=1", "env.PASSWORD=x"], "env.HF_TOKEN, env.PASSWORD are on the command"),
-        (["+env={HF_TOKEN: abc}"], "env.HF_TOKEN is on the command line"),
+        (["env.HF_TOKEN=abc"], "env.HF_TOKEN on the command line"),
+        (["+env.A=ghp_AbCdEfGh12345678AbCdEfGh12345678AbCd"], "env.A on the command line"),
+        (["env.HF_TOKEN=abc", "env.B=1", "env.PASSWORD=x"], "env.HF_TOKEN, env.PASSWORD on the command"),
+        (["+env={HF_TOKEN: abc}"], "env.HF_TOKEN on the command line"),
         (["env.B=1"], ""),
         (["env.from_file=x.env"], ""),
         (["env.HF_TOKEN=abc", "dry_run=true"], ""),
         (["env.HF_TOKEN=abc", "cluster=slurm"], ""),
-        (["env.HF_TOKEN=abc", "cluster=slurm", "follow=true"], "env.HF_TOKEN is on the command line"),
+        (["env.HF_TOKEN=abc", "cluster=slurm", "follow=true"], "env.HF_TOKEN on the command line"),
     ],
     ids=str,
 )
@@ -244,7 +244,7 @@ def test_odd_words_and_surroundings(here: Path) -> None:
     left = {"LAUNCH_WARM": "nonsense", "LAUNCH_TERMINAL": "nonsense"}
     result = run_outside(["nproc_per_node=1", "name=odd", "train.py", *words], here, left)
     assert (result.code, json.loads(result.out.splitlines()[-1])) == (0, words), result
-    assert "launch: nproc_per_node=2 stands after the program" in result.err
+    assert "launch: nproc_per_node=2 after the program" in result.err
     for word in ("lr=3 ", "terminal", "warm process", "asyncio", "by exec"):
         assert word not in result.err
     (run,) = (here / "runs/odd").iterdir()
@@ -286,7 +286,7 @@ def test_the_words_of_an_end(here: Path) -> None:
 
 def test_a_plan_says_what_it_judges(launch: Launch) -> None:
     plan = launch("plan", "nproc_per_node=1")
-    assert plan.code == 0 and "CUDA" not in plan.out and "Python and torch" in plan.out
+    assert plan.code == 0 and "CUDA" not in plan.out
     assert "launch: no program is given: memory is judged for the bundled one" in plan.err
     assert "bundled" not in launch("plan", "+model=gpt2").err
 

@@ -332,8 +332,7 @@ def test_a_run_that_is_not_watched(launch: Launch, run: Path) -> None:
     for config, text in (
         ("watch: {enabled: false}\n", "not watched (watch.enabled=false)"),
         ("watch: {enabled: true}\n", "no node has reported yet"),
-        ("name: x\n", "an older version of launch started it"),
-        ("a: [1\n", "an older version of launch started it"),
+        ("a: [1\n", "its ranks are not watched"),
     ):
         (run / "config.yaml").write_text(config)
         result = launch("watch")
