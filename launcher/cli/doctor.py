@@ -152,8 +152,10 @@ def _find_run(config: Settings, here: bool) -> tuple[RunRecords | None, str]:
         last = find_last_run(Path(config.runs_dir))
         return (read_run(last), "") if last else (None, f"no run below runs_dir={config.runs_dir} yet")
     path = Path(config.run_dir)
-    if not any(path.glob(name_plan_file("*"))):
-        raise UsageError(f"run_dir={path} holds no plan-HOST.json that can be read: name a run's directory")
+    if not config.run_dir or not any(path.glob(name_plan_file("*"))):
+        raise UsageError(
+            f"run_dir={config.run_dir} holds no plan-HOST.json that can be read: name a run's directory"
+        )
     return read_run(path), ""
 
 
