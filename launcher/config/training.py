@@ -278,9 +278,8 @@ def make_training(job: FitJob) -> Training | None:
     on_gpu, given, usual = device.kind == "gpu", _list_values(config), _list_values(Settings())
     fixed = tuple(key for key, value in given.items() if value != usual[key])
     options = {key: _read_option(config.program, key) for key in PROGRAM_OPTIONS} if is_bundled else {}
-    chooses = is_bundled and not {*fixed} & {*SPLITTING}
-    if not chooses:
-        options.pop("parallel.framework", None)
+    if {*fixed} & {*SPLITTING}:
+        options.pop("parallel.framework", None)  # nothing is left to choose
     values = {key: options.get(key, AUTO) if value == AUTO else value for key, value in given.items()}
     free = frozenset(key for key in OPTIONS if key in options and values[key] == AUTO)
 
@@ -301,7 +300,7 @@ def make_training(job: FitJob) -> Training | None:
     values["parallel.zero"] = 3 if values["parallel.zero"] == "fsdp" else int(values["parallel.zero"])
     settle("parallel.dp", max(1, ranks // prod(values[key] for key in SPLITTING[:3])))
     layout = ParallelLayout(**{each.name: values[f"parallel.{each.name}"] for each in fields(ParallelLayout)})
-    settle("parallel.framework", "ddp" if chooses else find_framework(layout))
+    settle("parallel.framework", find_framework(layout))
     micro_batch, accumulation = (
         None if values[key] == AUTO else values[key] for key in ("fit.micro_batch", "fit.accumulation")
     )
@@ -321,7 +320,6 @@ def make_training(job: FitJob) -> Training | None:
             "lora": Lora(fit.lora.rank, tuple(fit.lora.targets)) if fit.lora.rank else None,
             "recompute_modules": tuple(fit.recompute_modules),
             "autocast": is_bundled and values["fit.precision"] == "mixed" and framework == "ddp",
-            "bundled": trains,
             "expandable_segments": job.expandable,
         }
     )

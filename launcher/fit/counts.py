@@ -280,13 +280,13 @@ def count_layer_bytes(
     hidden, heads, width = model.hidden_size, model.heads, settings.width
     query, key, value, latent, out = find_widths(model)
     trained = frozenset(ATTENTION_MATRICES + MLP_MATRICES) if lora is None else lora.matrices
-    autocast, rising = settings.autocast and settings.bundled, 2 if model.mlp == "swiglu" else 1
+    autocast, rising = settings.autocast and training.is_bundled, 2 if model.mlp == "swiglu" else 1
     fused, again = bool(settings.compile) or settings.framework == "megatron", {*recomputed}
     # Selective checkpointing computes the scores again (arXiv:2205.05198, section 5).
     is_default = settings.checkpointing == "selective" and not settings.recompute_modules
     flash = settings.flash_attention or is_default or "core_attn" in again
-    plain = settings.bundled and has_plain_attention(training)
-    dropout = model.position == "learned" and not settings.bundled
+    plain = training.is_bundled and has_plain_attention(training)
+    dropout = model.position == "learned" and not training.is_bundled
 
     def count_mlp(inner: int) -> int:
         tensors = (4 - fused if model.mlp == "swiglu" else 2) - ("down_proj" not in trained)
@@ -298,7 +298,7 @@ def count_layer_bytes(
     for inputs, copies in ((ATTENTION_MATRICES[:-1], 3), (MLP_MATRICES[:-1], rising)):
         if trained & {*inputs}:
             sequence.append(("layernorm", Range.of((copies if autocast else 1) * width * hidden)))
-    if model.norm == "rmsnorm" and not fused and not settings.bundled:
+    if model.norm == "rmsnorm" and not fused and not training.is_bundled:
         norms = model.norms_per_layer * (EAGER_NORM if lora is None else EAGER_NORM // 2) * hidden
         sequence.append(("layernorm", Range(0, norms, norms)))
     up = "attention mla_up_proj" if model.latent_attention else "attention"
@@ -306,7 +306,7 @@ def count_layer_bytes(
     split.append(("attention", Range.of(width * (latent + out) + 4 * heads * flash)))
     if plain:
         split.append(("attention", Range.of(width * (2 * query - key - value))))
-    elif settings.bundled and width == 2 and model.position == "rope":
+    elif training.is_bundled and width == 2 and model.position == "rope":
         split.append(("attention", Range.of(width * query)))
     if model.qk_norm:
         split.append(("attention", Range.of(width * (query + key))))
@@ -332,7 +332,7 @@ def count_layer_bytes(
     )
     pieces = layout.tp if layout.sequence_parallel else 1
     found = of_split * (tokens / layout.tp) + of_sequence * (tokens / pieces)
-    if settings.bundled:
+    if training.is_bundled:
         return Range.of(0.98 * found.low, found.expected, 1.02 * found.high)
     more = (width + 1) * sum(one.inputs * one.passes for one in adapters)
     given = 0

@@ -3,7 +3,7 @@
 Weights, gradients and optimizer states by bytes a parameter, activations by counting tensors, and what else
 is allocated at the moments of a step, by counting what the code of each framework allocates. DDP and FSDP2
 are taken with models as Hugging Face's, Megatron with fused norms and a parallel loss. Of the bundled program
-the code is known (`TrainingSettings.bundled`), which makes most ranges narrow.
+the code is known (`Training.is_bundled`), which makes most ranges narrow.
 
 Published totals: 16 bytes a parameter of mixed-precision Adam (ZeRO, arXiv:1910.02054, section 3.1), 18 with
 fp32 gradients (Megatron-LM's distributed optimizer: 6 + 12 / dp), 16 in fp32, 8 in bf16 alone.
@@ -215,16 +215,10 @@ class Stage:
         torch's default for CUDA, `foreach`, takes a list of temporaries of all gradients: for AdamW the root
         of the second moment (torch.optim._multi_tensor_adamw), for Adafactor the squares and the updates.
         """
-        settings, layout, trained, optimizer = (
-            self.settings,
-            self.layout,
-            self.trained,
-            self.settings.optimizer,
-        )
-        of_weight, of_gradient, of_state, self.copy_bytes = count_state_bytes(
-            settings, self.model.hidden_size
-        )
-        self.gradient_bytes, zero = of_gradient, layout.zero
+        settings, layout, trained = self.settings, self.layout, self.trained
+        optimizer, zero, hidden = settings.optimizer, layout.zero, self.model.hidden_size
+        of_weight, of_gradient, of_state, self.copy_bytes = count_state_bytes(settings, hidden)
+        self.gradient_bytes = of_gradient
         wide = min(layout.replicas, layout.shard_size or layout.replicas)
         # Megatron folds ep over tp.
         holders = layout.replicas if layout.ep <= layout.replicas else layout.replicas * layout.tp
@@ -241,14 +235,16 @@ class Stage:
         # DDP's, unless gradients are views of them (gradient_as_bucket_view, off by default); they stay if
         # the gradients themselves are freed at once.
         self.buckets = Range(0, self.gradients, self.gradients)
-        if not has_buckets or settings.bundled:
+        if not has_buckets or self.training.is_bundled:
             self.buckets = NOTHING
         local, width = _count_shard(trained, by_optimizer), 2 if settings.precision == "bf16" else 4
         states, whole, self.step = round(of_state * local), width * local, NOTHING
         if optimizer == "muon":
             states += round(whole * (trained.tables / max(1, trained.total)))
         self.optimizer = Range.of(states)
-        has_none = settings.optimizer_fused or settings.bundled or self.framework in ("zero", "megatron")
+        has_none = (
+            settings.optimizer_fused or self.training.is_bundled or self.framework in ("zero", "megatron")
+        )
         if optimizer == "adafactor":
             self.step = Range(0, 2 * whole, 3 * whole)
         elif optimizer == "adamw" and not has_none:
@@ -272,7 +268,7 @@ class Stage:
         # (no_sync) are not yet.
         accumulates = settings.accumulation > 1 or layout.pp > 1
         times = int(accumulates or has_buckets or self.framework in ("megatron", "zero"))
-        if settings.bundled and has_buckets:
+        if self.training.is_bundled and has_buckets:
             times += accumulates
         self.held = 0 if settings.optimizer_in_backward else self.gradients * times
 
@@ -342,7 +338,7 @@ class Stage:
         settings, model, layout, width = self.settings, self.model, self.layout, self.width
         if self.framework == "megatron":
             return Range.of(MEGATRON_SELECTIVE * layer.low, layer.expected, layer.high)
-        every, hidden, sent = 1 if settings.bundled else 2, model.hidden_size, 0
+        every, hidden, sent = 1 if self.training.is_bundled else 2, model.hidden_size, 0
         stream, (*made, out) = 4 if settings.autocast else width, find_widths(model)
         inner = self._find_inner(mixture=mixture)
         if mixture and model.experts:
@@ -352,7 +348,7 @@ class Stage:
         sequence = stream * hidden + width * (2 * hidden / every + sent)
         split = width * (out + results / every) + 4 * model.heads
         each = self.tokens * (split / layout.tp + sequence / (layout.tp if layout.sequence_parallel else 1))
-        if settings.bundled:
+        if self.training.is_bundled:
             return Range.of(0.98 * each, each, 1.02 * each)
         low, expected, high = (share * each for share in SELECTED[settings.compile])
         if mixture:
@@ -371,7 +367,7 @@ class Stage:
         model, tokens, stream, width = self.model, self.tokens, self.stream, self.width
         inner = self._find_inner(mixture=mixture)
         kept = tokens * (4 if model.mlp == "swiglu" else 2) * width * inner / self.layout.tp
-        if not self.settings.bundled:
+        if not self.training.is_bundled:
             crowd = CROWD if mixture else 1
             return Range.of(0.25 * kept, 0.5 * kept + stream, 0.75 * kept * crowd + 2 * stream)
         found = 0.5 * kept + stream + tokens * width * model.hidden_size
@@ -410,7 +406,7 @@ class Stage:
         if self.copy_bytes and not settings.lora and not self.shards_weights:
             size = self.copy_bytes * trained.total
             copies = Range.of(0 if settings.checkpointing == "full" else 0.8 * size, size, size)
-            if settings.bundled:
+            if self.training.is_bundled:
                 copies = Range.of(self.copy_bytes * (parameters.total - parameters.tables))
         copy, tied, exchanged = copies * (1 / layers), self.model.tied_embeddings, self._count_exchanged()
         # The output layer's gradient is outside of DDP's buckets while it waits.
@@ -424,7 +420,7 @@ class Stage:
 
         if self.has_head:
             own = {"activations": every + copies + self.outer, "logits": self._count_logits()}
-            if settings.bundled and self.framework == "fsdp":
+            if self.training.is_bundled and self.framework == "fsdp":
                 # Its root's weights, and what it gathered of the last layer.
                 root = width * (parameters.root + parameters.largest_layer)
                 own["communication"] = Range.of(0.9 * root, root, 1.1 * root)
@@ -464,7 +460,7 @@ class Stage:
             root, layer = parameters.root, parameters.largest_layer
             each = (2 * width + 4) * root
             sent = Range.of(0.9 * each, each + 4 * layer, each + (4 + 3 * width) * layer + 4 * root)
-            own["communication"] = Range.of((width + 4) * root) if settings.bundled else sent
+            own["communication"] = Range.of((width + 4) * root) if self.training.is_bundled else sent
         yield meet("backward of the embedding", whole + (bool(held) + tied) * table, **own)
         name, own = "optimizer step", {"temporary": self.step, "communication": self.buckets}
         yield meet(name, max(whole, held), **own)
@@ -485,7 +481,7 @@ class Stage:
         table's gradient in fp32. With autocast the copies of the table and of the input too.
         """
         settings, width, tokens, table = self.settings, self.width, self.tokens, self.table
-        if settings.bundled:
+        if self.training.is_bundled:
             chunk, several = min(tokens, CHUNK) * self.model.vocab_size, tokens > CHUNK
             summed = (4 if several else width) * table
             before = 0 if not several else summed if tokens > 2 * CHUNK else width * table
@@ -535,7 +531,7 @@ class Stage:
             table = trained.tables if self.settings.lora else self.table
             least += width * trained.largest_layer
             expected = layers + root + (width * table if self.has_head else 0)
-            if self.settings.bundled:
+            if self.training.is_bundled:
                 return Range.of(0.9 * expected, expected, 1.1 * expected)
         return total + Range.of(least, expected, 1.2 * expected + root)
 

@@ -154,8 +154,6 @@ class TrainingSettings:
     flash_attention: bool = True
     autocast: bool = False
     """`mixed` by torch.autocast over fp32 weights, as the bundled program does with DDP."""
-    bundled: bool = False
-    """It is the bundled program, whose tensors are known exactly."""
     expandable_segments: bool = True
     loss: str = "auto"
     """`plain`: all logits at once; `chunked`: some at a time; `fused`: in one kernel with the output layer
@@ -225,8 +223,8 @@ class Training:
     """Tokens to train on in all, for time and GPU-hours."""
     step_seconds: float | None = None
     """Measured seconds of an optimizer step."""
-    is_bundled: bool = True
-    """False: a program of the user's, or settings that the bundled one does not have; never refused."""
+    is_bundled: bool = False
+    """It is the bundled program, whose tensors are known exactly; others are never refused."""
     global_batch: int | None = None
     """Sequences of an optimizer step, if that is set."""
     free: frozenset[str] = frozenset()
@@ -384,15 +382,10 @@ def check_layout(training: Training) -> None:
     (Megatron-LM and torchtitan alike), so 2 * cp divides it. Sequence parallelism splits that further over
     tp. Megatron Core folds ep over tp: the experts' GPUs are those of a pipeline stage.
     """
-    model, layout, settings, experts = (
-        training.model,
-        training.layout,
-        training.settings,
-        training.model.experts,
-    )
+    model, layout, settings = training.model, training.layout, training.settings
+    experts, ranks = model.experts, training.gpus_per_node * training.nodes
     tp, pp, ep, zero, replicas = layout.tp, layout.pp, layout.ep, layout.zero, layout.replicas
     framework, length, group = settings.framework, settings.seq_len, layout.shard_size
-    ranks = training.gpus_per_node * training.nodes
 
     def refuse(what: str, fix: str) -> None:
         raise UsageError(f"{what}: set {fix}")

@@ -64,7 +64,6 @@ class FitCase:
             "accumulation": self.accumulation,
             "seq_len": self.seq_len,
             "autocast": self.bf16 and not sharded,
-            "bundled": True,
         }
         layout = {"dp": self.world_size, "zero": 3 if sharded else 0}
         return ask(TABLES["models"][self.model], layout=layout, settings=settings, is_bundled=True)

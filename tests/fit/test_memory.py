@@ -240,14 +240,14 @@ TRAINING = st.fixed_dictionaries(
             name: st.sampled_from(WORDS[f"fit.{name}"])
             for name in ("precision", "optimizer", "checkpointing", "offload", "quantization")
         },
-        **dict.fromkeys(
-            ("flash_attention", "bundled", "expandable_segments", "optimizer_in_backward"), st.booleans()
-        ),
+        **dict.fromkeys(("flash_attention", "expandable_segments", "optimizer_in_backward"), st.booleans()),
         "activation_offload": st.booleans(),
     }
 )
 PLAIN = st.fixed_dictionaries({"dp": SMALL, "zero": st.sampled_from([0, 3])})
-REQUESTS = st.builds(ask, ANY_MODELS, st.just(8), layout=LAYOUTS | PLAIN, settings=TRAINING)
+REQUESTS = st.builds(
+    ask, ANY_MODELS, st.just(8), layout=LAYOUTS | PLAIN, settings=TRAINING, is_bundled=st.booleans()
+)
 
 
 @given(REQUESTS, st.none() | st.floats(1, 1e20), st.none() | st.floats(1e-300, 1e20))

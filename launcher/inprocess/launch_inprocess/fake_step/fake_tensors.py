@@ -150,11 +150,7 @@ class FakeDispatch(TorchDispatchMode):
         """Of the last fake result: of what C++ code makes without naming a tensor."""
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one operation."""
         kwargs = dict(kwargs or {})
