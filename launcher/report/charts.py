@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,14 +40,8 @@ _LINES = ("#0072b2", "#d55e00", "#00875f", "#b85c94", "#b87d00", "#2f93cc", "#6b
 """Colours of lines; Okabe and Ito's, of which some are darkened to be read on white."""
 _AREAS = ("#0072b2", "#ecc94b", "#c44a00", "#4fc3a1", "#9ccdf0", "#80868f", "#7b2d8e")
 """Light ones beside dark ones: they differ for eyes that see no red or no green, and in print."""
-_LANES = {
-    "hang": (_LINES[1], "X"),
-    "straggler": (_LINES[4], "D"),
-    "restart": (_LINES[3], "^"),
-    "checkpoint": (_LINES[2], "o"),
-    "requeue": (_LINES[7], "s"),
-}
-"""Colour and marker of an event, by kind."""
+_EVENTS = dict(zip(("hang", "straggler", "restart", "checkpoint", "requeue"), _LINES[1:], strict=False))
+"""Colour of an event, by kind."""
 _STYLE = Path(__file__).with_name("html_page") / "charts.mplstyle"
 _UNITS = ((3 * 86400, 86400, "days"), (3 * 3600, 3600, "hours"), (3 * 60, 60, "minutes"), (0, 1, "seconds"))
 """From how many seconds on a span of time is shown in a unit."""
@@ -200,14 +194,14 @@ class Charts:
         worst = self.find_spread(self.bin_values(lambda rank: rank.p99))[2]
         if np.isnan(middle).all():
             return None
-        counts = [(kind, sum(event.kind == kind for event in self.events)) for kind in _LANES]
+        counts = [(kind, sum(event.kind == kind for event in self.events)) for kind in _EVENTS]
         told = ", ".join(count_things(number, kind) for kind, number in counts if number) or "no events"
         title = f"The median step takes {_format(float(np.nanmedian(middle)))} s; {told}."
         curves = (
             _Curve("slow steps (p99), 95th percentile of the ranks", worst, _LINES[1], dashed=True),
             _Curve("median step (p50), with the spread over ranks", middle, _LINES[0], band=(low, high)),
         )
-        svg = self._draw_times("steps", title, {"time of a step (s)": curves}, shows_events=True)
+        svg = self._draw_times("steps", title, {"time of a step (s)": curves}, self.events)
         return Chart("Time of a step over the run", title, svg)
 
     def draw_quantities(self, *, of_gpus: bool) -> Chart | None:
@@ -221,6 +215,7 @@ class Charts:
         if not found:
             return None
         ranks = sorted({rank for values in found.values() for rank in values})
+        none = np.full(self.count, np.nan)
         panels: dict[str, Sequence[_Curve]] = {}
         words = []
         for label, values in found.items():
@@ -229,7 +224,6 @@ class Charts:
             summed = f"median of {count_things(len(ranks), 'rank')}, with 5th to 95th percentile"
             panels[label] = [_Curve(summed, middle, _LINES[0], band=(low, high))]
             if len(ranks) <= _MOST_LINES:
-                none = np.full(self.count, np.nan)
                 panels[label] = [
                     _Curve(f"rank {rank}", values.get(rank, none), _LINES[number], dashed=number >= 4)
                     for number, rank in enumerate(ranks)
@@ -240,47 +234,38 @@ class Charts:
         return Chart(caption, title, svg)
 
     def _draw_times(
-        self, name: str, title: str, panels: Mapping[str, Sequence[_Curve]], *, shows_events: bool = False
+        self, name: str, title: str, panels: Mapping[str, Sequence[_Curve]], events: Sequence[Event] = ()
     ) -> str:
-        """Draw quantities over time below each other, events below them. The legend is that of the first."""
-        begin, span = self.begin, self.end - self.begin
-        events = [event for event in self.events if begin <= event.time <= self.end and shows_events]
-        kinds = [kind for kind in _LANES if any(event.kind == kind for event in events)]
-        heights = [230.0 if len(panels) == 1 else 150.0] * len(panels) + [22.0 * len(kinds) + 6] * bool(kinds)
-        unit, unit_name = next((unit, word) for least, unit, word in _UNITS if span >= least)
+        """Draw quantities over time below each other, with events; they have one legend."""
+        unit, unit_name = next((unit, word) for least, unit, word in _UNITS if self.end - self.begin >= least)
         times = [(at + 0.5) * self.width / unit for at in range(self.count)]
-        with _drawing(sum(heights) + 60) as figure:
-            grid = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
-            axes: list[Axes] = list(grid[:, 0])
-            for each, (label, curves) in zip(axes, panels.items(), strict=False):
+        with _drawing(170 * len(panels) + 100) as figure:
+            grid: list[Axes] = list(figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0])
+            marks: dict[str, Any] = {}
+            for axes, (label, curves) in zip(grid, panels.items(), strict=True):
                 for curve in curves:
                     if curve.band:
-                        each.fill_between(times, *curve.band, color=curve.colour, alpha=0.22, linewidth=0)
+                        axes.fill_between(times, *curve.band, color=curve.colour, alpha=0.22, linewidth=0)
                     lonely = np.isfinite(curve.values).sum() < 3
-                    (line,) = each.plot(times, curve.values, "--" if curve.dashed else "-", label=curve.name)
+                    (line,) = axes.plot(times, curve.values, "--" if curve.dashed else "-")
                     line.set(color=curve.colour, linewidth=1.6, marker="o" if lonely else "", markersize=4)
-                each.set_ylim(bottom=0)
-                each.yaxis.set_major_locator(MaxNLocator(4, min_n_ticks=2))
-                each.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-                each.set_title(label, loc="left", fontsize=12)
-            for event in events:
-                colour, marker = _LANES[event.kind]
-                start = (event.time - begin) / unit
-                axes[-1].plot([start], [kinds.index(event.kind)], marker, color=colour, markersize=8)
-                for each in axes[:-1]:
-                    if event.until is not None:
-                        until = (min(event.until, self.end) - begin) / unit
-                        each.axvspan(start, until, color=colour, alpha=0.18, lw=0)
-                    elif event.kind in ("restart", "requeue"):
-                        each.axvline(start, color=colour, linewidth=1.2, linestyle=":")
-            if kinds:
-                axes[-1].set_ylim(len(kinds) - 0.5, -0.5)
-                axes[-1].set_yticks(range(len(kinds)), [f"{kind}s" for kind in kinds])
-                axes[-1].tick_params(axis="y", length=0)
-            axes[-1].set_xlim(0, max(span / unit, 1e-3))
-            axes[-1].xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 3, 5, 6, 10]))
-            axes[-1].set_xlabel(f"{unit_name} since the start")
-            figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
+                    marks[curve.name] = line
+                axes.set_ylim(bottom=0)
+                axes.yaxis.set_major_locator(MaxNLocator(4, min_n_ticks=2))
+                axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+                axes.set_title(label, loc="left", fontsize=12)
+                for event in events:
+                    start, until = (
+                        (at - self.begin) / unit for at in (event.time, event.until or event.time)
+                    )
+                    colour = _EVENTS[event.kind]
+                    marks[f"{event.kind}s"] = axes.axvspan(
+                        start, until, color=colour, alpha=0.3 if event.until else 0.9
+                    )
+            grid[-1].set_xlim(0, max((self.end - self.begin) / unit, 1e-3))
+            grid[-1].xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 3, 5, 6, 10]))
+            grid[-1].set_xlabel(f"{unit_name} since the start")
+            figure.legend(list(marks.values()), list(marks), loc="outside upper left", ncols=4)
             return _save(figure, name, title)
 
     def draw_time_shares(self) -> Chart | None:

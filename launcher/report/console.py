@@ -168,14 +168,12 @@ class StepBar:
     Steps, bar and time keep their width and place; the metrics get what is left of the row.
     """
 
-    clock: Callable[[], float] = time.monotonic
-    """Seconds, from which the time that is left is estimated."""
     begun: tuple[float, int] | None = None
     """When the first step was shown, and which it was."""
 
     def render_bar(self, step: Step, width: int, *, blocks: bool = True) -> str:
         """Return the row for a step, which takes all of a width."""
-        now, total = self.clock(), step.total or 1
+        now, total = time.monotonic(), step.total or 1
         self.begun = self.begun or (now, step.step)
         seconds, made = now - self.begun[0], step.step - self.begun[1]
         left = "-:--:--"

@@ -6,10 +6,9 @@ nodes with their cores, GPUs and NICs in the colours of the ranks that have them
 
 import io
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
-from itertools import groupby, takewhile
+from itertools import takewhile
 
 from rich.console import Console
 from rich.text import Text
@@ -32,18 +31,19 @@ PALETTE = (
 )
 """Paul Tol's "muted" scheme (https://personal.sron.nl/~pault/, SRON/EPS/TN/09-002); ranks beyond the ninth
 begin again, with their own numbers."""
-_Fills = tuple[str, ...]
-"""Colours side by side."""
-_FREE: _Fills = ("#ffffff",)
-_FORBIDDEN: _Fills = ("#e0e0e0",)
-_ISOLATED: _Fills = ("#c0c0c0",)
-"""Fills of what is no rank's; outside the job's cpuset; set apart at boot, and left alone."""
-_MOST_RANKS = 64
-"""Ranks that are listed below a picture."""
-_WIDTH, _CORE, _LINE, _CARD, _SPACE, _EDGE = 1240, 33, 15, 297, 8, "#888888"
-"""Pixels: the width of a picture, of a core and of a card, the height of a line, gaps; colour of borders."""
-_MOST_CORES, _MOST_CARDS = 35, 4
-"""Cores and cards in a row."""
+_FREE, _FORBIDDEN, _ISOLATED = "#ffffff", "#e0e0e0", "#c0c0c0"
+"""Colours of what is no rank's; outside the job's cpuset; set apart at boot, and left alone."""
+_OTHERS = {
+    _FORBIDDEN: "not allowed: outside this job's cpuset",
+    _ISOLATED: "isolated at boot, left alone",
+    _FREE: "no rank's",
+}
+_MOST_RANKS, _LONGEST_LINE = 64, 120
+"""Ranks that are listed below a picture, characters of a line in it."""
+_FEWEST_CORES, _MOST_CORES = 22, 36
+"""Cores side by side, for which there is room."""
+_CORE, _LINE = 35, 16
+"""Width of a core and height of a line in pixels, at 72 dots an inch."""
 
 
 def _divide(cpus: Sequence[Cpu], level: str) -> dict[int, list[Cpu]]:
@@ -81,7 +81,7 @@ def _describe_device(device: Device) -> tuple[str, ...]:
     return f"NIC {clean_text(device.name)}", clean_text(device.pci), *filter(None, (link, state))
 
 
-def _describe_machine(machine: Machine) -> list[str]:
+def describe_machine(machine: Machine) -> list[str]:
     """Return name, memory, and what a machine has of each."""
     counts = {
         "package": len({cpu.package for cpu in machine.cpus}),
@@ -94,15 +94,31 @@ def _describe_machine(machine: Machine) -> list[str]:
     return [word for word in (clean_text(machine.name), size, words) if word]
 
 
-def _describe_caches(machine: Machine, cpus: Sequence[Cpu]) -> dict[str, list[tuple[int, list[Cpu]]]]:
-    """Return the last-level caches of CPUs by what they are, `L3 32 MiB`; none if they are assumed."""
+def describe_allowed(machine: Machine) -> str:
+    """Say in a sentence what the job may use."""
+    online = frozenset(cpu.id for cpu in machine.cpus)
+    allowed = online & machine.allowed_cpus
+    nodes = frozenset(node.id for node in machine.nodes if node.memory_kib)
+    mems = nodes & machine.allowed_mems
+    part = f"{len(allowed)} of {count_things(len(online), 'PU')} ({shorten_cpulist(allowed)})"
+    cpus = part if allowed != online else f"all {count_things(len(online), 'PU')}"
+    memory = "all NUMA nodes" if mems == nodes else f"NUMA nodes {format_cpulist(mems) or '(none)'}"
+    spared = allowed & machine.isolated
+    rest = (
+        f"; the isolated PUs {shorten_cpulist(spared)} are left alone" if spared and spared < allowed else ""
+    )
+    return f"may use {cpus} and the memory of {memory}{rest}"
+
+
+def _divide_caches(machine: Machine, cpus: Sequence[Cpu]) -> dict[str, list[list[Cpu]]]:
+    """Return the CPUs of each last-level cache by what it is, `L3 32 MiB`; none if caches are assumed."""
     known = {cache.id: cache for cache in machine.caches}
-    found: dict[str, list[tuple[int, list[Cpu]]]] = {}
+    found: dict[str, list[list[Cpu]]] = {}
     for l3, share in _divide(cpus, "l3").items() if known else ():
         cache = known.get(l3)
         name = f"L{cache.level} {format_size(cache.size_kib)}" if cache else "LLC"
         shared = any(cpu.l3 == l3 and cpu.node != share[0].node for cpu in machine.cpus)
-        found.setdefault(f"shared {name}" if shared else name, []).append((l3, share))
+        found.setdefault(f"shared {name}" if shared else name, []).append(share)
     return found
 
 
@@ -114,17 +130,15 @@ def print_topology(console: Console, machine: Machine, *, explain: bool = False)
 
     `explain` shows every core by itself.
     """
-    tree = Tree(Text(_GAP.join(("Machine", *_describe_machine(machine))), style="bold"), guide_style="dim")
-    crossed = any(len(_divide(cpus, "package")) > 1 for cpus in _divide(machine.cpus, "node").values())
-    for package, cpus in _divide(machine.cpus, "package").items() if not crossed else ():
-        nodes = _divide(cpus, "node")
-        name = f"Package {package}"
-        twig = tree.add(_write_line(machine, [name], cpus) if len(nodes) > 1 else Text(name))
-        for node, share in nodes.items():
-            _add_node(twig, machine, node, share, explain=explain)
-    for node, share in _divide(machine.cpus, "node").items() if crossed else ():
-        _add_node(tree, machine, node, share, explain=explain)  # a virtual machine has packages in a node
-    _add_nodes_without_cpus(tree, machine)
+    tree = Tree(Text(_GAP.join(("Machine", *describe_machine(machine))), style="bold"), guide_style="dim")
+    packages: dict[tuple[int, ...], Tree] = {}
+    with_cpus = _divide(machine.cpus, "node")
+    for number in with_cpus | dict.fromkeys(node.id for node in machine.nodes):
+        cpus = with_cpus.get(number, [])
+        above = tuple({cpu.package for cpu in cpus})
+        if len(above) == 1 and above not in packages:
+            packages[above] = tree.add(Text(f"Package {above[0]}"))
+        _add_node(packages.get(above, tree), machine, number, cpus, explain=explain)
     _add_devices(tree, _list_devices(machine, None))
     console.print(tree)
     limits = machine.limits
@@ -133,12 +147,9 @@ def print_topology(console: Console, machine: Machine, *, explain: bool = False)
         "memory": None if limits.memory_kib is None else format_size(limits.memory_kib),
         "/dev/shm": None if limits.shm_kib is None else format_size(limits.shm_kib),  # noqa: S108  a heading
     }
-    online = frozenset(cpu.id for cpu in machine.cpus)
-    absent = frozenset(range(max(online, default=-1) + 1)) - online
     rest = {
-        "job": [_describe_allowed(machine, online)],
+        "job": [describe_allowed(machine)],
         "limits": [", ".join(f"{name} {value}" for name, value in known.items() if value)],
-        "not online": [f"PUs {shorten_cpulist(absent)} (offline, or no such CPUs)" if absent else ""],
         "distances": list(_list_distances(machine)),
         "source": [clean_text(machine.source, 1000)],
     }
@@ -149,57 +160,41 @@ def print_topology(console: Console, machine: Machine, *, explain: bool = False)
         console.print(Text(f"warning: {clean_text(warning, 400)}", style="yellow"))
 
 
-def _add_node(branch: Tree, machine: Machine, node: int, cpus: Sequence[Cpu], *, explain: bool) -> None:
-    """Hang a NUMA node on its package: a line for caches that are alike, or for each core, then devices.
+def _add_node(branch: Tree, machine: Machine, number: int, cpus: Sequence[Cpu], *, explain: bool) -> None:
+    """Add a NUMA node with a line for each kind of cache, or for each core, and its devices.
 
-    The only cache stands on the node's line.
+    The only cache stands on the node's line. A node without CPUs, memory and devices is left out.
     """
-    size = next(
-        (format_size(one.memory_kib) for one in machine.nodes if one.id == node and one.memory_kib), ""
-    )
-    title = [f"NUMANode {node}", *([size] if size else [])]
-    kinds = _describe_caches(machine, cpus)
-    only = len(kinds) == 1 and all(len(caches) == 1 for caches in kinds.values()) and not explain
-    twig = branch.add(_write_line(machine, [*title, *(kinds if only else ())], cpus))
+    known = next((node for node in machine.nodes if node.id == number), None)
+    devices, title = _list_devices(machine, number), [f"NUMANode {number}"]
+    title += [format_size(known.memory_kib)] if known and known.memory_kib else []
+    if not cpus:
+        if len(title) > 1 or devices:
+            # Memory that was plugged in as movable (CXL, persistent) is not normal either.
+            is_normal = known is None or known.normal
+            line = Text(_GAP.join([*title, "no CPUs" if is_normal else "no CPUs, GPU or expansion memory"]))
+            if number not in machine.allowed_mems:
+                line.append(f"{_GAP}(memory not allowed)", style="yellow")
+            _add_devices(branch.add(line), devices)
+        return
+    kinds = _divide_caches(machine, cpus)
+    is_only = len(kinds) == 1 and all(len(shares) == 1 for shares in kinds.values()) and not explain
+    twig = branch.add(_write_line(machine, [*title, *(kinds if is_only else ())], cpus))
     if explain:
-        for name, caches in (kinds or {"": [(0, list(cpus))]}).items():
-            for _, share in caches:
+        for name, shares in (kinds or {"": [list(cpus)]}).items():
+            for share in shares:
                 leaf = twig.add(_write_line(machine, [name], share)) if name else twig
                 for core, pus in _divide(share, "core").items():
                     leaf.add(_write_line(machine, [f"Core {core}"], pus))
-    for name, caches in kinds.items() if not (only or explain) else ():
-        for (_, marks), group in groupby(caches, lambda one: (len(one[1]), _list_marks(machine, one[1]))):
-            shares = [share for _, share in group]
-            if len(shares) > 1 and not any("allowed " in mark for mark in marks):
-                twig.add(_write_line(machine, [f"{len(shares)} x {name}"], *shares))
-                continue
-            for share in shares:
-                twig.add(_write_line(machine, [name], share))
-    _add_devices(twig, _list_devices(machine, node))
-
-
-def _add_nodes_without_cpus(tree: Tree, machine: Machine) -> None:
-    """Hang the NUMA nodes without CPUs on the tree; a line for those that are alike."""
-    groups: dict[tuple[int, str], list[int]] = {}
-    for node in machine.nodes:
-        if all(cpu.node != node.id for cpu in machine.cpus):
-            # Memory that was plugged in as movable (CXL, persistent) is not normal either.
-            label = "no CPUs" if node.normal else "no CPUs, GPU or expansion memory"
-            label = label if node.memory_kib else "no CPUs, no memory"
-            groups.setdefault((node.memory_kib, label), []).append(node.id)
-    for (size, label), numbers in groups.items():
-        title = f"NUMANode{'s' if len(numbers) > 1 else ''} {format_cpulist(frozenset(numbers))}"
-        each = f"{format_size(size)}{' each' if len(numbers) > 1 else ''}" if size else ""
-        line = Text(_GAP.join(filter(None, (title, each, label))))
-        if size and machine.allowed_mems.isdisjoint(numbers):
-            line.append(f"{_GAP}(memory not allowed)", style="yellow")
-        twig = tree.add(line)
-        for number in numbers:
-            _add_devices(twig, _list_devices(machine, number))
+    elif not is_only:
+        for name, shares in kinds.items():
+            several = f"{len(shares)} x {name}" if len(shares) > 1 else name
+            twig.add(_write_line(machine, [several], [cpu for share in shares for cpu in share]))
+    _add_devices(twig, devices)
 
 
 def _add_devices(branch: Tree, devices: Sequence[Device], depth: int = 2) -> None:
-    """Hang devices on a branch, those behind one PCI switch together.
+    """Add devices, those behind one PCI switch together.
 
     What shares the first bridge below the host bridge, a root port with one link, is behind one switch: they
     are grouped by the first `depth` entries of their path. Devices of unknown path stand alone, as do the
@@ -221,46 +216,18 @@ def _add_devices(branch: Tree, devices: Sequence[Device], depth: int = 2) -> Non
             branch.add(Text(_GAP.join(_describe_device(device)), style=style))
 
 
-def _write_line(machine: Machine, title: Sequence[str], *shares: Sequence[Cpu]) -> Text:
-    """Return the line of a part with its CPUs, or of several that are alike."""
-    first, last, several = shares[0], shares[-1], len(shares) > 1
-    words = list(title)
-    if not title[0].startswith("Core"):
-        words.append(count_things(len({cpu.core for cpu in first}), "core") + (" each" if several else ""))
-    span = " to ".join(
-        shorten_cpulist([cpu.id for cpu in share]) for share in ([first, last] if several else [first])
-    )
-    words.append(f"{'PUs' if several or len(first) > 1 else 'PU'} {span}")
-    line = Text(_GAP.join(words))
-    for mark in _list_marks(machine, first):
-        line.append(f"{_GAP}({mark})", style="yellow")
-    return line
-
-
-def _list_marks(machine: Machine, cpus: Sequence[Cpu]) -> list[str]:
-    """Say what of some CPUs the job may not use, or stays free of at boot."""
+def _write_line(machine: Machine, title: Sequence[str], cpus: Sequence[Cpu]) -> Text:
+    """Return the line of a part with its CPUs, and what of them the job may not use, or stays free of."""
     pus = frozenset(cpu.id for cpu in cpus)
-    allowed, isolated = pus & machine.allowed_cpus, pus & machine.isolated
-    marks = []
-    if allowed != pus:
-        marks.append(f"allowed {shorten_cpulist(allowed)}" if allowed else "not allowed")
-    if isolated:
-        marks.append("isolated" if isolated == pus else f"isolated {shorten_cpulist(isolated)}")
-    return marks
-
-
-def _describe_allowed(machine: Machine, online: frozenset[int]) -> str:
-    """Say in a sentence what the job may use."""
-    allowed = online & machine.allowed_cpus
-    nodes = frozenset(node.id for node in machine.nodes if node.memory_kib)
-    mems = nodes & machine.allowed_mems
-    part = f"{len(allowed)} of {count_things(len(online), 'PU')} ({shorten_cpulist(allowed)})"
-    cpus = part if allowed != online else f"all {count_things(len(online), 'PU')}"
-    memory = "all NUMA nodes" if mems == nodes else f"NUMA nodes {format_cpulist(mems) or '(none)'}"
-    spared = allowed & machine.isolated
-    left = spared and spared < allowed
-    rest = f"; the isolated PUs {shorten_cpulist(spared)} are left alone" if left else ""
-    return f"may use {cpus} and the memory of {memory}{rest}"
+    cores = [] if title[0].startswith("Core") else [count_things(len({cpu.core for cpu in cpus}), "core")]
+    line = Text(_GAP.join([*title, *cores, f"PU{'s' if len(pus) > 1 else ''} {shorten_cpulist(pus)}"]))
+    if not pus <= machine.allowed_cpus:
+        allowed = shorten_cpulist(pus & machine.allowed_cpus)
+        line.append(f"{_GAP}({f'allowed {allowed}' if allowed else 'not allowed'})", style="yellow")
+    if isolated := pus & machine.isolated:
+        which = "" if isolated == pus else f" {shorten_cpulist(isolated)}"
+        line.append(f"{_GAP}(isolated{which})", style="yellow")
+    return line
 
 
 def _list_distances(machine: Machine) -> Iterator[str]:
@@ -291,161 +258,104 @@ def render_machine(plan: Plan, note: str, form: str) -> bytes:
         raise MachineError(f"a picture needs matplotlib, which is not installed: {install}")
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
+    from matplotlib.patches import Patch
 
-    output, y = io.BytesIO(), 0.0
+    machine, owners = plan.machine, _find_owners(plan)
+    numbers = sorted({cpu.node for cpu in machine.cpus} | {node.id for node in machine.nodes})
+    parts = {node: _describe_node(plan, node) for node in (*numbers, None)}
+    rows = {node: _arrange_cells([cpu for cpu in machine.cpus if cpu.node == node]) for node in parts}
+    shown = [node for node in parts if rows[node] or _list_devices(machine, node)]
+    listed = [(find_colour(one.local_rank), _describe_rank(one)) for one in plan.ranks[:_MOST_RANKS]]
+    if left := len(plan.ranks) - len(listed):
+        listed.append((_FREE, f"and {left} more ranks: launch plan lists them all"))
+    if workers := [colour for colour, label in owners.values() if label.startswith("w")]:
+        listed.append((workers[0], "light: cores of a rank's DataLoader workers alone"))
+    listed += [(colour, text) for colour, text in _OTHERS.items() if (colour, "") in owners.values()]
+    name, *words = describe_machine(machine)
+    told = ", ".join(filter(None, [*words, count_things(len(plan.ranks), "rank"), note]))
+    lines = sum(len(parts[node].splitlines()) + len(rows[node]) + 1 for node in shown)
+    widest = max(_FEWEST_CORES, *(len(row) for node in shown for row in rows[node]))
+    output = io.BytesIO()
     with mpl.rc_context(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that the font lacks
         mpl.rcdefaults()
         mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "launch", "text.parse_math": False})
-        figure = Figure()
+        size = (widest * _CORE / 72, _LINE * (lines + len(listed) + 4) / 72)
+        figure = Figure(size, dpi=72, layout="constrained")
         FigureCanvasAgg(figure)
-        axes = figure.add_axes((0, 0, 1, 1))
-        for rows in _list_parts(plan, note):
-            top = y
-            y += _SPACE
-            for row in rows:
-                x, lines = 2.0 * _SPACE, max(box.text.count("\n") + 1 for box in row)
-                for box in row:
-                    stripe = box.width / max(1, len(box.fills))
-                    for at, fill in enumerate(box.fills):
-                        patch = Rectangle((x + at * stripe, y), stripe, lines * _LINE, facecolor=fill)
-                        axes.add_patch(patch).set_gid(f"{box.name}-{at}" if box.name else None)
-                    if box.fills:
-                        border = Rectangle((x, y), box.width, lines * _LINE, fill=False, edgecolor=_EDGE)
-                        axes.add_patch(border).set_linewidth(0.7)
-                    # Black or white, whichever reads better (relative luminance of WCAG 2, simplified).
-                    colours = [bytes.fromhex(fill[1:]) for fill in box.fills]
-                    light = sum(0.2 * red + 0.7 * green + 0.1 * blue for red, green, blue in colours)
-                    ink = "#ffffff" if colours and light / len(colours) < 125 else "#222222"
-                    most = max(1, int((box.width - 4) / (0.58 * box.size)))
-                    short = [
-                        one if len(one) <= most else f"{one[: most - 1]}…" for one in box.text.split("\n")
-                    ]
-                    is_cell = box.width <= _CORE
-                    where = (x + box.width / 2 if is_cell else x + 4, y + lines * _LINE / 2)
-                    text = axes.text(*where, "\n".join(short), fontsize=box.size, color=ink, va="center")
-                    text.set_horizontalalignment("center" if is_cell else "left")
-                    x += box.width + 1
-                y += lines * _LINE + 1
-            y += _SPACE
-            frame = Rectangle((_SPACE, top), _WIDTH - 2 * _SPACE, y - top, fill=False, edgecolor=_EDGE)
-            axes.add_patch(frame).set_linewidth(0.7)
-        axes.set(xlim=(0, _WIDTH), ylim=(y, 0))
-        axes.axis("off")
-        figure.set_size_inches(_WIDTH / 72, y / 72)  # 72 dots an inch: a dot is a pixel
+        figure.suptitle(f"{name[:_LONGEST_LINE]}\n{told[:_LONGEST_LINE]}", x=0.01, ha="left")
+        ratios = [len(rows[node]) or 0.1 for node in shown]
+        grid = figure.subplots(len(shown), 1, squeeze=False, height_ratios=ratios)[:, 0]
+        for axes, node in zip(grid, shown, strict=True):
+            axes.set_title(parts[node], loc="left", fontsize=9)
+            axes.set_axis_off()
+            axes.set_xlim(0, widest)
+            axes.set_ylim(len(rows[node]), 0)
+            for y, row in enumerate(rows[node]):
+                colours = [owners[pu][0] for pu in row]
+                cells = ListedColormap(colours)
+                axes.pcolormesh(range(len(row) + 1), (y, y + 1), [range(len(row))], cmap=cells, ec="#888888")
+                for x, pu in enumerate(row):
+                    ink = "#ffffff" if sum(bytes.fromhex(colours[x][1:])) < 400 else "#222222"
+                    text = f"{owners[pu][1]}:{pu}".removeprefix(":")
+                    axes.text(x + 0.5, y + 0.5, text, fontsize=7, color=ink, ha="center", va="center")
+        marks = [Patch(facecolor=colour, edgecolor="#888888", label=text) for colour, text in listed]
+        figure.legend(handles=marks, loc="outside lower left", fontsize=9, frameon=False)
         metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[form]
         figure.savefig(output, format=form, dpi=144, facecolor="white", metadata=metadata)
     return output.getvalue()
 
 
-@dataclass(frozen=True, slots=True)
-class _Box:
-    """A rectangle in stripes of its colours with lines of text; without colours the text alone."""
-
-    width: float
-    text: str = ""
-    fills: _Fills = ()
-    name: str = ""
-    """Identifies it in an SVG."""
-    size: int = 9
-    """Of the letters."""
+def _arrange_cells(cpus: Sequence[Cpu]) -> list[list[int]]:
+    """Return rows of PUs: those of a core below each other, cores of a cache side by side."""
+    cores = [core for share in _divide(cpus, "l3").values() for core in _divide(share, "core").values()]
+    rows = []
+    for at in range(0, len(cores), _MOST_CORES):
+        some = cores[at : at + _MOST_CORES]
+        for level in range(max(map(len, some))):
+            rows.append([core[level].id for core in some if level < len(core)])
+    return rows
 
 
-def _list_parts(plan: Plan, note: str) -> Iterator[list[list[_Box]]]:
-    """Give the parts of a picture, each as rows of boxes: title, NUMA nodes, lone devices, legend."""
-    machine, room = plan.machine, _WIDTH - 4 * _SPACE
-    name, *words = _describe_machine(machine)
-    told = ", ".join(filter(None, [*words, count_things(len(plan.ranks), "rank"), note]))
-    yield [[_Box(room, name, size=16)], [_Box(room, told, size=11)]]
-    owners = _find_owners(plan)
-    for node in sorted({cpu.node for cpu in machine.cpus} | {node.id for node in machine.nodes}):
-        cpus, cards = [cpu for cpu in machine.cpus if cpu.node == node], _list_cards(plan, node)
-        if not cpus and not cards:
-            continue
-        memory = next((one.memory_kib for one in machine.nodes if one.id == node), 0)
-        users = [rank.local_rank for rank in plan.ranks if node in rank.memory.nodes]
-        words = [
-            f"Package {format_cpulist(frozenset(cpu.package for cpu in cpus))}" if cpus else "",
-            f"NUMANode {node}",
-            format_size(memory) if memory else "",
-            *(f"{len(caches)} x {name}" for name, caches in _describe_caches(machine, cpus).items()),
-            f"memory of {_name_ranks('R', users)}" if users else "",
-        ]
-        rows = [[_Box(room, ", ".join(filter(None, words)))]]
-        columns: list[list[_Box]] = []
-        for share in _divide(cpus, "l3").values():
-            columns += [[_Box(_SPACE)]] if columns else []  # caches stand apart
-            for pus in _divide(share, "core").values():
-                names = [owners[cpu.id][1] for cpu in pus]
-                column = [_Box(_CORE, max(names, key=lambda name: (name[:1] == "R", name[:1] == "w")))]
-                column += [_Box(_CORE, str(cpu.id), owners[cpu.id][0], f"pu{cpu.id}") for cpu in pus]
-                columns.append(column)
-        for at in range(0, len(columns), _MOST_CORES):
-            some = columns[at : at + _MOST_CORES]
-            for level in range(max(map(len, some))):
-                rows.append([each[level] if level < len(each) else _Box(each[0].width) for each in some])
-        yield rows + cards
-    if cards := _list_cards(plan, None):
-        yield cards
-    yield _list_legend(plan, owners)
-
-
-def _find_owners(plan: Plan) -> dict[int, tuple[_Fills, str]]:
-    """Return by PU its fills and a short name of the ranks that have it."""
-    machine, owners = plan.machine, dict[int, tuple[_Fills, str]]()
-    for pu in (cpu.id for cpu in machine.cpus):
-        ranks = [rank.local_rank for rank in plan.ranks if pu in rank.cpus]
-        workers = [rank.local_rank for rank in plan.ranks if pu in rank.worker_cpus]
-        owners[pu] = (_ISOLATED, "iso") if pu in machine.isolated else (_FREE, "")
-        if ranks:
-            owners[pu] = _colour(ranks), _name_ranks("R", ranks)
-        elif workers:
-            owners[pu] = tuple(map(lighten, _colour(workers))), _name_ranks("w", workers)
-        elif pu not in machine.allowed_cpus:
-            owners[pu] = _FORBIDDEN, ""
-    return owners
-
-
-def _list_cards(plan: Plan, place: int | None) -> list[list[_Box]]:
-    """Return rows of the devices next to a NUMA node, or of unknown place, with the ranks that use them."""
-    cards = []
-    for device in _list_devices(plan.machine, place):
-        name, pci, *more = _describe_device(device)
+def _describe_node(plan: Plan, place: int | None) -> str:
+    """Return lines on a NUMA node and its devices, or on devices of unknown place, with who uses them."""
+    machine, users = plan.machine, [one for one in plan.ranks if place in one.memory.nodes]
+    cpus = [cpu for cpu in machine.cpus if cpu.node == place]
+    memory = next((one.memory_kib for one in machine.nodes if one.id == place), 0)
+    words = [
+        f"Package {format_cpulist(frozenset(cpu.package for cpu in cpus))}" if cpus else "",
+        "devices of unknown place" if place is None else f"NUMANode {place}",
+        format_size(memory) if memory else "",
+        *(f"{len(shares)} x {name}" for name, shares in _divide_caches(machine, cpus).items()),
+        f"memory of {_name_ranks('R', [one.local_rank for one in users])}" if users else "",
+    ]
+    lines = [", ".join(filter(None, words))]
+    for device in _list_devices(machine, place):
         if isinstance(device, Gpu):
             used = [one.local_rank for one in plan.ranks if one.gpu and one.gpu.pci == device.pci]
         else:
             used = [one.local_rank for one in plan.ranks if one.nic == device.name]
-        kind = "gpu" if isinstance(device, Gpu) else "nic"
-        owner = f"{_name_ranks('R', used)}: " if used else ""
-        text = f"{owner}{name}\n{', '.join((pci, *more))}"
-        tag = f"{kind}{clean_text(device.pci)}" if used else ""
-        cards.append(_Box(_CARD, text, _colour(used) or _FREE, tag))
-    return [cards[at : at + _MOST_CARDS] for at in range(0, len(cards), _MOST_CARDS)]
+        lines.append(f"{_name_ranks('R', used)}: " if used else "")
+        lines[-1] += ", ".join(_describe_device(device))
+    return "\n".join(line[:_LONGEST_LINE] for line in lines)
 
 
-def _list_legend(plan: Plan, owners: Mapping[int, tuple[_Fills, str]]) -> list[list[_Box]]:
-    """Return a row for each rank, and for the other marks that occur."""
-    rows: list[tuple[str, _Fills, str]] = [
-        (f"R{one.local_rank}", _colour([one.local_rank]), _describe_rank(one)) for one in plan.ranks
-    ]
-    if len(rows) > _MOST_RANKS:
-        more = f"and {len(rows) - _MOST_RANKS} more ranks: launch plan lists them all"
-        rows = [*rows[:_MOST_RANKS], ("", _FREE, more)]
-    found = set(owners.values())
-    if any(name.startswith("w") for _, name in found):
-        rank = min(one.local_rank for one in plan.ranks if one.worker_cpus - one.cpus)
-        light: _Fills = (lighten(find_colour(rank)),)
-        rows.append((f"w{rank}", light, f"DataLoader workers of rank {rank} alone"))
-    for fills, label, text in (
-        (_FORBIDDEN, "", "not allowed: outside this job's cpuset"),
-        (_ISOLATED, "iso", "isolated at boot, left alone"),
-        (_FREE, "", "no rank's"),
-    ):
-        rows += [(label, fills, text)] if (fills, label) in found else []
-    room = _WIDTH - 5 * _SPACE - _CORE
-    return [[_Box(_CORE, label, fills), _Box(room, text)] for label, fills, text in rows]
+def _find_owners(plan: Plan) -> dict[int, tuple[str, str]]:
+    """Return by PU its colour, that of the first of its ranks, and a short name of them."""
+    machine, owners = plan.machine, dict[int, tuple[str, str]]()
+    for pu in (cpu.id for cpu in machine.cpus):
+        ranks = [rank.local_rank for rank in plan.ranks if pu in rank.cpus]
+        workers = [rank.local_rank for rank in plan.ranks if pu in rank.worker_cpus]
+        owners[pu] = (_FREE if pu in machine.allowed_cpus else _FORBIDDEN), ""
+        if ranks:
+            owners[pu] = find_colour(min(ranks)), _name_ranks("R", ranks)
+        elif pu in machine.isolated:
+            owners[pu] = _ISOLATED, ""
+        elif workers:
+            owners[pu] = lighten(find_colour(min(workers))), _name_ranks("w", workers)
+    return owners
 
 
 def find_colour(rank: int) -> str:
@@ -456,11 +366,6 @@ def find_colour(rank: int) -> str:
 def lighten(colour: str) -> str:
     """Return the light tint of a colour."""
     return "#" + "".join(f"{255 - (255 - value) * 3 // 10:02x}" for value in bytes.fromhex(colour[1:]))
-
-
-def _colour(ranks: Collection[int]) -> _Fills:
-    """Return the colours of some ranks, each once."""
-    return tuple(dict.fromkeys(find_colour(rank) for rank in sorted(ranks)))
 
 
 def _name_ranks(letter: str, ranks: Collection[int]) -> str:

@@ -5,6 +5,7 @@ The template takes the values of the run, of watching and of the doctor as they 
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
@@ -63,10 +64,8 @@ _MOST_HANGS = 20
 """Hangs whose evidence is read."""
 _DAY = 86400.0
 """Seconds before a run's start, or after its end, from which on a report's time is damage."""
-_MOST_PUS = 2048
-"""PUs of a machine that is drawn."""
 _MOST_STACKS, _MOST_FRAMES = 16, 60
-"""Different stacks of a hang, and frames of one."""
+"""Different stacks of a hang, and frames of one, that are shown; all are in the run directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +139,11 @@ def _list_hangs(path: Path, job: JobState | None) -> list[Hang]:
     """Return the hangs of all attempts by number: those with a folder, and those that the job's state has."""
     hangs = {hang.number: hang for hang in (job.hangs if job else ())}
     for file in sorted(path.glob("hang-*/verdict.json")):
-        try:
+        with suppress(OSError, ValueError):
             hang = codec.load(Hang, read_file(file, LARGEST))
-        except (OSError, ValueError):
-            continue
-        known = hangs.setdefault(hang.number, hang)
-        if known.recovered is None and known.time == hang.time:
-            hangs[hang.number] = hang
+            known = hangs.setdefault(hang.number, hang)
+            if known.recovered is None and known.time == hang.time:
+                hangs[hang.number] = hang
     return [hangs[number] for number in sorted(hangs) if 0 < number < 10**6]
 
 
@@ -160,13 +157,12 @@ def _list_events(
     """Give all that is known to have happened; `told` are the events of the nodes' metrics."""
     for before, attempt in pairwise(status.attempts):
         if (start := read_time(attempt.started)) is not None:
-            requeued = before.state == "requeued"
+            kind = "requeue" if before.state == "requeued" else "restart"
             why = f" ({before.reason})" if before.reason else ""
-            text = f"requeued{why}" if requeued else f"started again after it had {before.state}{why}"
-            yield Event("requeue" if requeued else "restart", start, text)
-    for one in told:  # hangs and stragglers are told where the files that say more are gone
-        known = {"hang": bool(hangs), "straggler": bool(job), "restart": False, "checkpoint": False}
-        if not known.get(one.event, True):
+            yield Event(kind, start, f"started again after it was {before.state}{why}")
+    better: Mapping[str, object] = {"hang": hangs, "straggler": job, "restart": None, "checkpoint": None}
+    for one in told:
+        if one.event in better and not better[one.event]:
             yield Event(one.event, one.time, one.sentence)
     for hang in hangs:
         until = end if hang.recovered is None else hang.recovered
@@ -285,7 +281,6 @@ def _judge_run(account: RunAccount, plans: Mapping[str, Plan]) -> Iterator[tuple
 def _format_stack(stack: Stack) -> str:
     """Return a stack, innermost call first."""
     lines = [f"{frame.file}:{frame.line}, {frame.function}" for frame in stack.frames[:_MOST_FRAMES]]
-    lines += ["…"] if len(stack.frames) > _MOST_FRAMES else []
     return "\n".join(clean_text(line, 400) for line in lines)
 
 
@@ -314,8 +309,6 @@ def _gather_stacks(ranks: Sequence[RankEvidence]) -> Iterator[tuple[str, str]]:
     for text, having in ordered[:_MOST_STACKS]:
         names = format_cpulist(frozenset(having))
         yield clean_text(f"{count_things(len(having), 'rank')}: {names}", 400), text
-    if len(ordered) > _MOST_STACKS:
-        yield f"{len(ordered) - _MOST_STACKS} more stacks are in the run directory", ""
 
 
 _FILTERS: dict[str, Callable[..., object]] = {
@@ -340,10 +333,10 @@ _FILTERS: dict[str, Callable[..., object]] = {
 
 def _draw_machine(plans: Mapping[str, Plan]) -> Chart | None:
     """Draw the first node with its ranks."""
-    for host, plan in plans.items():
-        if len(plan.machine.cpus) <= _MOST_PUS:
-            more = f"; of {count_things(len(plans), 'node')}, one is drawn" if len(plans) > 1 else ""
-            title = f"{count_things(len(plan.ranks), 'rank')} on {clean_text(host)}{more}"
-            about = f"{title}: NUMA nodes, caches, cores, GPUs and NICs in the colours of their ranks."
-            return Chart(title, about, inline_svg(render_machine(plan, "", "svg"), "machine", about))
-    return None
+    if not plans:
+        return None
+    host, plan = next(iter(plans.items()))
+    more = f"; of {count_things(len(plans), 'node')}, one is drawn" if len(plans) > 1 else ""
+    title = f"{count_things(len(plan.ranks), 'rank')} on {clean_text(host)}{more}"
+    about = f"{title}: NUMA nodes, caches, cores, GPUs and NICs in the colours of their ranks."
+    return Chart(title, about, inline_svg(render_machine(plan, "", "svg"), "machine", about))

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from math import gcd
 
 from rich.console import Console
 from rich.text import Text
 
 from launcher.plan.model import Machine, Plan, RankPlan, Variable
+from launcher.report.machine import describe_allowed, describe_machine
 from launcher.report.tables import fit_columns, make_table, measure_columns, print_line
 from launcher.text import clean_text, count_things, escape_text, shorten_cpulist
 
@@ -34,7 +35,10 @@ def print_placement(console: Console, plan: Plan, *, explain: bool = False, full
     `full` adds a line about the machine and a legend.
     """
     if full:
-        print_line(console, _describe_machine(plan.machine))
+        machine = plan.machine
+        gpus = Counter(clean_text(gpu.name) or "GPU" for gpu in machine.gpus)
+        parts = [*describe_machine(machine), *(f"{number} x {name}" for name, number in gpus.items())]
+        print_line(console, f"{', '.join(parts)}; this job {describe_allowed(machine)}")
     _print_ranks(console, plan, full=full)
     for rank in plan.ranks if explain else ():
         for note in rank.notes:
@@ -80,7 +84,7 @@ def _print_ranks(console: Console, plan: Plan, *, full: bool) -> None:
     same = all(row["memory"] == f"node {row['node']}" for row in rows)
     sizes = measure_columns(rows)
     if _BAR in sizes:
-        sizes[_BAR] = _Ruler(plan, 2 * _MOST_CELLS).width
+        sizes[_BAR] = len(_Ruler(plan, 2 * _MOST_CELLS).title)
     drops = ("memory", *_DROPS) if same else _DROPS
     widths = fit_columns(sizes, drops, console.width, {_BAR: min(sizes.get(_BAR, 0), _LEAST)})
     ruler = _Ruler(plan, widths.get(_BAR, 1))
@@ -119,36 +123,6 @@ def _make_row(rank: RankPlan, machine: Machine) -> dict[str, str]:
     }
 
 
-def _describe_machine(machine: Machine) -> str:
-    """Return the machine in a line, and what of it the job may use."""
-    online, with_cpus = {cpu.id for cpu in machine.cpus}, {cpu.node for cpu in machine.cpus}
-    nodes = {node.id for node in machine.nodes} | with_cpus
-    bare = "" if nodes == with_cpus else f" ({len(with_cpus)} with CPUs)"
-    models = Counter(clean_text(gpu.name) or "GPU" for gpu in machine.gpus)
-    active = sum(nic.active for nic in machine.nics)
-    down = "" if active == len(machine.nics) else f" ({active} active)"
-    has = (
-        count_things(len({cpu.package for cpu in machine.cpus}), "package"),
-        count_things(len(nodes), "NUMA node") + bare,
-        count_things(len({cpu.core for cpu in machine.cpus}), "core"),
-        count_things(len(machine.cpus), "thread"),
-        *(f"{number} x {model}" for model, number in models.items()),
-        *([count_things(len(machine.nics), "NIC") + down] if machine.nics else []),
-    )
-    allowed = machine.allowed_cpus & online
-    limits = ["this job may use all CPUs"]
-    if allowed != online:
-        limits = [f"this job may use {len(allowed)} CPUs ({shorten_cpulist(allowed)})"]
-    if apart := machine.isolated & allowed:
-        limits.append(f"{shorten_cpulist(apart)} isolated")
-    if machine.limits.cpus is not None and machine.limits.cpus < len(allowed):
-        limits.append(f"for the time of {machine.limits.cpus:g}")
-    with_memory = {node.id for node in machine.nodes if node.normal}
-    if not with_memory <= machine.allowed_mems:
-        limits.append(f"memory of nodes {shorten_cpulist(machine.allowed_mems & with_memory) or 'none'}")
-    return f"{clean_text(machine.name) or 'machine'}: {', '.join(has)}; {', '.join(limits)}"
-
-
 class _Ruler:
     """Draws a machine's cores as a bar of cells, the NUMA nodes apart by a space, in a given width."""
 
@@ -160,12 +134,12 @@ class _Ruler:
         self.gap = " " if 2 * len(groups) <= room else ""
         cells = min(_MOST_CELLS, room - len(self.gap) * (len(groups) - 1))
         sizes = [len(cores) for cores in groups.values()]
+        scales = range(1, max(sizes, default=1) + 1)
+        fitting = [scale for scale in scales if sum(-(-size // scale) for size in sizes) <= cells]
+        least = min(fitting, default=scales[-1])
+        # Somewhat more if that divides the nodes and the ranks' shares evenly.
         core_of = {cpu.id: cpu.core for cpu in machine.cpus}
         shares = {len({core_of[pu] for pu in rank.cpus if pu in core_of}) for rank in plan.ranks}
-        least = 1
-        while sum(-(-size // least) for size in sizes) > cells and least < max(sizes):
-            least += 1
-        # Somewhat more if that divides the nodes and the ranks' shares evenly.
         even = (one for one in range(least, 2 * least + 2) if gcd(*sizes, *shares) % one == 0)
         self.scale = next(even, least)
         """Cores that a cell stands for at most."""
@@ -173,23 +147,13 @@ class _Ruler:
         """Each NUMA node, or its part in a package, with its cells: the PUs of each of their cores."""
         for (_, node), found in groups.items():
             cores = list(found.values())
-            self.nodes.append(
-                (node, [cores[at : at + self.scale] for at in range(0, len(cores), self.scale)])
-            )
-        allowed = machine.allowed_cpus
-        self.usable = allowed - machine.isolated or allowed
-
-    @property
-    def title(self) -> str:
-        """The NUMA nodes' numbers above their cells, if they fit."""
-        words = "node " if all(len(cells) > 6 for _, cells in self.nodes) else ""
-        texts = [(f"{words}{node}", len(cells)) for node, cells in self.nodes]
-        return self.gap.join((text if len(text) <= room else "").ljust(room) for text, room in texts)
-
-    @property
-    def width(self) -> int:
-        """Columns that a bar takes."""
-        return len(self.title)
+            parts = [cores[at : at + self.scale] for at in range(0, len(cores), self.scale)]
+            self.nodes.append((node, parts))
+        texts = [(f"node {node}", len(parts)) for node, parts in self.nodes]
+        texts = texts if all(room > 6 for _, room in texts) else [(text[5:], room) for text, room in texts]
+        self.title = self.gap.join((text if len(text) <= room else "").ljust(room) for text, room in texts)
+        """The NUMA nodes' numbers above their cells, if they fit; as wide as a bar."""
+        self.usable = machine.allowed_cpus - machine.isolated or machine.allowed_cpus
 
     def draw_cores(self, rank: RankPlan, marks: str) -> Text:
         """Return a rank's bar; each cell is what most of its cores are, of halves the first.
@@ -204,10 +168,9 @@ class _Ruler:
             owned.append(found.count(_OWN))
         if kinds and _OWN not in kinds:
             kinds[owned.index(max(owned))] = _OWN
-        bar, at = Text(no_wrap=True), 0
+        bar, rest = Text(no_wrap=True), iter(kinds)
         for number, (_, cells) in enumerate(self.nodes):
             bar.append(self.gap if number else "")
-            for kind, run in groupby(kinds[at : at + len(cells)]):
+            for kind, run in groupby(islice(rest, len(cells))):
                 bar.append(marks[kind] * len(list(run)), _STYLES[kind])
-            at += len(cells)
         return bar

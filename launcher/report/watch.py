@@ -46,17 +46,8 @@ _DROPS = (
 """Titles in the order in which columns are left out if the terminal is narrow."""
 _IN_HEADING = ("rank", "node", "phase", "last", "mem", "power", "clock")
 """Columns that the heading and the GPU's line of an open rank have."""
-_REASONS = {
-    "applications_clocks_setting": "app clocks",
-    "sw_power_cap": "power cap",
-    "sw_thermal_slowdown": "thermal",
-    "hw_thermal_slowdown": "hw thermal",
-    "hw_power_brake_slowdown": "power brake",
-    "display_clock_setting": "display",
-}
-"""NVML's names of why clocks are low, shortened."""
 _HARMLESS = ("sw_power_cap", "applications_clocks_setting", "sync_boost", "display_clock_setting")
-"""Reasons that are no fault."""
+"""Why clocks are low, as NVML names it, without a fault."""
 _STATES = {
     "R": "is running",
     "S": "sleeps",
@@ -178,7 +169,7 @@ def _make_row(view: NodeView, ranks: Sequence[Rank], *, is_node: bool) -> Row:
         style = ALARM if max(used) >= 0.99 else WARN if max(used) >= 0.95 else ""
         cells["mem"] = Cell(_share(max(used)), max(used), style)
     if reasons := dict.fromkeys(name for gpu in gpus for name in gpu.event_reasons):
-        shown = ", ".join(_REASONS.get(name, clean_text(name.replace("_", " "))) for name in reasons)
+        shown = ", ".join(reasons).replace("_", " ").removesuffix(" slowdown")
         style = "" if all(name in _HARMLESS for name in reasons) else ALARM
         cells["held by"] = Cell(clean_text(shown, _LONGEST_NAME), ("" if style else "~") + shown, style)
     if xids := dict.fromkeys(str(xid) for gpu in gpus for xid in gpu.xids):
@@ -196,15 +187,15 @@ class TableView:
     rows: list[Row]
     titles: list[str]
     sort: str
-    culprits: frozenset[int]
-    """Ranks that hold the others up, in a hang that goes on."""
-    stragglers: frozenset[int]
+    marked: Mapping[int, str]
+    """The style of ranks that stand out: those that hold the others up in a hang, and stragglers."""
 
     def fit(self, width: int) -> dict[str, int]:
         """Return the titles of the columns that fit, with their widths; the least important go."""
         sizes = {
             title: max(
-                *(len(title), _WIDTHS[title], 0),
+                len(title),
+                _WIDTHS[title],
                 *(len(row.cells[title].text) for row in self.rows if title in row.cells),
             )
             for title in self.titles
@@ -214,8 +205,8 @@ class TableView:
 
     def render_row(self, row: Row, titles: Iterable[str]) -> list[Text]:
         """Return the cells of a row; what stands out is marked by its rank, or its node."""
-        ranks = {rank.rank for rank in row.ranks}
-        mark = ALARM if ranks & self.culprits else f"bold {WARN}" if ranks & self.stragglers else ""
+        marks = {self.marked.get(rank.rank, "") for rank in row.ranks}
+        mark = ALARM if ALARM in marks else max(marks, default="")
         texts = []
         for title in titles:
             cell = row.cells.get(title) or Cell("-", "", "dim")
@@ -235,43 +226,37 @@ def arrange(snapshot: RunSnapshot, sort: str = "", host: str | None = None) -> T
     """
     job = snapshot.job
     hang = job.hangs[-1] if job and job.hangs and job.state == "hanging" else None
-    culprits = frozenset(hang.verdict.ranks) if hang and hang.recovered is None else frozenset[int]()
-    stragglers = frozenset(one.rank for one in (job.stragglers[-_NEWEST:] if job else ()))
+    marked = {one.rank: f"bold {WARN}" for one in (job.stragglers[-_NEWEST:] if job else ())}
+    marked |= dict.fromkeys(hang.verdict.ranks if hang and hang.recovered is None else (), ALARM)
     nodes = [view for view in snapshot.nodes if host in (None, view.report.host)]
     by_node = host is None and len(nodes) > 1 and sum(len(view.report.ranks) for view in nodes) > _MOST_RANKS
 
-    def judge(ranks: Iterable[Rank], is_silent: bool = False) -> tuple[bool, ...]:
+    def judge(ranks: Sequence[Rank], is_silent: bool = False) -> tuple[bool, ...]:
         """Order what is wrong: who holds the others up, who is gone, who is slow."""
-        numbers = {rank.rank for rank in ranks}
+        styles = {marked.get(rank.rank) for rank in ranks}
         has_failed = any(rank.exit_code for rank in ranks)
-        return not numbers & culprits, not is_silent, not has_failed, not numbers & stragglers
+        return ALARM not in styles, not is_silent, not has_failed, styles == {None}
 
     rows: list[Row] = []
     for view in nodes:
         ranks = view.report.ranks
         if by_node or not ranks:
-            rows.append(
-                _make_row(
-                    view,
-                    sorted(ranks, key=lambda one: (*judge([one]), -(_measure_own(one) or 0.0), one.rank)),
-                    is_node=True,
-                )
-            )
+            slowest = sorted(ranks, key=lambda one: (*judge([one]), -(_measure_own(one) or 0.0), one.rank))
+            rows.append(_make_row(view, slowest, is_node=True))
         else:
             rows += [_make_row(view, (rank,), is_node=False) for rank in ranks]
     rows.sort(key=lambda row: min((rank.rank for rank in row.ranks), default=0))
-    usual = median([float(row.cells["own"].value) for row in rows if "own" in row.cells] or [0.0])
-
     if sort:
         known = [row for row in rows if sort in row.cells]
         known.sort(key=lambda row: row.cells[sort].value, reverse=sort not in _LEAST_FIRST)
         rows = known + [row for row in rows if sort not in row.cells]
     else:
         owns = {row.key: float(row.cells["own"].value) if "own" in row.cells else 0.0 for row in rows}
+        usual = median([own for own in owns.values() if own] or [1.0])
         rows.sort(
             key=lambda row: (
                 *judge(row.ranks, row.view.is_silent),
-                -round(owns[row.key] / usual * _BUCKETS) if usual else 0,
+                -round(owns[row.key] / usual * _BUCKETS),
             )
         )
     several = by_node or any(row.view.report.nodes > 1 for row in rows)
@@ -279,7 +264,7 @@ def arrange(snapshot: RunSnapshot, sort: str = "", host: str | None = None) -> T
     titles = [title for title in titles if title != "node" or several]
     if by_node:  # what a node's row is about comes first
         titles.sort(key=lambda title: title != "node")
-    return TableView(rows, titles, sort, culprits, stragglers)
+    return TableView(rows, titles, sort, marked)
 
 
 def find_rank(snapshot: RunSnapshot, rank: int | None) -> Row | None:
@@ -329,13 +314,9 @@ def _list_headline(view: View) -> Iterator[Text]:
     steps = [rank.step for rank in ranks]
     step = progress.step if progress else job.step if job else min(steps, default=None)
     if step is not None:
-        own = max(steps, default=0)
-        other = " printed" if progress and own and abs(own - step) > max(2, own // 10) else ""
-        yield Text(f"step {step}" + (f"/{progress.total}" if progress and progress.total else "") + other)
-    seconds = snapshot.step_seconds
-    if seconds is None:
-        slowest = max((rank.p50 for rank in ranks if rank.p50 is not None), default=None)
-        seconds = slowest if slowest is not None else job.p50 if job else None
+        yield Text(f"step {step}" + (f"/{progress.total}" if progress and progress.total else ""))
+    slowest = max((rank.p50 for rank in ranks if rank.p50 is not None), default=job.p50 if job else None)
+    seconds = slowest if snapshot.step_seconds is None else snapshot.step_seconds
     if state == "running" and seconds:
         yield Text(f"{1 / seconds:.3g} steps/s" if seconds < 1 else f"{seconds:.3g} s/step")
         if progress and progress.total and progress.step <= progress.total:

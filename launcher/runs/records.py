@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launcher.codec import DecodeError, dump, load
+from launcher.codec import DecodeError, convert, dump, load
 from launcher.cpulist import format_cpulist
 from launcher.files import LARGEST, open_below, read_file, write_whole
 from launcher.plan.model import Memory, RankPlan
@@ -238,13 +238,6 @@ def describe_memory(memory: Memory) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRanks:
-    """The part of a plan's JSON that is compared."""
-
-    ranks: tuple[RankPlan, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class HostRecords:
     """One host of a run."""
 
@@ -285,8 +278,7 @@ def read_run(path: Path) -> RunRecords:
         try:
             return decode(read_file(file, LARGEST))
         except (OSError, ValueError) as error:
-            missing = "not there" if isinstance(error, FileNotFoundError) else None
-            reason = missing or getattr(error, "strerror", None) or str(error)
+            reason = getattr(error, "strerror", None) or str(error)
             damaged.append(f"{file.name} cannot be read ({reason[:200]})")
             return None
 
@@ -325,10 +317,11 @@ def read_manifest_fields(data: bytes) -> dict[str, Any]:
 
 def read_ranks(data: bytes) -> tuple[RankPlan, ...]:
     """Read the ranks of a plan's JSON; raises DecodeError."""
-    plan = load(PlannedRanks, data)
-    if not plan.ranks:
+    ranks = load(dict[str, Any], data).get("ranks")
+    found = convert(tuple[RankPlan, ...], ranks)
+    if not found:
         raise DecodeError("ranks is empty")
-    return plan.ranks
+    return found
 
 
 PREDICTION = "prediction.json"
@@ -390,21 +383,6 @@ def fingerprint_ranks(argv: Sequence[str], device: str, ranks: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class DevicePeak:
-    """What torch has had of a GPU."""
-
-    reserved: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """What counts of a rank's record."""
-
-    resident: int
-    devices: tuple[DevicePeak, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class MeasuredRun:
     """A run of the same program: what it was expected to take, and took."""
 
@@ -430,10 +408,10 @@ def read_measured_runs(runs_dir: Path, fingerprint: str, device: str, expected: 
             continue
         measured = 0
         for file in path.glob(name_memory_file("*")):
-            with contextlib.suppress(OSError, ValueError):
-                record = load(RankMemory, read_file(file, LARGEST_RECORD, own=True))
-                reserved = max((each.reserved for each in record.devices), default=0)
-                measured = max(measured, record.resident if device == "cpu" else reserved)
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                record = load(dict[str, Any], read_file(file, LARGEST_RECORD, own=True))
+                peaks = [each["reserved"] for each in record["devices"]] if device == "gpu" else []
+                measured = max([measured, *(peaks if device == "gpu" else [record["resident"]])])
         if expected > 0 and LEAST_RATIO <= measured / expected <= MOST_RATIO:
             found.append(MeasuredRun(name_run(path), expected, measured))
             if len(found) == MOST_LEARNED:

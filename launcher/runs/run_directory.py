@@ -15,7 +15,6 @@ from launcher.files import (
     open_directory,
     open_inner,
     open_own,
-    remove,
     write_whole,
 )
 from launcher.protocol import LAUNCH_RUN_DIR, LAUNCH_RUN_ID, LOGS, name_plan_file, name_rank_log
@@ -227,22 +226,13 @@ def is_full(run: RunDir) -> bool:
 
 
 def write_nameless(run: RunDir, count: int) -> int:
-    """Write random bytes, which no filesystem makes smaller, to a file that then loses its name.
+    """Return a descriptor of a new file without a name that has some bytes; raises OSError.
 
-    Returns a descriptor that holds them; raises OSError.
+    They are random: no filesystem makes them smaller.
     """
-    name = f".reserve-{os.urandom(8).hex()}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with closing_descriptor(open_own(run.path)) as at:
-        writing = os.open(name, flags, 0o600, dir_fd=at)
-        try:
-            holding = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
-        finally:
-            remove(at, name)
-    try:
-        with os.fdopen(writing, "wb") as file:  # network filesystems tell of a full disk when it is closed
-            file.write(os.urandom(count))
-    except OSError:
-        os.close(holding)
-        raise
-    return holding
+    import tempfile  # not for programs that read runs alone
+
+    with tempfile.TemporaryFile(dir=run.path, buffering=0) as file:
+        file.write(os.urandom(count))
+        os.fsync(file.fileno())  # network filesystems tell of a full disk late
+        return os.dup(file.fileno())

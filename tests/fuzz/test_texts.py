@@ -17,7 +17,7 @@ from launcher.runs.secrets import MASK, mask_tree, mask_variables, mask_words
 from launcher.slurm.job_request import JobRequest, read_job_request, write_job_request
 from launcher.text import escape_text, join_words, quote_word, tame_text
 from tests.fuzzing import CONTROL, assert_harmless, texts
-from tests.runs.test_secrets import TOKENS
+from tests.runs.test_manifest import TOKENS
 
 LETTERS = st.characters(codec="ascii", categories=("Lu", "Ll", "Nd"))
 secrets = st.text(LETTERS, min_size=12, max_size=40).filter(lambda text: not text.isdecimal())

@@ -5,8 +5,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.runs.jobs import KINDS, LOCAL, run_local, run_on_slurm
-from tests.runs.recordings import DATA, FILE, REPOSITORY, find_keys, name_files, record
+from tests.runs.recordings import (
+    DATA,
+    FILE,
+    KINDS,
+    LOCAL,
+    REPOSITORY,
+    find_keys,
+    name_files,
+    record,
+    run_local,
+    run_on_slurm,
+)
 from tests.seam import clean_environ
 
 

@@ -1,6 +1,8 @@
-"""The text and its order."""
+"""What the program is given: its options, and the text in its order."""
 
 import pickle
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from launcher.programs.data import Schedule, Windows, find_files
-from launcher.programs.options import OptionError
+from launcher.programs.options import ModelConfig, parse_config
 
 
 def write_text(path: Path, windows: int) -> Path:
@@ -84,7 +86,7 @@ def test_loaders_give_the_schedule_also_through_workers(text: Path) -> None:
 def test_a_text_too_short(tmp_path: Path, size: int, fraction: float) -> None:
     path = tmp_path / "short"
     path.write_bytes(bytes(size))
-    with pytest.raises(OptionError, match=f"the text has {size} bytes"):
+    with pytest.raises(ValueError, match=f"the text has {size} bytes"):
         Windows([path], 10, fraction)
 
 
@@ -117,5 +119,63 @@ def test_a_directory_is_one_text_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["nowhere", "empty"])
 def test_no_text(tmp_path: Path, path: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(OptionError, match=r"--data\.path"):
+    with pytest.raises(ValueError, match=r"--data\.path"):
         find_files(str(tmp_path / path))
+
+
+def test_options_reach_the_configuration() -> None:
+    given = (
+        "--batch-size 3 --no-compile --activation-checkpointing full --lr 1e-3 --num-workers 0"
+        " --model.layers 2"
+    )
+    more = ["--no-model.tied_embeddings", "--model.kv_heads=1", "--data.path", "a b;$(c)"]
+    config = parse_config([*given.split(), *more])
+    train = config.train
+    assert (train.batch_size, train.compile, train.activation_checkpointing) == (3, False, "full")
+    assert (config.lr, config.workers, config.seq_len) == (1e-3, 0, 128)
+    assert config.model == ModelConfig(layers=2, tied_embeddings=False, kv_heads=1)
+    assert config.data.path == "a b;$(c)"
+
+
+def test_what_is_not_given_follows_from_the_model() -> None:
+    config = parse_config(["--model.hidden_size", "4096", "--model.max_seq_len", "131072"])
+    assert (config.lr, config.seq_len) == (3e-4, 4096)
+    assert parse_config(["--model.max_seq_len", "64"]).seq_len == 64
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--steps", "0"], "steps=0 must be at least 1"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--lr", "nan"], "lr=nan must be at least 0"),
+        (["--weight-decay", "nan"], "weight_decay=nan must be at least 0"),
+        (["--seq-len", "129"], "seq_len=129 is above model.max_seq_len=128"),
+        (["--data.val_fraction", "-1"], "data.val_fraction=-1.0 must be at least 0"),
+        (["--model.heads", "6"], "model.hidden_size=128 is not divisible by model.heads=6"),
+        (["--model.kv_heads", "3"], "model.heads=4 is not divisible by model.kv_heads=3"),
+        (["--model.vocab_size", "255"], "model.vocab_size=255 must be at least 256"),
+        (["--model.layers", "0"], "model.layers=0 must be at least 1"),
+        (["--model.head_dim", "5"], "rotary embeddings need an even width of a head, not 5"),
+        (["--model.norm", "batch"], "argument --model.norm: invalid choice: 'batch'"),
+        (["--nonsense", "a\nb"], "unrecognized arguments: --nonsense a b"),
+        (["--step", "3"], "unrecognized arguments: --step 3"),
+    ],
+)
+def test_mistakes_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_config(argv)
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert printed.err.startswith(f"train: error: {message}")
+    assert printed.err.count("\n") == 1
+    assert not printed.out
+
+
+def test_a_mistake_is_found_without_torch() -> None:
+    code = "import sys, launcher.programs.train as t\ntry: t.main()\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--steps", "0"], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert done.stderr == "train: error: steps=0 must be at least 1\n"

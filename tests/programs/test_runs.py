@@ -12,11 +12,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.programs.options import ModelConfig, OptionError
-from launcher.programs.training import list_complete, prepare_directory
-
 from .start_program import STEP, Start, read_losses
 
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Give a way to start the program on a short text."""
+    text = tmp_path_factory.mktemp("programs") / "text.txt"
+    text.write_bytes(b"".join(b"%d squared is %d; " % (n, n * n) for n in range(2000)))
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "LOCAL_"))}
+    return Start(environ | {"OMP_NUM_THREADS": "1"}, text)
+
+
+def list_saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+SCHEDULE: dict[str, str | bool] = {"steps": "12", "warmup_steps": "4", "lr": "0.008"}
 MIXED: dict[str, str | bool] = {
     "parallel": "fsdp",
     "dtype": "bf16",
@@ -31,7 +43,7 @@ MIXED: dict[str, str | bool] = {
 def ddp(start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Give the output and the checkpoints of 12 steps of two ranks under DDP."""
     folder = tmp_path_factory.mktemp("ddp")
-    return start.run(2, steps="12", checkpoint_every="4", checkpoint_dir=str(folder)), folder
+    return start.run(2, checkpoint_every="4", checkpoint_dir=str(folder), **SCHEDULE), folder
 
 
 def copy_until(folder: Path, step: int, target: Path) -> str:
@@ -51,8 +63,11 @@ def test_the_output_has_its_form_and_the_loss_falls(ddp: tuple[str, Path]) -> No
     # MFU counts what the model needs, TFLOPS what is computed: the same without recomputation.
     tflops, mfu = next(found.group(6, 7) for found in map(STEP.fullmatch, output.splitlines()) if found)
     assert float(mfu) == pytest.approx(float(tflops) / 0.1 * 100, abs=0.06)
-    assert [path.name for path in list_complete(folder)] == ["step-00000008", "step-00000012"]
-    assert not list(folder.glob("*.part"))
+    assert list_saved(folder) == ["step-00000008", "step-00000012"], "two are kept, and no part of one"
+    rates = [float(found[4]) for found in map(STEP.fullmatch, output.splitlines()) if found]
+    assert rates[:4] == [0.002, 0.004, 0.006, 0.008], "warm-up"
+    assert rates[7] == pytest.approx(0.0044) and rates[3:] == sorted(rates[3:], reverse=True), "a cosine"
+    assert rates[-1] == pytest.approx(0.0008), "min_lr_ratio"
 
 
 def expect_same(whole: str, resumed: str, first: int) -> None:
@@ -75,26 +90,26 @@ def expect_near(whole: dict[int, str], resumed: dict[int, str], near: float) -> 
 @pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(start: Start, ddp: tuple[str, Path], tmp_path: Path) -> None:
     part = copy_until(ddp[1], 8, tmp_path)
-    expect_same(ddp[0], start.run(2, steps="12", checkpoint_dir=part, num_workers="1"), first=9)
+    expect_same(ddp[0], start.run(2, checkpoint_dir=part, num_workers="1", **SCHEDULE), first=9)
 
 
 @pytest.mark.slow
 def test_fsdp_goes_on_from_ddp_and_then_exactly(start: Start, ddp: tuple[str, Path], tmp_path: Path) -> None:
     part = copy_until(ddp[1], 8, tmp_path / "fsdp")
-    whole = start.run(2, steps="12", checkpoint_dir=part, checkpoint_every="2", peak_tflops="0.0001", **MIXED)
+    whole = start.run(2, checkpoint_dir=part, checkpoint_every="2", peak_tflops="0.0001", **SCHEDULE, **MIXED)
     assert "fsdp over gloo, bf16" in whole
     tflops, mfu = next(found.group(6, 7) for found in map(STEP.fullmatch, whole.splitlines()) if found)
     again = float(tflops) / 0.0001 * 100 / float(mfu)
     assert again == pytest.approx(1.2, rel=0.01), "activations are computed again, logits are not"
     expect_near(read_losses(ddp[0]), read_losses(whole), near=0.02)
     part = copy_until(tmp_path / "fsdp", 10, tmp_path / "again")
-    expect_same(whole, start.run(2, steps="12", checkpoint_dir=part, **MIXED), first=11)
+    expect_same(whole, start.run(2, checkpoint_dir=part, **SCHEDULE, **MIXED), first=11)
 
 
 @pytest.mark.slow
 def test_one_process_goes_on_from_two(start: Start, ddp: tuple[str, Path], tmp_path: Path) -> None:
     part = copy_until(ddp[1], 8, tmp_path)
-    alone = start.run(0, steps="12", checkpoint_dir=part, grad_accumulation="2")
+    alone = start.run(0, checkpoint_dir=part, grad_accumulation="2", **SCHEDULE)
     assert " 1 rank, fp32" in alone
     expect_near(read_losses(ddp[0]), read_losses(alone), near=0.0003)
 
@@ -136,7 +151,7 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_step(start: Start, tmp_pat
     assert "exitcode  : 75 " in errors and "exitcode  : -" not in errors  # torchrun names the ranks' ends
     assert "train.py" not in errors
     names = [f"step-{int(line.split()[2]):08}" for line in (saved, stopped)]
-    assert [path.name for path in list_complete(tmp_path)] == names
+    assert list_saved(tmp_path) == names
     assert not psutil.wait_procs(everything, timeout=10)[1]
 
 
@@ -147,7 +162,7 @@ def test_a_process_that_has_saved_its_state_asks_for_another_start(start: Start,
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (os.EX_TEMPFAIL, "")
-    assert "on SIGTERM" in output and len(list_complete(tmp_path)) == 1
+    assert "on SIGTERM" in output and len(list_saved(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -166,32 +181,18 @@ def test_a_process_without_checkpoints_dies_by_its_signal_and_leaves_no_worker(
     assert not psutil.wait_procs(workers, timeout=2)[1]  # torch's own watchdog takes 5 s
 
 
-def test_a_mistake_found_late_is_one_line(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "step-00000004").mkdir()
-    (tmp_path / "step-00000004" / "model.json").write_text(json.dumps({"layers": 3}))
+def test_a_mistake_found_late_is_one_line_and_an_unfinished_checkpoint_is_removed(
+    start: Start, tmp_path: Path
+) -> None:
+    for name, saved in (("step-00000004", {}), ("step-00000008", {"layers": 3}), ("step-00000012.part", {})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.json").write_text(json.dumps(saved))
     with start.popen(0, checkpoint_dir=str(tmp_path)) as process:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert errors.startswith(f"train: error: {tmp_path}/step-00000004 is of a model with ")
-    assert errors.count("\n") == 1
-
-
-def test_an_unfinished_checkpoint_is_removed_and_the_one_before_taken(tmp_path: Path) -> None:
-    model = ModelConfig()
-    for step in (4, 8):
-        (tmp_path / f"step-{step:08}").mkdir()
-        (tmp_path / f"step-{step:08}" / "model.json").write_text(json.dumps({}))
-    (tmp_path / "step-00000012.part").mkdir()
-    (tmp_path / "step-00000012.part" / "__0_0.distcp").touch()
-    with pytest.raises(OptionError, match="step-00000008 is of a model with"):
-        prepare_directory(tmp_path, model)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000004", "step-00000008"]
-
-
-def test_a_checkpoint_directory_that_cannot_be(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(OptionError, match="Not a directory"):
-        prepare_directory(tmp_path / "file" / "below", ModelConfig())
+    assert errors.startswith(f"train: error: {tmp_path}/step-00000008 is of a model with ")
+    assert "layers=3" in errors and errors.count("\n") == 1
+    assert list_saved(tmp_path) == ["step-00000004", "step-00000008"]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyte
 import pytest
@@ -19,11 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from launcher.report import console as console_module
-from launcher.report import viewer
-from launcher.report.console import ERASE, MOST_HELD, JobConsole, Sink, Source, StepBar
+from launcher.report.console import JobConsole
 from launcher.report.viewer import OutputViewer, Stream, ViewOptions
-from launcher.runs.progress import Progress
 from launcher.runs.rank_logs import Chunk, Follower
 from launcher.runs.run_directory import RunDir
 
@@ -120,7 +118,7 @@ def test_in_a_pipe_lines_are_written_whole_or_once_they_have_waited(
 
 
 def test_what_is_too_long_to_wait_is_written(capfd: pytest.CaptureFixture[str]) -> None:
-    console, long = make("all"), "x" * (MOST_HELD + 1)
+    console, long = make("all"), "x" * 65537
     console.show_chunk(Chunk(1, "out", b"one"))
     console.show_chunk(Chunk(0, "out", long.encode()))
     console.tick()
@@ -234,14 +232,23 @@ class Memory(Stream):
         return self is other
 
 
+def make_on(
+    err: Memory, out: Memory | None = None, options: ViewOptions | None = None, **more: Any
+) -> JobConsole:
+    """A console whose stderr is this, and its stdout another or the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        streams = {"stdout": out or err, "stderr": err}
+        patch.setattr("launcher.report.console.open_stream", streams.__getitem__)
+        return JobConsole(options or ViewOptions("all", lambda _: "h"), **more)
+
+
 class OnTerminal:
     """A console on a terminal of 100 columns that has shown three steps; `out` is its stdout."""
 
     def __init__(self, out: Memory | None = None, encoding: str = "utf-8") -> None:
         self.screen = Memory(width=100)
         rich = Console(file=io.TextIOWrapper(io.BytesIO(), encoding), width=100, force_terminal=True)
-        options = ViewOptions("rank0", lambda _: "h")
-        self.console = JobConsole(options, console=rich, out=Sink(out or self.screen), err=Sink(self.screen))
+        self.console = make_on(self.screen, out, ViewOptions("rank0", lambda _: "h"), console=rich)
         for number in (10, 20, 30):
             self.show(f"step {number}/40 loss {5 - number / 10} tokens/s 1234{number} tflops 0.01 lr 0.1\n")
 
@@ -284,34 +291,28 @@ def test_on_a_terminal_there_is_a_bar_with_step_loss_and_tokens() -> None:
     assert plain.startswith("step 30/40 --") and plain.isascii()
 
 
-def test_bar_and_time_stay_in_their_columns_and_metrics_are_whole() -> None:
-    bar = StepBar()
-    metrics = (
-        ("loss", "5.5421"),
-        ("lr", "3e-4"),
-        ("tokens/s", "12345"),
-        ("tflops", "123.45"),
-        ("mfu", "45.1%"),
-    )
-    rows = [bar.render_bar(Progress(step, 200000, metrics), 79) for step in (1, 50, 199999)]
+def test_bar_and_time_stay_in_their_columns_and_metrics_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time left is known of a program that takes minutes for a step."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    screen = Memory(width=80)
+    rich = Console(file=io.TextIOWrapper(io.BytesIO(), "utf-8"), width=80, force_terminal=True)
+    console = make_on(screen, options=ViewOptions("none"), console=rich)
+    rows = []
+    for step in (1, 2, 199999):
+        line = f"step {step}/200000 loss 5.5421 lr 3e-4 tokens/s 12345 tflops 123.45 mfu 45.1%\n"
+        console.show_chunk(Chunk(0, "out", line.encode()))
+        console.tick()
+        rows.append(rows_of(screen.data.decode(), 80)[-1])
+        now[0] += 0.12
     assert [row[:20] for row in rows] == [
         "step      1/200000  ",
-        "step     50/200000  ",
+        "step      2/200000  ",
         "step 199999/200000 ━",
     ]
-    assert {row.index("loss") for row in rows} == {40}
+    assert {row.index("loss") for row in rows} == {40} and {len(row) for row in rows} == {79}
     assert {row[40:-8] for row in rows} == {"loss 5.5421  tokens/s 12345    "}
-    assert {len(row) for row in rows} == {79}
-
-
-def test_the_time_left_is_known_of_a_program_that_takes_minutes_for_a_step() -> None:
-    now = 0.0
-    bar = StepBar(lambda: now)
-    rows = []
-    for step in (1, 2, 3):
-        rows.append(bar.render_bar(Progress(step, 10, (("loss", "1"),)), 79))
-        now += 120
-    assert [row[-7:] for row in rows] == ["-:--:--", "0:16:00", "0:14:00"]
+    assert [row[-7:] for row in rows] == ["-:--:--", "6:40:00", "0:00:00"]
 
 
 def test_with_stdout_in_a_file_the_lines_go_there_and_the_bar_to_the_terminal() -> None:
@@ -348,21 +349,22 @@ def test_a_dumb_terminal_and_a_pipe_are_no_screens(monkeypatch: pytest.MonkeyPat
     os.close(writing)
 
 
-A, B = Source(0, "out", b"[h:0] "), Source(1, "out", b"[h:1] ")
-ALONE, ALONE_ERR = Source(0, "out", b""), Source(0, "err", b"")
-OURS, FOOTER = Source(-1, "ours", b""), Source(-1, "footer", b"")
+A, B, ALONE, ALONE_ERR, OURS, FOOTER = "A", "B", "alone", "alone's stderr", "ours", "footer"
 
 
-def put_all(width: int, *pieces: tuple[Source, bytes], newline: bytes = b"\n") -> bytes:
+def put_all(width: int, *pieces: tuple[str, bytes], raw: bool = False) -> bytes:
+    """What is written of two ranks' output, or of one that is alone, and of ours."""
     stream = Memory(width)
-    sink = Sink(stream, newline)
+    alone = any(source in (ALONE, ALONE_ERR) for source, _ in pieces)
+    options = ViewOptions("all", None if alone else lambda _: "h")
+    console = make_on(stream, options=options, is_raw=lambda: raw)
     for source, data in pieces:
         if source is OURS:
-            sink.write_message(data)
+            console.write_own_lines(data)
         elif source is FOOTER:
-            sink.show_footer(data)
+            console.show_footer(data.decode())
         else:
-            sink.write_chunk(source, data)
+            console.show_chunk(Chunk(int(source is B), "err" if source is ALONE_ERR else "out", data))
     return bytes(stream.data)
 
 
@@ -379,7 +381,7 @@ def put_all(width: int, *pieces: tuple[Source, bytes], newline: bytes = b"\n") -
         ([(A, b"asks: "), (OURS, b"ours\n"), (A, b"yes\n")], b"ours\n[h:0] asks: yes\n"),
     ],
 )
-def test_in_a_pipe_prefixes_alone_are_added(pieces: list[tuple[Source, bytes]], written: bytes) -> None:
+def test_in_a_pipe_prefixes_alone_are_added(pieces: list[tuple[str, bytes]], written: bytes) -> None:
     assert put_all(0, *pieces) == written
 
 
@@ -403,7 +405,7 @@ def test_in_a_pipe_prefixes_alone_are_added(pieces: list[tuple[Source, bytes]], 
     ],
 )
 def test_on_a_terminal_unfinished_lines_are_at_the_bottom(
-    pieces: list[tuple[Source, bytes]], rows: list[str]
+    pieces: list[tuple[str, bytes]], rows: list[str]
 ) -> None:
     assert rows_of(put_all(40, *pieces).decode(), 40) == rows
 
@@ -411,8 +413,8 @@ def test_on_a_terminal_unfinished_lines_are_at_the_bottom(
 def test_colours_of_an_unfinished_line_end_with_it_and_a_raw_terminal_wants_returns() -> None:
     red = put_all(40, (A, b"\x1b[31mred"), (B, b"b\n"))
     row = b"[h:0] \x1b[31mred\x1b[0m"
-    assert red == row + ERASE + b"[h:1] b\n" + row
-    raw = put_all(40, (ALONE, b"(Pdb) "), (OURS, b"one\ntwo\n"), newline=b"\r\n")
+    assert red == row + b"\r\x1b[K[h:1] b\n" + row
+    raw = put_all(40, (ALONE, b"(Pdb) "), (OURS, b"one\ntwo\n"), raw=True)
     assert raw == b"(Pdb) \r\none\r\ntwo\r\n"
 
 
@@ -425,12 +427,12 @@ def test_colours_of_an_unfinished_line_end_with_it_and_a_raw_terminal_wants_retu
         max_size=9,
     )
 )
-def test_a_terminal_shows_every_line_as_if_its_rank_were_alone(pieces: list[tuple[Source, bytes]]) -> None:
+def test_a_terminal_shows_every_line_as_if_its_rank_were_alone(pieces: list[tuple[str, bytes]]) -> None:
     rows = rows_of(put_all(40, *pieces).decode(), 40)
     for source in (A, B):
         printed = [(own, data) for own, data in pieces if own is source]
         alone = rows_of(put_all(40, *printed).decode(), 40)
-        shown = [row for row in rows if row.startswith(source.prefix.decode().rstrip())]
+        shown = [row for row in rows if row.startswith(f"[h:{int(source is B)}]")]
         unfinished = bool(printed) and not printed[-1][1].endswith(b"\n")
         assert shown in (alone, alone[:-1] if unfinished else alone)
 
@@ -450,8 +452,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The console's stdout as a pipe that nobody reads by itself; gives the end to read."""
     reading, writing = os.pipe()
     streams = {"stdout": Stream("stdout", writing), "stderr": Stream("stderr", None)}
-    monkeypatch.setattr(console_module, "open_stream", streams.__getitem__)
-    monkeypatch.setattr(viewer, "PATIENCE", 0.5)
+    monkeypatch.setattr("launcher.report.console.open_stream", streams.__getitem__)
+    monkeypatch.setattr("launcher.report.viewer.PATIENCE", 0.5)
     yield reading
     for descriptor in (reading, writing):
         with contextlib.suppress(OSError):

@@ -17,8 +17,6 @@ from xml.etree.ElementTree import Element
 import html5lib
 import pytest
 
-from launcher.report.charts import Charts
-from launcher.report.page import read_account
 from launcher.runs.manifest import identify_process
 from tests.cli.make_runs import make_run, write_applied
 from tests.runs.recordings import DATA, restore
@@ -116,18 +114,6 @@ def test_events_are_marked(page: Parsed) -> None:
     (steps, *_) = [one for one in page.find("section") if one.get("id") == "steps"]
     drawn = [element.text for element in steps.iter() if str(element.tag).endswith("}text")]
     assert {"hangs", "stragglers", "requeues", "time of a step (s)"} <= {*drawn}
-
-
-def test_values_are_drawn_when_they_were_reported(tmp_path: Path) -> None:
-    account = read_account(restore("full", tmp_path))
-    charts = Charts(account.samples, (), account.begin, account.end)
-    for rank, line in charts.bin_values(lambda one: one.p50).items():
-        times = [
-            one.time for one in account.samples for state in one.ranks if state.rank == rank and state.p50
-        ]
-        places = [at for at, value in enumerate(line) if value == value]  # noqa: PLR0124 - no NaN
-        for place, when in ((places[0], times[0]), (places[-1], times[-1])):
-            assert abs(account.begin + (place + 0.5) * charts.width - when) <= charts.width
 
 
 def test_pictures_have_words(page: Parsed) -> None:

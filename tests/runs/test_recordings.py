@@ -16,16 +16,17 @@ from typing import Any
 
 import pytest
 
-from tests.runs.jobs import KINDS, run_local
 from tests.runs.recordings import (
     DATA,
     FILE,
+    KINDS,
     REPOSITORY,
     find_keys,
     list_recordings,
     name_files,
     read_files,
     restore,
+    run_local,
 )
 from tests.seam import Launch, Result
 

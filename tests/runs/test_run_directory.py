@@ -1,4 +1,4 @@
-"""The run directory: made once, opened again, its files, and what is said if it cannot be written."""
+"""The run directory: made once, opened again, its files, ranks' records, and what is said of a full disk."""
 
 import errno
 import json
@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,10 @@ import pytest
 from launcher import files
 from launcher.config.run_path import choose_id
 from launcher.files import open_append, open_below
+from launcher.plan.model import Memory
 from launcher.runs.manifest import read_own_manifest
 from launcher.runs.rank_logs import read_tail
-from launcher.runs.records import refuse_node, write_node
+from launcher.runs.records import Applied, AppliedReader, refuse_node, write_node
 from launcher.runs.run_directory import (
     SIZE,
     RunIdTakenError,
@@ -294,3 +296,43 @@ def test_what_is_said_if_nothing_can_be_written(tmp_path: Path) -> None:
     told = f"the run directory was removed during the run ({run.path})"
     assert release_space(run) == release_space(run) == told
     assert not is_full(run)
+
+
+RECORD = {
+    "rank": 4,
+    "local_rank": 0,
+    "attempt": 1,
+    "pid": 77,
+    "agent": 70,
+    "host": "h",
+    "cpus": "0-3",
+    "memory": {"policy": "preferred", "nodes": "0"},
+    "problems": ["p"],
+    "more": None,
+}
+APPLIED = Applied(4, 0, 1, 77, 70, "h", "0-3", Memory("preferred", frozenset({0})), ("p",))
+
+
+def test_the_reader_gives_what_is_new(tmp_path: Path) -> None:
+    reader = AppliedReader(tmp_path)
+    path = tmp_path / "rank-4.applied.json"
+    assert reader.read_new() == []
+    path.write_text("{")
+    (tmp_path / "rank-4.applied.json.77").write_text(json.dumps(RECORD))
+    assert reader.read_new() == []
+    path.write_text(json.dumps(RECORD))
+    assert reader.read_new() == [APPLIED]
+    assert reader.read_new() == []
+    path.write_text(json.dumps({**RECORD, "attempt": 2}))
+    os.utime(path, ns=(1, 1))
+    assert reader.read_new() == [replace(APPLIED, attempt=2)]
+    path.unlink()
+    assert reader.read_new() == []
+
+
+def test_records_of_another_user_are_shown_but_not_acted_upon(tmp_path: Path) -> None:
+    path = tmp_path / "rank-4.applied.json"
+    path.write_text(json.dumps(RECORD))
+    give_away(path)
+    assert AppliedReader(tmp_path).read_new() == []
+    assert AppliedReader(tmp_path, own=False).read_new() == [APPLIED]
