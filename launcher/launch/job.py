@@ -122,7 +122,11 @@ def shares_terminal(job: Job) -> bool:
 
 
 def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
-    """Return torchrun's command line for a node of a job."""
+    """Return torchrun's command line for a node of a job: its options, the shim, and the program's words.
+
+    An option that is None is left out, so that torchrun takes it from `PET_*` or its own default; a mapping
+    is `key=value,key=value`.
+    """
     config, cluster, environ = job.config, job.cluster, job.environ
     own = config.torchrun
     pairs = (piece.partition("=") for piece in environ.get("PET_RDZV_CONF", "").split(",") if piece)
@@ -141,27 +145,18 @@ def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
         "max_restarts": choose_restarts(config, environ),
         **{name: getattr(own, name) for name in PASSED_ON},
     }
-    # torchrun fills in `${local_rank}` by string.Template, for which `$$` is `$`.
-    program = [word.replace("$", "$$") for word in job.program]
-    return render_torchrun(options, program)
-
-
-def render_torchrun(options: Mapping[str, object], program: Sequence[str]) -> tuple[str, ...]:
-    """Return the agent's command: torchrun's options, then the shim, then the program's words as they are.
-
-    An option that is None is left out, so that torchrun takes it from `PET_*` or its own default; a mapping
-    is `key=value,key=value`. As with the `torchrun` script, a `json.py` in the working directory is not what
-    the agent imports (-P). Without the `--`, argparse (of Python 3.13.0 too) looks for torchrun's options
-    among the program's words, and refuses `--log=x`, which may be short for two of them.
-    """
-    rendered = []
+    # As with the `torchrun` script, a `json.py` in the working directory is not what the agent imports (-P).
+    command = [sys.executable, "-P", "-m", "torch.distributed.run"]
     for name, value in options.items():
         if value is not None and value != {}:
-            pairs = value.items() if isinstance(value, Mapping) else ()
-            text = ",".join(f"{key}={item}" for key, item in pairs) if pairs else value
-            rendered.append(f"--{name.replace('_', '-')}={text}")
-    torchrun = (sys.executable, "-P", "-m", "torch.distributed.run", *rendered, "--no-python", "--")
-    return (*torchrun, sys.executable, "-I", "-S", str(SHIM), *program)
+            items = value.items() if isinstance(value, Mapping) else ()
+            text = ",".join(f"{key}={item}" for key, item in items) if items else value
+            command.append(f"--{name.replace('_', '-')}={text}")
+    # Without the `--`, argparse (of Python 3.13.0 too) looks for torchrun's options among the program's
+    # words, and refuses `--log=x`, which may be short for two of them. torchrun fills in `${local_rank}` by
+    # string.Template, for which `$$` is `$`.
+    shim = (sys.executable, "-I", "-S", str(SHIM), *(word.replace("$", "$$") for word in job.program))
+    return (*command, "--no-python", "--", *shim)
 
 
 def render_shim(program: Sequence[str]) -> tuple[str, ...]:

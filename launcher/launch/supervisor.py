@@ -253,7 +253,7 @@ class DirectAgent:
             self.ending.deadline = min(self.ending.deadline, time.monotonic() + seconds)
 
     def start_group(self, start: GroupStart) -> None:
-        """Start this node's ranks of a start, if it has any; raises OSError, and kills what was started."""
+        """Start this node's ranks of a start, if it has any; raises OSError, and leaves what was started."""
         job, run = self.job, self.run
         self.close_group()
         self.order, self.is_reported, self.start, self.ending = None, False, start, None
@@ -261,17 +261,13 @@ class DirectAgent:
         if group_rank is None:
             return
         attempt = run.first_attempt + start.restart
-        try:
-            for local_rank in range(start.nodes[group_rank].local_size):
-                rank = start.count_ranks_before(group_rank) + local_rank
-                own = make_rank_variables(start, group_rank, local_rank, self.environ)
-                own["TORCHELASTIC_ERROR_FILE"] = str(name_error_file(run, rank, attempt))
-                pid = self.start_rank({**self.environ, **own})
-                self.group.append(RankProcess(rank, local_rank, attempt, pid, self.has_terminal))
-                self.ranks.add(self.group[-1:])
-        except OSError:
-            self.ranks.signal_groups(signal.SIGKILL)
-            raise
+        for local_rank in range(start.nodes[group_rank].local_size):
+            rank = start.count_ranks_before(group_rank) + local_rank
+            own = make_rank_variables(start, group_rank, local_rank, self.environ)
+            own["TORCHELASTIC_ERROR_FILE"] = str(name_error_file(run, rank, attempt))
+            pid = self.start_rank({**self.environ, **own})
+            self.group.append(RankProcess(rank, local_rank, attempt, pid, self.has_terminal))
+            self.ranks.add(self.group[-1:])
         if self.warm and not self.may_restart:
             self.warm.close()  # it takes memory
             self.warm = None

@@ -73,10 +73,10 @@ def serve_ranks(text: str, hook: str, root: str, before: frozenset[str]) -> None
         try:
             names = preload(settings["preload"], hook, before)
         except ExecNeededError as error:
-            reply(server, refused=str(error))
+            server.send(json.dumps({"refused": str(error)}).encode())
             os._exit(0)
         gc.freeze()  # a collection in a rank would copy the pages that all share
-        reply(server, ready=os.getpid())
+        server.send(json.dumps({"ready": os.getpid()}).encode())
         argv, environ = fork_ranks(server)
         sys.path.insert(0, root)
         for number in STOPPING:
@@ -154,7 +154,7 @@ def fork_ranks(server: socket.socket) -> tuple[list[str], dict[str, str]]:
         if (middle := os.fork()) == 0:
             break
         if os.waitpid(middle, 0)[1]:
-            reply(server, refused="a rank could not be forked")
+            server.send(json.dumps({"refused": "a rank could not be forked"}).encode())
         for descriptor in descriptors:
             os.close(descriptor)
     middle = os.getpid()
@@ -163,8 +163,7 @@ def fork_ranks(server: socket.socket) -> tuple[list[str], dict[str, str]]:
     os.setsid()
     while os.getppid() == middle:
         time.sleep(ADOPTION_TICK)
-    if not reply(server, pid=os.getpid()):
-        os._exit(1)
+    server.send(json.dumps({"pid": os.getpid()}).encode())
     server.close()
     for number, descriptor in enumerate(descriptors[1:]):
         os.dup2(descriptor, number)
@@ -172,15 +171,6 @@ def fork_ranks(server: socket.socket) -> tuple[list[str], dict[str, str]]:
     for descriptor in descriptors:
         os.close(descriptor)
     return request["argv"], request["environ"]
-
-
-def reply(server: socket.socket, **message: object) -> bool:
-    """Send a message to the launcher; tell whether it is there to get it."""
-    try:
-        server.send(json.dumps(message).encode())
-    except OSError:
-        return False
-    return True
 
 
 def become_program(
@@ -221,7 +211,14 @@ def become_program(
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as an interpreter does at its start
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    renew_identity()
+    # What each process draws or notes by itself: its thread's number, keys, seeds.
+    getattr(__import__("threading").main_thread(), "_set_native_id", lambda: None)()
+    if process := sys.modules.get("multiprocessing.process"):
+        process.current_process().authkey = os.urandom(32)
+    if numpy := sys.modules.get("numpy.random"):
+        numpy.seed()
+    if torch := sys.modules.get("torch"):  # its generator on the CPU begins with a random number
+        torch.default_generator.seed()
     # Frozen objects keep their pages shared: a full collection writes to each object. At the end all are
     # shown to the collector, after the program's own exit handlers: only then do the interpreter's last
     # collections free what the program holds in cycles, and write what is buffered there.
@@ -232,19 +229,6 @@ def become_program(
     # The warm process has had files, as ranks with logs have (`create_stdio` in pylifecycle.c).
     if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.write_through:
         sys.stdout.reconfigure(line_buffering=os.isatty(1))
-
-
-def renew_identity() -> None:
-    """Renew what each process draws or notes by itself: seeds, keys, and its thread's number."""
-    import threading
-
-    getattr(threading.main_thread(), "_set_native_id", lambda: None)()
-    if process := sys.modules.get("multiprocessing.process"):
-        process.current_process().authkey = os.urandom(32)
-    if numpy := sys.modules.get("numpy.random"):
-        numpy.seed()
-    if torch := sys.modules.get("torch"):  # its generator on the CPU begins with a random number
-        torch.default_generator.seed()
 
 
 def apply_allocator_settings(before: Mapping[str, str], after: Mapping[str, str]) -> None:
