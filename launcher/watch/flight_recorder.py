@@ -4,7 +4,7 @@ It is experimental in torch: what it does not answer in time, or at all, is miss
 
 The flight recorder tells which collectives of which group a rank has called, which are complete, and when the
 rank came to them. Gloo's entries keep the state `scheduled` for ever and name no members; what is complete
-follows from `retired` and `pg_status`. NCCL adds states (`started`, `completed`) and, in `pg_config`, the
+follows from `pg_status`. NCCL adds states (`started`, `completed`) and, in `pg_config`, the
 members. Point-to-point operations of gloo are not recorded at all.
 """
 
@@ -169,9 +169,7 @@ def _list_calls(entries: Sequence[Entry], completed: int) -> tuple[Call, ...]:
     calls: dict[int, Call] = {}
     for entry in filter(_is_collective, entries):
         sequence = _as_number(entry.get("collective_seq_id"))
-        is_complete = (
-            sequence <= completed or entry.get("state") == "completed" or entry.get("retired") is True
-        )
+        is_complete = sequence <= completed or entry.get("state") == "completed"
         operation = str(entry.get("profiling_name", "")).rpartition(":")[2][:_LONGEST]  # `gloo:all_reduce`
         # `[2, 3] Float, [5] Int`
         sizes = zip_longest(_as_list(entry.get("input_sizes")), _as_list(entry.get("input_dtypes")))

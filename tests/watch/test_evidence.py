@@ -201,14 +201,14 @@ def test_a_dump_that_was_cut_off_after_a_hundred_threads_lacks_the_main_one(tmp_
     """The oldest, which comes last."""
     main = '\nThread 0x00007f3 (most recent call first):\n  File "main.py", line 1 in <module>\n'
     (tmp_path / "whole").write_text(DUMP + main)
-    (tmp_path / "cut").write_text(f"{DUMP}\n...\n")
+    (tmp_path / "cut").write_text(f"{DUMP}{main}\n...\n")
     with start(PROGRAMS["dump"], tmp_path) as process:
         await_sleep(process.pid)
         whole, cut = (gather_one(tmp_path, process.pid).process.stacks for _ in range(2))
     assert [one.thread for one in whole] == ["0x00007f1", "worker", "0x00007f3"]
     assert [[one.is_current for one in stacks] for stacks in (whole, cut)] == [
         [False, False, True],
-        [False, True],
+        [False, True, False],
     ]
     frames = [(one.file, one.line, one.function) for one in whole[1].frames]
     assert frames == [("/a dir/x, line 3 in y.py", 12, "<lambda>"), ("<string>", 0, "f")]

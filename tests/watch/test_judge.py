@@ -157,13 +157,13 @@ def make_message(rank: int, pid: int) -> RankMessage:
 def test_activity_counts_as_progress_before_the_first_step_alone(case: dict[str, Any]) -> None:
     began = time()
     beat = Heartbeat(0, 0, 9, "starting", began, case["step"], 0.0, began - case["idle"] + 4, 0, 0.0)
-    for found in (beat, None):
+    for found in (beat, replace(beat, pid=8), None):  # that of the rank's last start
         book = make_book(found)
         book.look(1000.0)
         book.take_sample(Sample(resting=(9,) if case.get("rests") else ()), {}, counts=True)
         book.now, book.ranks[0].read_at = 1004.0, began + 4
         (rank,) = book.list_ranks(Sample(), {}, {})
-        if found is None:
+        if found != beat:
             assert rank.idle is None
             continue
         assert rank.idle == pytest.approx(case["counts"], abs=0.5)
