@@ -85,16 +85,18 @@ with open("/proc/self/status") as file:
 
 
 @pytest.mark.usefixtures("quick_agent")
-def test_ranks_of_a_job_collect_at_the_same_steps(tmp_path: Path) -> None:
-    """Whatever garbage each of them makes."""
-    (tmp_path / "program.py").write_text(PROGRAMS["ranks"])
-    words = ["nproc_per_node=2", "gc.warmup=4", "gc.every=10", "gc.log=true", "--", "program.py"]
+def test_ranks_of_a_job_collect_at_the_same_steps_and_have_their_workers_in_all_ways(tmp_path: Path) -> None:
+    """Whatever garbage each of them makes; the number of workers and the run directory are handed over."""
+    (tmp_path / "program.py").write_text(PROGRAMS["handed"] + PROGRAMS["ranks"])
+    words = ["nproc_per_node=2", "gc.warmup=4", "gc.every=10", "gc.log=true", "dataloader.default=true"]
+    words += ["dataloader=none", "env.LAUNCH_NUM_WORKERS=1", "--", "program.py", "{num_workers}", "{run_dir}"]
     with start(tmp_path, *words) as started:
         assert started.wait(240) == 0, started.read()
-    folder = find_run(tmp_path) / "logs" / "0"
+    run = find_run(tmp_path)
     for rank in range(2):
-        assert (folder / f"rank-{rank}.out").read_text() == "done\n"
-        text = (folder / f"rank-{rank}.err").read_text()
+        ways = f"WAYS {[*[1] * 5, rank]}\n{run} {run} {run} {run.name}\n"
+        assert (run / f"logs/0/rank-{rank}.out").read_text() == f"{ways}done\n"
+        text = (run / f"logs/0/rank-{rank}.err").read_text()
         found = re.findall(rf"^launch: rank {rank}: step (\d+): ", text, re.MULTILINE)
         assert found == ["4", "10", "20", "30"], text
 

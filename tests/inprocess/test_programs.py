@@ -16,7 +16,7 @@ import pytest
 import launcher
 from tests.inprocess.hooked import FOLDER, PROGRAMS, QUICK, ROOT, run_code, run_program
 from tests.rank.start_shim import run_shim, write_plan
-from tests.seam import clean_environ, find_run, run_outside, start
+from tests.seam import clean_environ, find_run, start
 
 VERSIONS = ("3.9", "3.10", "3.12", "3.13", "3.14")
 
@@ -167,20 +167,14 @@ QUIETED = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONWARNINGS": "ignore",
     "OMP_NUM_THREADS": "1",
-    "ACCELERATE_USE_CPU": "true",
     "LAUNCH_LOADER_DEFAULT": "1",
     "LAUNCH_NUM_WORKERS": "2",
 }
 FRAMEWORKS = tomllib.loads((Path(__file__).parents[1] / "data" / "frameworks.toml").read_text())["program"]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(row, marks=[pytest.mark.slow] if row["slow"] else [], id=row["package"])
-        for row in FRAMEWORKS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FRAMEWORKS, ids=lambda case: case["package"])
 def test_a_frameworks_steps_are_counted_and_its_loaders_have_their_workers(
     case: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -228,17 +222,3 @@ def test_the_package_is_as_cheap_as_it_was_and_typed() -> None:
     )
     assert done.stdout == "['launcher']\n"
     assert (PACKAGE / "py.typed").is_file()
-
-
-@pytest.mark.usefixtures("quick_agent")
-def test_the_number_and_the_run_directory_are_handed_over_in_all_ways(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAMS["handed"])
-    words = ["nproc_per_node=2", "dataloader.default=true", "dataloader=none", "env.LAUNCH_NUM_WORKERS=1"]
-    words += ["--", str(program), "{num_workers}", "{run_dir}"]
-    done = run_outside(words, tmp_path, timeout=240)
-    assert done.code == 0, done.err
-    logs = sorted((tmp_path / "runs").glob("*/*/logs/0/rank-*.out"))
-    run = logs[0].parents[2]
-    for rank, log in enumerate(logs):
-        assert log.read_text() == f"WAYS {[*[1] * 5, rank]}\n{run} {run} {run} {run.name}\n"
