@@ -115,15 +115,29 @@ class WorkerPlacement:
         The CPUs that workers get count, and so do those that the rank would have without us.
         """
         most = max(len(self._read_cpus("worker_cpus")), len(self._read_cpus("cpus_before")))
-        original = module.DataLoader.check_worker_number_rationality
-
-        def check(loader: Any) -> None:  # noqa: ANN401  # torch's
-            is_own = os.getpid() == self.process and os.sched_getaffinity(0) == self.own_cpus
-            if loader.num_workers > most or not is_own:
-                original(loader)
-
         if most:
-            replace(module.DataLoader, "check_worker_number_rationality", check)
+            name = "check_worker_number_rationality"
+            setattr(module.DataLoader, name, _WorkerCountCheck(vars(module.DataLoader)[name], self, most))
+
+
+class _WorkerCountCheck:
+    """torch's method that warns, left out if it would count the wrong CPUs.
+
+    It is a descriptor: the warning points to the method that warns, and filters for torch's modules would
+    miss one of ours.
+    """
+
+    def __init__(self, method: Callable[..., None], placement: WorkerPlacement, most: int) -> None:
+        self.method, self.placement, self.most = method, placement, most
+
+    def __get__(self, loader: object, owner: type | None = None) -> Callable[..., None]:
+        """Return the method of a loader; in the rank's own process, on its CPUs, one that does nothing."""
+        is_few = 0 < getattr(loader, "num_workers", 0) <= self.most
+        is_own = os.getpid() == self.placement.process
+        if is_few and is_own and os.sched_getaffinity(0) == self.placement.own_cpus:
+            return lambda: None
+        method: Callable[..., None] = self.method.__get__(loader, owner)
+        return method
 
 
 def _move_process(pid: int, source: set[int], target: set[int]) -> None:
