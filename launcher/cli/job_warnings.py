@@ -128,7 +128,7 @@ def settle_allocator(
     # The ranks' torch is this one unless they have another Python.
     is_own = environ.get("PYTHON_EXEC", sys.executable) == sys.executable
     is_own = is_own and not config.cluster.container.image
-    depends = any(name not in KEYS or KEYS[name] > OLDEST for name in settings)
+    depends = any(name not in KEYS or KEYS[name][1] > OLDEST for name in settings)
     for doubt in check_allocator(settings, read_torch_version() if is_own and depends else None):
         logger.warning(doubt)
     merged = merge_settings(settings, environ)

@@ -15,7 +15,7 @@ from launcher.config.run_path import flatten
 from launcher.config.settings import SLURM_KINDS, LoraConfig, Settings, show_value
 from launcher.config.start import Cluster, parse_nproc
 from launcher.errors import UsageError
-from launcher.plan.variables import KEYS, NEWEST, OLDEST, read_host
+from launcher.plan.variables import KEYS, NEWEST, OLDEST, find_fault, read_host
 from launcher.runs.secrets import MASK, mask_text
 
 HOSTS = ("system", "tcmalloc", "jemalloc")
@@ -224,8 +224,8 @@ def check_allocator(settings: Mapping[str, str], torch: str | None) -> Iterator[
 
     found = re.match(r"(\d+)\.(\d+)", torch or "")  # 2.13.0+cpu, 2.13.0.dev20260701
     version = (int(found[1]), int(found[2])) if found else None
-    known = [name for name, since in KEYS.items() if version is None or since <= max(version, OLDEST)]
-    for name in settings:
+    known = [name for name, (_, since) in KEYS.items() if version is None or since <= max(version, OLDEST)]
+    for name, value in settings.items():
         if name not in KEYS:
             near = get_close_matches(name, known, n=1, cutoff=0.6)
             text = f"there is no allocator.{name}:" + (f" did you mean {near[0]}?" if near else "")
@@ -233,12 +233,14 @@ def check_allocator(settings: Mapping[str, str], torch: str | None) -> Iterator[
                 raise UsageError(f"{text} torch {torch} knows {', '.join(known)}")
             yield f"{text} torch {torch or '(not installed here)'} may know it"
             continue
-        since = KEYS[name]
+        since = KEYS[name][1]
         if version and name not in known:
             raise UsageError(
                 f"allocator.{name} came with torch {since[0]}.{since[1]}, and {torch} is installed: update"
                 " torch, or leave it out"
             )
+        if fault := find_fault(name, value):
+            raise UsageError(f"allocator.{name}={value}: give {fault}")
 
 
 def read_torch_version() -> str | None:

@@ -4,6 +4,7 @@ Sources for the allocator: `getKeys` and the parsers of c10/core/AllocatorConfig
 c10/cuda/CUDAAllocatorConfig in PyTorch's releases 2.6 to 2.13.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,8 +20,8 @@ Tried with 2.13. Up to 2.9, CUDA builds do not know the last (github.com/pytorch
 SET_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Both get the same: CUDA builds of torch up to 2.9 know the first alone, which is deprecated."""
 EXPANDABLE = "expandable_segments"
-ASYNC = ("cudaMallocAsync", "hipMallocAsync")
-"""Backends that know no segments; the last is ROCm's alone, which takes the first as well."""
+BACKENDS = ("native", "cudaMallocAsync", "hipMallocAsync")
+"""The last is ROCm's alone, which takes the second as well."""
 MALLOC_LIBRARIES = ("tcmalloc", "jemalloc", "mimalloc")
 """Parts of the names of libraries that replace malloc."""
 GRAPHS = ("--enable-cuda-graph", "--external-cuda-graph")
@@ -32,21 +33,65 @@ Version = tuple[int, int]
 """Major and minor number of a torch."""
 OLDEST, NEWEST = (2, 6), (2, 13)
 """The releases that the table is of."""
-KEYS: dict[str, Version] = {
-    **dict.fromkeys((EXPANDABLE, "max_split_size_mb", "max_non_split_rounding_mb", "backend"), OLDEST),
-    **dict.fromkeys(("garbage_collection_threshold", "roundup_power2_divisions"), OLDEST),
-    **dict.fromkeys(("release_lock_on_cudamalloc", "release_lock_on_hipmalloc"), OLDEST),
-    **dict.fromkeys(("pinned_use_cuda_host_register", "pinned_use_hip_host_register"), OLDEST),
-    **dict.fromkeys(("pinned_num_register_threads", "pinned_use_background_threads"), OLDEST),
-    "graph_capture_record_stream_reuse": (2, 9),
-    **dict.fromkeys(("pinned_reserve_segment_size_mb", "per_process_memory_fraction"), (2, 10)),
-    "large_segment_size_mb": (2, 11),
-    **dict.fromkeys(("pinned_free_catch_all", "throw_on_cudamalloc_oom"), (2, 12)),
-    **dict.fromkeys(("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"), (2, 13)),
+KEYS: dict[str, tuple[str, Version]] = {
+    EXPANDABLE: ("bool", OLDEST),
+    "max_split_size_mb": ("size", OLDEST),
+    "max_non_split_rounding_mb": ("size", OLDEST),
+    "garbage_collection_threshold": ("fraction", OLDEST),
+    "roundup_power2_divisions": ("divisions", OLDEST),
+    "backend": ("backend", OLDEST),
+    "release_lock_on_cudamalloc": ("bool", OLDEST),
+    "release_lock_on_hipmalloc": ("bool", OLDEST),
+    "pinned_use_cuda_host_register": ("bool", OLDEST),
+    "pinned_use_hip_host_register": ("bool", OLDEST),
+    "pinned_num_register_threads": ("threads", OLDEST),
+    "pinned_use_background_threads": ("bool", OLDEST),
+    "graph_capture_record_stream_reuse": ("bool", (2, 9)),
+    "pinned_reserve_segment_size_mb": ("number", (2, 10)),
+    "per_process_memory_fraction": ("share", (2, 10)),
+    "large_segment_size_mb": ("number", (2, 11)),
+    "pinned_free_catch_all": ("bool", (2, 12)),
+    "throw_on_cudamalloc_oom": ("bool", (2, 12)),
+    "pinned_max_round_threshold_mb": ("number", (2, 13)),
+    "pinned_max_cached_size_mb": ("number", (2, 13)),
 }
-"""For each setting the first release that knows it; those before `OLDEST` are not told apart."""
+"""For each setting the kind of its value, a key of `KINDS`, and the first release that knows it; those before
+`OLDEST` are not told apart."""
+
+
+POWER = "|".join(str(1 << bits) for bits in range(30))
+DECIMAL = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?"
+WHOLE = "[0-9]{1,9}"
+"""Plain digits; torch takes `64abc` and `-1`, too."""
 SETTING = r"([^:,\[\]]+):(\[[^\[\]]*\]|[^:,\[\]]+)(?:,|$)"
 """A name and its value, a list perhaps."""
+KINDS: dict[str, tuple[str, str]] = {
+    "bool": ("True|False", "True or False"),
+    "number": (WHOLE, "a whole number"),
+    "size": (WHOLE, "a whole number of at least 20"),
+    "threads": ("|".join(str(1 << bits) for bits in range(8)), "a power of two from 1 to 128"),
+    "fraction": (DECIMAL, "a number above 0 and below 1"),
+    "share": (DECIMAL, "a number from 0 to 1"),
+    "backend": ("|".join(BACKENDS), "native or cudaMallocAsync"),
+    "divisions": (
+        rf"{POWER}|\[(?:(?:>|{POWER}):(?:0|{POWER})(?:,(?!\])|(?=\])))+\]",
+        "a power of two such as 4, or one for each size, [256:1,512:2,>:8]",
+    ),
+}
+"""For each kind what a value of it looks like, and what it is for people."""
+BOUNDS = {"size": (20, math.inf), "fraction": (math.nextafter(0, 1), math.nextafter(1, 0)), "share": (0, 1)}
+"""Of kinds that are numbers: the least and the most."""
+
+
+def find_fault(name: str, value: str) -> str:
+    """Say what values are valid if a known setting has an invalid one; else empty."""
+    kind = KEYS[name][0]
+    pattern, words = KINDS[kind]
+    is_valid = re.fullmatch(pattern, value) is not None
+    if is_valid and kind in BOUNDS:
+        least, most = BOUNDS[kind]
+        is_valid = least <= float(value) <= most
+    return "" if is_valid else words
 
 
 def read_settings(section: Mapping[str, Any]) -> dict[str, str]:
@@ -114,7 +159,7 @@ def set_allocator(request: Request, gpu: Gpu | None, kernel: str) -> tuple[dict[
         return {}, []
     environ, name = request.environ, find_variable(request.environ)
     own = parse_settings(environ[name]) if name else {}
-    if own is None or not own.keys() <= KEYS.keys():
+    if own is None or any(key not in KEYS or find_fault(key, value) for key, value in own.items()):
         return {}, [f"{name}={environ[name]} kept as the user has it: torch may not take it"]
     merged, notes = read_settings(request.allocator), []
     if merged.get(EXPANDABLE) == "True" and EXPANDABLE not in own:
@@ -156,7 +201,7 @@ def find_conflicts(
     the program's, `environ` what the ranks will have. `contained`: they run in a container that may not trace
     processes.
     """
-    if settings.get(EXPANDABLE) != "True" or settings.get("backend") in ASYNC:
+    if settings.get(EXPANDABLE) != "True" or settings.get("backend") in BACKENDS[1:]:
         return
     words = [part for word in argv for part in word.split("=", 1)]
     # NCCL registers buffers, and then segments grow.

@@ -30,7 +30,7 @@ from launcher.plan.model import (
     plan_to_json,
 )
 from launcher.plan.planner import plan
-from launcher.plan.variables import KEYS
+from launcher.plan.variables import KEYS, find_fault
 from launcher.runs.records import read_ranks
 from tests.seam import clean_environ
 
@@ -126,7 +126,9 @@ def test_the_policy_of_garbage_collection_is_read_in_the_rank_as_the_plan_writes
 # The allocator
 
 ALLOCATOR = tomllib.loads((HERE / "allocator.toml").read_text())
-CORE = ALLOCATOR["core"]
+CORE, RIGHT, WRONG = ALLOCATOR["core"], ALLOCATOR["right"], ALLOCATOR["wrong"]
+LAX = frozenset({"64abc", "1.5", "-1", "1e3", "99999999999", "[]", "[64]"})
+"""Wrong values that torch takes all the same, for something else than they look like."""
 INSTALLED = tuple(map(int, version("torch").split(".")[:2]))
 HEADER = Path(str(distribution("torch").locate_file("torch/include/c10/cuda/CUDAAllocatorConfig.h")))
 TRY = """
@@ -149,29 +151,51 @@ def settle(**more: Any) -> dict[str, str]:
     return dict(plan(replace(MACHINE, gpus=NVIDIA[:1]), ask(**more)).ranks[0].env)
 
 
-def test_the_installed_torch_takes_what_the_launcher_writes() -> None:
+def test_the_installed_torch_takes_what_the_table_takes_and_what_the_launcher_writes() -> None:
+    """Every right and wrong value of its settings for all accelerators; torch is laxer with numbers alone."""
+    values = [
+        (name, value)
+        for name in CORE
+        for value in (*RIGHT[KEYS[name][0]], *WRONG[KEYS[name][0]])
+        if value and KEYS[name][1] <= INSTALLED
+    ]
     written = [settle(allocator=given)["PYTORCH_ALLOC_CONF"] for given in ALLOCATOR["configured"]]
+    texts = [f"{name}:{value}" for name, value in values] + written
     done = subprocess.run(
         [sys.executable, "-c", TRY],
-        input=json.dumps([*written, "max_split_size_mb:no"]),
+        input=json.dumps(texts),
         env=clean_environ(),
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
     )
-    assert json.loads(done.stdout) == [True] * len(written) + [False]
+    answers: list[bool] = json.loads(done.stdout)
+    differ = [
+        (name, value)
+        for (name, value), takes in zip(values, answers[: len(values)], strict=True)
+        if takes == bool(find_fault(name, value)) and not (takes and value in LAX)
+    ]
+    assert differ == []
+    refused = [text for text, takes in zip(written, answers[len(values) :], strict=True) if not takes]
+    assert refused == [] and not all(answers)
 
 
 def test_the_installed_torch_has_the_settings_that_the_table_says() -> None:
     body = re.search(r"getKeys\(\) \{.*?keys\{(.*?)\};", HEADER.read_text(), re.DOTALL)
     assert body, "torch before 2.10 has no list of its keys"
     joined = re.sub(r'"\s+"', "", re.sub(r"//[^\n]*", "", body[1]))
-    known = {key for key, since in KEYS.items() if since <= INSTALLED and key not in CORE}
+    known = {key for key, (_, since) in KEYS.items() if since <= INSTALLED and key not in CORE}
     assert known == set(re.findall(r'"(\w+)"', joined))
 
 
-def test_settings_that_are_none_are_left_alone() -> None:
+def test_right_values_of_the_user_are_kept_and_wrong_ones_left_alone() -> None:
+    for name, (kind, _) in KEYS.items():
+        for value in RIGHT[kind]:
+            environ = {"PYTORCH_ALLOC_CONF": f"{name}:{value}"}
+            assert settle(environ=environ, allocator={})["PYTORCH_CUDA_ALLOC_CONF"] == f"{name}:{value}"
+        for value in WRONG[kind]:
+            assert find_fault(name, value), (name, value)
     for text in BROKEN:
         assert "PYTORCH_CUDA_ALLOC_CONF" not in settle(environ={"PYTORCH_CUDA_ALLOC_CONF": text})
 
