@@ -100,9 +100,9 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
     with catch_signals((checkpoint,)) as inbox, contextlib.ExitStack() as stack:
         attempt = start_attempt(request, run, environ, order, requeues=requeues)
         report_node_order(order)
-        first, guards = FirstNode(attempt, inbox), None
+        first, guards = FirstNode(attempt, inbox), list["subprocess.Popen[bytes]"]()
         try:
-            if attempt.is_guarded:
+            if attempt.is_guarded and len(attempt.step_hosts) > 1:
                 from launcher.slurm.lost_nodes import start_guards  # few jobs have use for it
 
                 guards = stack.enter_context(start_guards(attempt))
@@ -120,7 +120,7 @@ def run_attempt(request: JobRequest, run: RunDir, environ: Mapping[str, str], *,
         except LaunchError as error:
             report = first.refuse(str(error), error.exit_code)
         finally:
-            end_leftovers(KILL_GRACE, (guards.pid,) if guards else ())
+            end_leftovers(KILL_GRACE, [guard.pid for guard in guards])
         return end_attempt(attempt, report)
 
 

@@ -317,50 +317,56 @@ class NodeReplacement:
 
 
 @contextlib.contextmanager
-def start_guards(attempt: Attempt) -> Iterator["subprocess.Popen[bytes] | None"]:
-    """Have other nodes watch this one, if SLURM would have the job run on without it; gives the srun of that.
+def start_guards(attempt: Attempt) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    """Have other nodes watch this one; gives the sruns of that, which grow by one if SLURM ends the step.
 
-    A thread tells the guards again and again that this node is there.
+    A thread tells the guards again and again that this node is there. As this process dies, srun is not asked
+    to end them, too.
     """
     own = name_host(attempt.environ)
     others = [host for host in attempt.step_hosts if host != own]
-    if not (attempt.is_guarded and others):
-        yield None
-        return
-    chosen = tuple(others[:: -(-len(others) // MOST_GUARDS)])
-    module = "launcher.slurm.lost_nodes"
-    command = (sys.executable, "-P", "-m", module, str(attempt.run.path), own)
+    command = (sys.executable, "-P", "-m", "launcher.slurm.lost_nodes", str(attempt.run.path), own)
+    step = Step(tuple(others[:: -(-len(others) // MOST_GUARDS)]), command, {"gres": "none"})
     environ, pipe = {**attempt.environ, LAUNCH_ATTEMPT: str(attempt.run.first_attempt)}, subprocess.PIPE
-    try:  # as this process dies, srun is not asked to end the guards, too
-        process = Step(chosen, command, {"gres": "none"}).start(
-            environ, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
-        )
-    except OSError as error:
-        logger.debug(f"no guards ({error})")  # the step of the ranks tells
-        yield None
-        return
-    stdin, stdout, stopped = process.stdin, process.stdout, threading.Event()
+    started, stopped = list["subprocess.Popen[bytes]"](), threading.Event()
+
+    def start() -> None:
+        with contextlib.suppress(OSError):  # the step of the ranks tells
+            started.append(step.start(environ, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL))
 
     def tell() -> None:
-        with contextlib.suppress(OSError):
-            while stdin and not stopped.wait(ALIVE_PERIOD):
-                stdin.write(ALIVE)
-                stdin.flush()
-            if stdin:
-                stdin.write(OVER)
-                stdin.close()
+        pause = ALIVE_PERIOD
+        while started and not stopped.wait(pause):
+            pause = ALIVE_PERIOD
+            if started[-1].poll() is not None:  # as SLURM 22.05 does if a node has just come back
+                start()
+                pause = RETRY
+            write(ALIVE)
+        write(OVER)
 
-    threading.Thread(target=tell, daemon=True).start()
-    if stdout and attempt.restarts:  # the step is to have its number before another one is begun
-        select.select([stdout], [], [], START_PATIENCE)
+    def write(word: bytes) -> None:
+        with contextlib.suppress(OSError):
+            if started and (stdin := started[-1].stdin):
+                stdin.write(word)
+                stdin.flush()
+
+    start()
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    if (
+        started and started[0].stdout and attempt.restarts
+    ):  # the step is to have its number before another one
+        select.select([started[0].stdout], [], [], START_PATIENCE)
     try:
-        yield process
+        yield started
     finally:
         stopped.set()
-        try:
-            process.wait(END_PATIENCE)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        thread.join(END_PATIENCE)
+        for process in started[-1:]:
+            try:
+                process.wait(END_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 @dataclass(slots=True)
