@@ -39,7 +39,7 @@ srun*launcher.slurm.task*)
 srun*launcher.preflight*) . "$facts/preflight" ;;
 srun*slurm.lost_nodes*)
     echo .
-    cat >/dev/null
+    . "$facts/guards"
     ;;
 "squeue "*--Format=*) answer job ;;
 squeue*) answer excluded ;;

@@ -16,6 +16,7 @@ EAGER = {
     "launcher.slurm.first_node": {"RETRY": 0.0, "RECORD_TIMEOUT": 0.2, "CLOSE_TIMEOUT": 0.5},
     "launcher.slurm.commands": {"RETRY": 0.0, "SHORT_TIMEOUT": 0.3},
     "launcher.slurm.step": {"CLOSE_TIMEOUT": 0.5},
+    "launcher.slurm.lost_nodes": {"ALIVE_PERIOD": 0.05, "RETRY": 0.05},
 }
 """Pauses that nobody has to wait for here."""
 LONGEST = 30

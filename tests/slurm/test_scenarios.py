@@ -32,6 +32,7 @@ ANSWERS = {
     "boots": [""],
     "topology": [""],
     "preflight": ["exit 1"],
+    "guards": ["cat >/dev/null"],
 }
 """What SLURM says if a start does not tell; see fake_slurm.sh."""
 CHANGES = ("scontrol requeue", "scontrol update", "scancel", "sbatch")
@@ -269,12 +270,6 @@ def test_the_script_of_a_dry_run_requeues_its_job_in_the_same_directory(tmp_path
     assert "scontrol requeue" not in (tmp_path / "calls").read_text()
     assert [path.name for path in run.parent.iterdir()] == ["job-7"]
     assert "sesame" not in "".join(path.read_text() for path in run.glob("*.*"))
-
-
-def test_a_sweep_has_no_dry_run_on_slurm(tmp_path: Path) -> None:
-    words = ("-m", "cluster=slurm", "dry_run=true", "env.A=1,2", "--", "true")
-    done = run_outside(words, tmp_path, prepare(tmp_path))
-    done.assert_error(2, "dry_run=true shows the script of one job")
 
 
 def play(

@@ -161,6 +161,8 @@ def test_a_member_of_an_array_has_its_own_directory(login: LoginNode) -> None:
     log = runs[1] / "logs" / "slurm-99.out"
     assert log.read_text() == f"setup\n-I|-m|launcher.slurm|{runs[1]}|X=\n"
     assert not list((runs[0] / "logs").iterdir())
+    dry = login.submit("-m", "+env.A=1,2", "dry_run=true")
+    assert_refused(dry, 2, "dry_run=true shows the script of one job")
     requests = [read_job_request(run, {}) for run in runs]
     assert [request.config.env["A"] for request in requests] == ["1", "2"]
 
