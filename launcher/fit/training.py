@@ -438,8 +438,13 @@ def check_layout(training: Training) -> None:
     if framework == "zero" and pp > 1 and zero > 1:
         what = f"parallel.zero={zero} with parallel.pp={pp}: DeepSpeed's pipeline keeps gradients whole"
         refuse(what, "parallel.zero=1, or parallel.framework=fsdp")
-    if group is not None and (zero == 0 or replicas % group):
-        what = f"parallel.shard_size={group} does not divide dp * cp ({replicas}), or parallel.zero=0"
+    if group is not None and zero == 0:
+        refuse(
+            f"parallel.shard_size={group} with parallel.zero=0, which shards nothing",
+            "parallel.zero=1, or leave it out",
+        )
+    if group is not None and replicas % group:
+        what = f"parallel.shard_size={group} does not divide dp * cp ({replicas})"
         refuse(what, _propose_divisors("parallel.shard_size", group, replicas))
     if settings.optimizer_in_backward and settings.accumulation > 1:
         what = f"fit.optimizer_in_backward=true cannot accumulate (fit.accumulation={settings.accumulation})"

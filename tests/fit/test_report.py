@@ -13,7 +13,8 @@ from launcher.fit.advice import BudgetLine
 from launcher.fit.choice import assess, correct_estimate, estimate_step, judge_total
 from launcher.fit.training import Learned, Training, check_layout, solve_batch
 from launcher.runs.records import fingerprint_ranks
-from tests.fit.made_requests import REQUEST, TABLES, ask, change
+from tests.fit.made_requests import MODELS, REQUEST, TABLES, ask, change
+from tests.fit.test_memory import REQUESTS
 
 GIB = 1 << 30
 H100 = REQUEST.device
@@ -76,38 +77,12 @@ def test_layouts_that_are_used() -> None:
         check_layout(change(BASE, row))
 
 
-numbers = st.integers(1, 130) | st.sampled_from([1, 2, 4, 8, 16, 64, 10**9])
-small = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
-layouts = st.fixed_dictionaries(
-    {
-        **dict.fromkeys(("tp", "pp", "dp", "cp"), small | numbers),
-        **dict.fromkeys(("ep", "virtual_stages"), st.just(1) | numbers),
-        "zero": st.integers(0, 3),
-        "shard_size": st.none() | numbers,
-        "sequence_parallel": st.booleans(),
-    }
-)
-settings = st.fixed_dictionaries(
-    {
-        "framework": st.sampled_from(["ddp", "fsdp", "zero", "megatron"]),
-        **dict.fromkeys(("micro_batch", "accumulation"), numbers),
-        "seq_len": st.sampled_from([1024, 4096, 1000, 1]) | numbers,
-    }
-)
-requests = st.builds(
-    ask,
-    st.sampled_from(["Llama 2 70B", "Mixtral 8x7B", "GPT-2 124M"]),
-    small | numbers,
-    layout=layouts,
-    settings=settings,
-    nodes=small | numbers,
-    global_batch=st.none() | numbers,
-)
-
-
-@given(requests, st.booleans())
-def test_any_layout_is_taken_or_refused_with_a_value_that_works(found: Training, fits: bool) -> None:
+@given(REQUESTS, st.sampled_from(["", "Llama 2 70B", "Mixtral 8x7B", "GPT-2 124M"]), st.booleans())
+def test_any_layout_is_taken_or_refused_with_a_value_that_works(
+    found: Training, name: str, fits: bool
+) -> None:
     """The proposed value removes the error: no error names the same key with the proposed value."""
+    found = replace(found, model=MODELS.get(name, found.model))
     found = replace(found, gpus_per_node=found.layout.world_size, nodes=1) if fits else found
     try:
         check_layout(found)
