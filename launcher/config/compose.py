@@ -177,18 +177,19 @@ class SearchPath(SearchPathPlugin):
             search_path.append("launch", f"file://{folder}")
 
 
-HYDRAS_OWN, NO_GROUPS = HydraConf(), HydraConf(defaults=[])
+STORED: Any = ConfigStore.instance().repo["hydra"]["config.yaml"]
+HYDRAS_OWN, NO_GROUPS = STORED.node, OmegaConf.structured(HydraConf(defaults=[]))
 """Hydra's settings with and without the options of its groups, which take longer to compose than ours."""
 
 
 @contextmanager
-def open_hydra(sources: Sources, settings: HydraConf = HYDRAS_OWN) -> Iterator[Hydra]:
+def open_hydra(sources: Sources, settings: DictConfig = HYDRAS_OWN) -> Iterator[Hydra]:
     """Give a Hydra that reads these sources, and restore the previous one at the end; raises UsageError.
 
     What it raises is told as the user's mistake.
     """
     Plugins.instance().register(SearchPath)
-    ConfigStore.instance().store(group="hydra", name="config", node=settings, provider="hydra")
+    STORED.node = settings
     first, *others = sources.folders
     token = OTHER_FOLDERS.set(tuple(others))
     previous = GlobalHydra.instance().hydra  # that of a sweep, if a trial is composed here
@@ -205,7 +206,7 @@ def open_hydra(sources: Sources, settings: HydraConf = HYDRAS_OWN) -> Iterator[H
             gc.enable()
         OTHER_FOLDERS.reset(token)
         GlobalHydra.instance().hydra = previous
-        ConfigStore.instance().store(group="hydra", name="config", node=HYDRAS_OWN, provider="hydra")
+        STORED.node = HYDRAS_OWN
 
 
 def compose(sources: Sources, overrides: Sequence[str], number: int | None = None) -> Composed:
