@@ -241,7 +241,7 @@ def check_resume(spec: JobSpec) -> None:
         from launcher.slurm.run_states import refuse_run_in_use
 
         refuse_run_in_use(spec.run_path, submits=spec.cluster.kind == "slurm")
-    if changes := find_changes(spec.run_path, spec.config_text):
+    if changes := list(find_changes(spec.run_path, spec.config_text)):
         listed = name_some(changes, MAX_CHANGES)
         logger.warning(f"other settings than those of the earlier start in {spec.run_path}: {listed}")
 

@@ -25,8 +25,6 @@ MAX_NAME = 200
 """Bytes of a run's name, which is a folder's."""
 JOBS = ("launch", "launch tune")
 """Commands that run a program."""
-VERBS_OF_KEYS = {"rank": "launch logs` and `launch watch", "yes": "launch cancel` and `launch tune"}
-"""Keys that a run has no use for; a file may hold them, since it is read for all verbs."""
 SAVING = {"launch topo": ("save", "image"), "launch tune": ("save",), "launch report": ("save",)}
 """Commands that write a file, and the keys that name it."""
 
@@ -137,10 +135,6 @@ def _find_job_faults(context: Context) -> Iterator[str]:
             f"{shown} describes a machine, which can be planned for and not run on: see the plan with"
             " `launch plan` or dry_run=true, or leave it out to run on this machine"
         )
-    for key, verb in VERBS_OF_KEYS.items() if context.verb == "launch" else ():
-        value = getattr(config, key)
-        if key in given and value is not None and value is not False:
-            yield f"{key}={show_value(value)} is for `{verb}`, and has no use for a run: leave it out"
 
 
 def is_http(url: str) -> bool:

@@ -119,17 +119,12 @@ def use_sweep_folder(tree: "DictConfig", path: str) -> None:
 
     Raises UsageError if the directory is not empty.
     """
-    if is_unset(tree, "run_dir") and is_unset(tree, "new_run_dir"):
-        if is_unset(tree, "node_rank"):  # nodes that are started by hand share one
+    nodes: Any = {key: tree._get_node(key) for key in ("run_dir", "new_run_dir", "node_rank")}
+    given = {key for key, node in nodes.items() if node._value() is not None}
+    if not given & {"run_dir", "new_run_dir"}:
+        if not given:  # nodes that are started by hand share one
             refuse_used(Path(path), "hydra.sweep.dir")
         tree.new_run_dir = path
-
-
-def is_unset(tree: "DictConfig", key: str) -> bool:
-    """Tell whether a key is null."""
-    from omegaconf import OmegaConf
-
-    return not OmegaConf.is_interpolation(tree, key) and tree[key] is None
 
 
 NAME = "config.yaml"
@@ -163,7 +158,7 @@ def flatten(node: object, prefix: str = "") -> dict[str, object]:
     }
 
 
-def read_config_value(run_path: Path, *keys: str) -> object:
+def read_config_value(run_path: Path, *keys: str) -> Any:  # noqa: ANN401 - whatever YAML holds
     """Return a value of a run directory's file; None if the file cannot be read or does not have it."""
     import yaml
 
@@ -176,25 +171,16 @@ def read_config_value(run_path: Path, *keys: str) -> object:
     return found
 
 
-def find_changes(run_path: Path, text: str) -> list[str]:
-    """Return `KEY OLD -> NEW` for what differs in a run directory's file from a new text.
+def find_changes(run_path: Path, text: str) -> Iterator[str]:
+    """Give `KEY OLD -> NEW` for what differs in a run directory's file from a new text; no key is null.
 
     A file that cannot be read, or holds something else, differs in nothing.
     """
     import yaml
 
-    path = run_path / NAME
-    try:
-        before = read_file(path, LARGEST).decode("utf-8", "surrogateescape")
-        earlier = flatten(mask_tree(yaml.safe_load(before)))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return []
-    return [] if "" in earlier else list(compare(earlier, flatten(yaml.safe_load(text))))
-
-
-def compare(earlier: dict[str, object], now: dict[str, object]) -> Iterator[str]:
-    """Give `KEY OLD -> NEW` for the leaves that differ; one that is not there is null."""
-    for key in [*now, *(key for key in earlier if key not in now)]:
+    before = read_config_value(run_path)
+    earlier, now = flatten(mask_tree(before)), flatten(yaml.safe_load(text))
+    for key in dict.fromkeys([*now, *earlier]) if isinstance(before, dict) else ():
         is_chosen = key.startswith("program.") and now.get(key) == "auto"
         if key not in PLACE_KEYS and earlier.get(key) != now.get(key) and not is_chosen:
             old, new = (json.dumps(each.get(key), default=str) for each in (earlier, now))

@@ -1,5 +1,6 @@
 """Secrets in arguments are never written; texts never act on a terminal; a shell reads what was meant."""
 
+import contextlib
 import json
 import subprocess
 import tempfile
@@ -8,15 +9,19 @@ from pathlib import Path
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from launcher.config.program import read_env_files
 from launcher.config.settings import Settings
+from launcher.config.start import read_machine
+from launcher.errors import UsageError
 from launcher.protocol import LAUNCH_SECRETS
+from launcher.rank.entry import PlacementError, PlanEntry, read_plan_file
 from launcher.rank.shim import shorten_text
 from launcher.runs.manifest import describe_start
 from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import MASK, mask_tree, mask_variables, mask_words
 from launcher.slurm.job_request import JobRequest, read_job_request, write_job_request
 from launcher.text import escape_text, join_words, quote_word, tame_text
-from tests.fuzzing import CONTROL, assert_harmless, texts
+from tests.fuzzing import CONTROL, assert_harmless, scalars, texts
 from tests.runs.test_manifest import TOKENS
 
 LETTERS = st.characters(codec="ascii", categories=("Lu", "Ll", "Nd"))
@@ -111,3 +116,38 @@ def test_a_shell_reads_the_words_that_were_meant(words: list[str]) -> None:
         ["bash", "-c", f"printf '%s\\0' {join_words(words)}"], capture_output=True, check=True
     )
     assert done.stdout.decode().split("\0")[:-1] == words
+
+
+# Files that users name or start beside: whatever they hold, an answer comes soon, and it is clean
+
+keys = st.sampled_from(["a", "b", "c", "schema", "kind", "machine", "cpus", "ranks", "gpus", "nodes", "name"])
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys | texts, inner, max_size=4),
+    max_leaves=20,
+)
+data = st.one_of(
+    values.map(lambda value: json.dumps(value).encode()),
+    texts.map(lambda text: text.encode("utf-8", "surrogatepass")),
+    st.binary(max_size=200),
+    st.lists(st.tuples(keys, texts), max_size=4).map(
+        lambda pairs: "\n".join(f"{name}={text}" for name, text in pairs).encode("utf-8", "surrogatepass")
+    ),
+)
+
+
+@given(content=data)
+@example(content=b"[" * 100_000)
+@example(content=b"9" * 100_000)
+@example(content=b"A='" * 100_000)
+def test_what_users_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    config = Settings(env={"from_file": str(path)})
+    config.machine.snapshot = str(path)
+    with contextlib.suppress(UsageError):
+        read_env_files(config)
+    with contextlib.suppress(UsageError):
+        read_machine(config.machine)
+    with contextlib.suppress(PlacementError, KeyError, TypeError, ValueError, AttributeError):
+        PlanEntry(read_plan_file(str(path)))

@@ -6,24 +6,72 @@ Without words, all but those on SLURM, which need the folder of a cluster: `slur
 `runs` starts real jobs, for a minute.
 """
 
+import json
 import sys
+import tempfile
+from pathlib import Path
 
-from tests.golden import outputs, plans, runs
+from tests.golden import outputs, plans
 from tests.probe import test_odd_machines
 from tests.report import test_page
+from tests.runs.recordings import (
+    DATA,
+    FILE,
+    KINDS,
+    LOCAL,
+    REPOSITORY,
+    find_keys,
+    name_files,
+    record,
+    run_local,
+    run_on_slurm,
+)
+from tests.seam import clean_environ
+
+
+def record_local() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, run_dir in run_local(LOCAL, Path(folder)).items():
+            record(name, run_dir)
+
+
+def record_on_slurm(cluster: str) -> None:
+    """Record jobs on the sandbox in this folder."""
+    environ = {**clean_environ(), "SLURM_CONF": str(Path(cluster) / "slurm.conf")}
+    sandbox = (sys.executable, str(REPOSITORY / "slurm/sandbox"), "--folder", cluster)
+    for name in sorted(KINDS.keys() - set(LOCAL)):
+        with tempfile.TemporaryDirectory() as folder:
+            record(name, run_on_slurm(name, Path(folder), sandbox, environ))
+
+
+def write_shapes() -> None:
+    """Write the shapes of all recorded runs."""
+    names, keys = {}, dict[str, dict[str, set[str]]]()
+    for kind in sorted(KINDS):
+        files = json.loads((DATA / f"{kind}.json").read_text())["files"]
+        names[kind] = name_files(files)
+        for file, found in find_keys(files).items():
+            for key, types in found.items():
+                keys.setdefault(file, {}).setdefault(key, set()).update(types)
+    shown = {
+        file: {key: "|".join(sorted(types)) for key, types in sorted(found.items())}
+        for file, found in sorted(keys.items())
+    }
+    FILE.write_text(json.dumps({"names": names, "keys": shown}, indent=1) + "\n")
+
 
 words = sys.argv[1:] or ["machines", "plans", "outputs", "report", "runs"]
 for word in sorted(words, reverse=True):  # plans and outputs clear the environment: they come last
     if word == "runs":
-        runs.record_local()
+        record_local()
     elif word == "report":
         test_page.write_tables()
     elif word == "machines":
         test_odd_machines.write()
     elif word not in ("plans", "outputs"):
-        runs.record_on_slurm(word)
+        record_on_slurm(word)
 if set(words) - {"machines", "plans", "outputs", "report"}:
-    runs.write_shapes()
+    write_shapes()
 if "plans" in words:
     plans.write_all()
 if "outputs" in words:
