@@ -125,7 +125,7 @@ def _gather_case(call: Call) -> Case:
             (tempfile.gettempdir(), "temporary directory"),
             *((path, "data") for path in config.preflight.paths),
         ]
-        gpus = frozenset(rank.gpu.pci for rank in plan.ranks if rank.gpu)
+        gpus = ",".join(dict.fromkeys(rank.gpu.uuid for rank in plan.ranks if rank.gpu and rank.gpu.uuid))
         facts = read_node_facts(config.machine.root, paths if here else (), gpus=gpus or None)
         facts = replace(facts, health=read_health(config.machine.root, plan.machine))
     else:

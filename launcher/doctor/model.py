@@ -244,29 +244,11 @@ class Wanted:
     """Share of the median of the job's devices below which one is slow (`preflight.tolerance`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What the doctor says of one thing. Texts name values of the finding in braces, as for `_Formatter`."""
-
-    subject: str
-    what: str
-    """What was found, with the values."""
-    why: str = ""
-    """Why it matters to a job."""
-    fix: str = ""
-    """A command or a setting."""
-    ok: str = ""
-    """Said in place of `what` if all is well."""
-
-
 @cache
-def read_rules() -> Mapping[str, Rule]:
-    """Read the table of rules, by their names: `gpu.recovery`."""
-    with Path(__file__).with_name("rules.toml").open("rb") as file:
-        groups = tomllib.load(file)
-    return {
-        f"{group}.{name}": Rule(**texts) for group, rules in groups.items() for name, texts in rules.items()
-    }
+def read_rules() -> Mapping[str, Mapping[str, str]]:
+    """Read the table of rules, by their names: `gpu.recovery`; see the head of the file for their texts."""
+    groups = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+    return {f"{group}.{name}": texts for group, rules in groups.items() for name, texts in rules.items()}
 
 
 @cache
@@ -316,25 +298,25 @@ class Finding:
     @property
     def subject(self) -> str:
         """What it is about, in a word."""
-        return read_rules()[self.rule].subject
+        return read_rules()[self.rule]["subject"]
 
     @property
     def what(self) -> str:
         """What was found, with the values."""
-        rule = read_rules()[self.rule]
-        return self._fill(rule.ok if self.level == "ok" and rule.ok else rule.what)
+        return (self.level == "ok" and self._fill("ok")) or self._fill("what")
 
     @property
     def why(self) -> str:
         """Why it matters to a job; empty if all is well."""
-        return "" if self.level == "ok" else self._fill(read_rules()[self.rule].why)
+        return "" if self.level == "ok" else self._fill("why")
 
     @property
     def fix(self) -> str:
         """A command or a setting; empty if all is well."""
-        return "" if self.level == "ok" else self._fill(read_rules()[self.rule].fix)
+        return "" if self.level == "ok" else self._fill("fix")
 
-    def _fill(self, text: str) -> str:
+    def _fill(self, part: str) -> str:
+        text = read_rules()[self.rule].get(part, "")
         return _formatter.vformat(text, (), {**self.values, "host": self.host or self.values.get("host", "")})
 
     def to_json(self) -> dict[str, Any]:

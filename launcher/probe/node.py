@@ -35,7 +35,7 @@ from launcher.probe.limits import (
     read_resource,
 )
 from launcher.probe.machine import CPU, read_cpu_sets
-from launcher.probe.nvml import Wanted, import_nvml, read_gpu_facts
+from launcher.probe.nvml import import_nvml, read_gpu_facts
 from launcher.probe.sysfs import PCI, Tree, normalise_pci, parse_number
 
 PATIENCE = 5.0
@@ -96,14 +96,14 @@ def read_node_facts(
     host: str = "",
     node_rank: int = 0,
     python: str | None = None,
-    gpus: Wanted = None,
+    gpus: str | None = None,
     nvml: ModuleType | None = None,
     clock: Callable[[], float] = time.time,
     patience: float = PATIENCE,
 ) -> Facts:
     """Read the facts of the node whose files are below `root`; `paths` are given with their purposes.
 
-    `python` is the ranks' interpreter (default: this one), `gpus` the job's (default: all that NVML lists).
+    `python` is the ranks' interpreter (default: this one), `gpus` the job's CUDA_VISIBLE_DEVICES.
     With another root than `/` nothing outside is consulted: paths, torch and the load are left out, and the
     time is 0.
     What may hang (paths, NVML, another interpreter) runs in children, all at once, for `patience` seconds.

@@ -8,17 +8,18 @@ exporter's DCGM_FI_PROF_SM_ACTIVE).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from launcher.doctor.model import GpuFacts, GpuProcess, Unchecked
+from launcher.plan.devices import resolve_visible
 from launcher.plan.model import Gpu
 from launcher.probe.devices import is_open, list_cards, read_amd, read_driver, sort_gpus
 from launcher.probe.sysfs import Tree, normalise_pci
 
 if TYPE_CHECKING:
-    from launcher.doctor.model import GpuFacts, GpuProcess, Unchecked
     from launcher.watch.model import GpuSample
 
 REASONS = {
@@ -272,17 +273,14 @@ MOST_LINKS = 36
 ABSENT = (9, 12)
 """NVML_ERROR_DRIVER_NOT_LOADED and NVML_ERROR_LIBRARY_NOT_FOUND."""
 MOST_PROCESSES = 64
-Wanted = Collection[str] | str | None
-"""The job's GPUs: PCI addresses, or a value of CUDA_VISIBLE_DEVICES; None for all."""
 
 
-def read_gpu_facts(tree: Tree, nvml: Any, wanted: Wanted = None) -> dict[str, Any]:  # noqa: ANN401 - pynvml
+def read_gpu_facts(tree: Tree, nvml: Any, wanted: str | None = None) -> dict[str, Any]:  # noqa: ANN401 - pynvml
     """Read what `Facts` has of the GPUs, by the names of its fields.
 
-    Without NVML (`nvml` is None, it fails, or the tree is another machine's) their names and places alone.
+    `wanted` is the job's CUDA_VISIBLE_DEVICES. Without NVML (`nvml` is None, it fails, or the tree is another
+    machine's) their names and places alone.
     """
-    from launcher.doctor.model import GpuFacts, Unchecked  # as below, not where GPUs alone are listed
-
     reason, code = "NVML is not there" if tree.is_real else "not in these files", None
     if nvml is not None and tree.is_real:
         try:
@@ -300,10 +298,8 @@ def read_gpu_facts(tree: Tree, nvml: Any, wanted: Wanted = None) -> dict[str, An
     return {"gpus": gpus, "gpu_problem": problem, "unchecked": (unchecked,) if gpus else ()}
 
 
-def _ask_nvml(tree: Tree, nvml: Nvml, wanted: Wanted) -> dict[str, Any]:
+def _ask_nvml(tree: Tree, nvml: Nvml, wanted: str | None) -> dict[str, Any]:
     """Read what NVML says; raises NVMLError if it does not even count the GPUs."""
-    from launcher.doctor.model import GpuFacts, Unchecked
-
     module = nvml.module
     opened: dict[int, Nvml] = {}
     gpus: list[GpuFacts] = []
@@ -334,8 +330,6 @@ def _ask_nvml(tree: Tree, nvml: Nvml, wanted: Wanted) -> dict[str, Any]:
 
 def _read_state(gpu: Nvml, index: int) -> GpuFacts:
     """Read one GPU but for its peers."""
-    from launcher.doctor.model import GpuFacts
-
     # Version 2 does not count the driver's own part as used.
     version = getattr(gpu.module, "nvmlMemory_v2", None)
     memory = gpu.tell("nvmlDeviceGetMemoryInfo", version=version) if version else None
@@ -344,6 +338,10 @@ def _read_state(gpu: Nvml, index: int) -> GpuFacts:
     links = [gpu.tell("nvmlDeviceGetNvLinkState", link) for link in range(MOST_LINKS)]
     links = [state for state in links if state is not None]
     persistence = gpu.tell("nvmlDeviceGetPersistenceMode")
+    # What the driver wants done with the GPU; before driver 570 it does not tell.
+    fields = gpu.tell("nvmlDeviceGetFieldValues", [RECOVERY_ACTION])
+    action = int(fields[0].value.uiVal) if fields and fields[0].nvmlReturn == 0 else None
+    known = action is not None and action < len(RECOVERY_ACTIONS)
     facts = GpuFacts(
         index=index,
         uuid=gpu.read_text("UUID"),
@@ -352,7 +350,7 @@ def _read_state(gpu: Nvml, index: int) -> GpuFacts:
         memory_mib=int(memory.total) >> 20 if memory else 0,
         used_mib=int(memory.used) >> 20 if memory else None,
         processes=_read_processes(gpu),
-        recovery_action=_read_recovery_action(gpu),
+        recovery_action=RECOVERY_ACTIONS[action or 0] if known else f"action {action}" if action else None,
         ecc_uncorrected=gpu.tell("nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE),
         remapped_uncorrectable=rows[1] if rows else None,
         remap_pending=bool(rows[2]) if rows else None,
@@ -371,8 +369,6 @@ def _read_processes(gpu: Nvml) -> tuple[GpuProcess, ...] | None:
 
     Their names are without path and arguments, which can hold secrets.
     """
-    from launcher.doctor.model import GpuProcess
-
     compute = gpu.tell("nvmlDeviceGetComputeRunningProcesses")
     if compute is None:
         return None
@@ -387,39 +383,23 @@ def _read_processes(gpu: Nvml) -> tuple[GpuProcess, ...] | None:
     return tuple(processes)
 
 
-def _read_recovery_action(gpu: Nvml) -> str | None:
-    """Return what the driver wants done with the GPU; None before driver 570."""
-    values = gpu.tell("nvmlDeviceGetFieldValues", [RECOVERY_ACTION])
-    if not values or values[0].nvmlReturn != 0:
-        return None
-    number = int(values[0].value.uiVal)
-    return RECOVERY_ACTIONS[number] if number < len(RECOVERY_ACTIONS) else f"action {number}"
-
-
-def _list_peers(opened: dict[int, Nvml], index: int, gpus: tuple[GpuFacts, ...]) -> tuple[int, ...] | None:
+def _list_peers(opened: dict[int, Nvml], index: int, gpus: Sequence[GpuFacts]) -> tuple[int, ...] | None:
     """Return the other GPUs whose memory a GPU reads and writes directly; None if it is not told."""
-    if index not in opened:
-        return None
-    peers = []
-    for other in (gpu.index for gpu in gpus if gpu.index != index and gpu.index in opened):
+    peers = {}
+    for other in (gpu.index for gpu in gpus if gpu.index != index and {gpu.index, index} <= opened.keys()):
         handle = opened[other].handle
-        states = [opened[index].tell("nvmlDeviceGetP2PStatus", handle, what) for what in (READ, WRITE)]
-        if None in states:
-            return None
-        if states == [0, 0]:
-            peers.append(other)
-    return tuple(peers)
+        peers[other] = [opened[index].tell("nvmlDeviceGetP2PStatus", handle, what) for what in (READ, WRITE)]
+    is_told = index in opened and all(None not in states for states in peers.values())
+    return tuple(other for other, states in peers.items() if states == [0, 0]) if is_told else None
 
 
-def _choose_visible(gpus: Sequence[GpuFacts], wanted: Wanted) -> tuple[GpuFacts, ...]:
-    """Return the job's GPUs; those whose address NVML does not tell stay, since they may be among them.
+def _choose_visible(gpus: Sequence[GpuFacts], wanted: str | None) -> tuple[GpuFacts, ...]:
+    """Return the job's GPUs by CUDA_VISIBLE_DEVICES: all if it is None or names MIG instances.
 
-    All if CUDA_VISIBLE_DEVICES names MIG instances.
+    Those whose address NVML does not tell stay, since they may be among them.
     """
-    from launcher.plan.devices import resolve_visible
-
-    if isinstance(wanted, str):
-        known = tuple(Gpu(gpu.index, gpu.uuid, gpu.pci) for gpu in gpus)
-        shown = resolve_visible(known, {"CUDA_VISIBLE_DEVICES": wanted})
-        wanted = None if wanted.startswith("MIG") else {gpu.pci for gpu in shown.devices}
-    return tuple(gpu for gpu in gpus if wanted is None or not gpu.pci or gpu.pci in wanted)
+    if wanted is None or wanted.startswith("MIG"):
+        return tuple(gpus)
+    known = tuple(Gpu(gpu.index, gpu.uuid, gpu.pci) for gpu in gpus)
+    shown = {gpu.pci for gpu in resolve_visible(known, {"CUDA_VISIBLE_DEVICES": wanted}).devices}
+    return tuple(gpu for gpu in gpus if not gpu.pci or gpu.pci in shown)

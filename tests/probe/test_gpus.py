@@ -447,7 +447,7 @@ def test_who_holds_memory_is_named_without_path_and_arguments() -> None:
 
 def test_the_jobs_gpus_alone_are_looked_at() -> None:
     made = make_node_nvml({"nvmlDeviceGetTotalEccErrors": {0: 5}, "nvmlDeviceGetHandleByIndex": {7: GONE}})
-    state = read(made, {"0000:02:00.0", "0000:03:00.0"})
+    state = read(made, "1,2")
     assert [gpu.index for gpu in state.gpus] == [1, 2, 7], "the last has no address: it may be the job's"
     assert state.gpus[0].peers == (2,)
 
