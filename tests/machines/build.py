@@ -49,14 +49,16 @@ def write_cpus(lab: Any, root: Path) -> None:
 
 
 def write_gpu(lab: Any, root: Path, gpu: Data, number: int) -> None:
-    """A GPU in PCI, and in the NVIDIA driver's files."""
+    """A GPU in PCI, and in its driver's files."""
     vendor = lab.data.get("gpu_vendor", "nvidia")
-    real = write_pci(lab, root, gpu, gpu["bdf"], GPUS[vendor])
+    write_pci(lab, root, gpu, gpu["bdf"], GPUS[vendor])
     if vendor == "nvidia":
         text = f"Model: \t\t {lab.data['gpu_model']}\nGPU UUID: \t GPU-{number:08x}"
         fsroot.put(root / "proc/driver/nvidia/gpus" / gpu["bdf"] / "information", text)
     else:
-        link(root / "sys/bus/pci/drivers/amdgpu" / gpu["bdf"], real)
+        domain, bus, device = (int(part, 16) for part in gpu["bdf"].partition(".")[0].split(":"))
+        text = f"simd_count 8\nlocation_id {bus << 8 | device << 3}\ndomain {domain}\nunique_id 0"
+        fsroot.put(root / f"sys/class/kfd/kfd/topology/nodes/{number + 1}/properties", text)
 
 
 def write_nic(lab: Any, root: Path, nic: Data, number: int) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from launcher.plan.model import Request, parse_machine, plan_to_json
+from launcher.plan.planner import plan as make_plan
 from tests.cli.test_completion import ask
 from tests.plan.lab_machines import fsroot, load, score
 from tests.probe.machine_trees import short_lived
@@ -28,13 +30,18 @@ def list_pci(made: dict[str, Any]) -> list[str]:
     return [rank["gpu"]["pci"] for rank in made["ranks"]]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_shipped_machine_is_planned_anywhere_and_as_well_as_it_allows(launch: Launch, name: str) -> None:
-    made = plan(launch, f"machine={name}")
-    assert made["machine"] == json.loads((SHIPPED / f"{name}.json").read_text())
-    assert len(made["ranks"]) == (len(made["machine"]["gpus"]) or 2)
-    result = score.score({"name": name, **read_description(name)}, made)
-    assert {measure for measure, pair in result.items() if not score.holds({measure: pair})} == set()
+def test_a_shipped_machine_is_planned_anywhere_and_as_well_as_it_allows(launch: Launch) -> None:
+    for name in NAMES:
+        text = (SHIPPED / f"{name}.json").read_text()
+        made = plan_to_json(make_plan(parse_machine(text), Request()))
+        assert made["machine"] == json.loads(text)
+        assert len(made["ranks"]) == (len(made["machine"]["gpus"]) or 2)
+        result = score.score({"name": name, **read_description(name)}, made)
+        assert {measure for measure, pair in result.items() if not score.holds({measure: pair})} == set(), (
+            name
+        )
+    told = plan(launch, "machine=dgx_h100")
+    assert told["machine"] == json.loads((SHIPPED / "dgx_h100.json").read_text()) and len(told["ranks"]) == 8
 
 
 def test_help_and_completion_offer_the_machines(launch: Launch) -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from launcher.plan.model import Cache, Machine, Nic
 from launcher.probe.machine import locate_malloc, probe
-from launcher.probe.sysfs import Tree
-from tests.plan.lab_machines import NAMES, Data, convert, fsroot, load
+from tests.plan.lab_machines import Data, convert, fsroot, load
 
 from .machine_trees import find_path, short_lived, write_small
 
@@ -50,7 +49,9 @@ def root() -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["a100-nosmt", "aws-p3.16xlarge", "dgx-a100", "gb200-nvl4", "gh200", "slurm-30plus2"]
+)
 def test_machine_is_read_as_described(name: str, root: Path) -> None:
     description = load(name)
     fsroot.materialize(description, root)
@@ -88,22 +89,6 @@ def test_sparse_cpus_memory_only_nodes_and_isolated(root: Path) -> None:
     assert [cpu.core for cpu in machine.cpus] == [1, 1, 1, 1500, 1500, 1500]
     assert [node.normal for node in machine.nodes] == [True, True, True, False]
     assert [gpu.pci for gpu in machine.gpus] == ["0000:07:00.1", "10000:00:04.0"]
-
-
-def test_gpus_come_in_pci_order_whatever_the_names_sort_to(root: Path) -> None:
-    gpus = [
-        {"bdf": bdf, "numa": 0, "model": "A"}
-        for bdf in ("10000:00:04.0", "2000:00:00.0", "0000:e1:00.0", "0000:0f:00.0")
-    ]
-    fsroot.materialize({"name": "x", "numa": [{"id": 0, "package": 0, "cpus": "0"}], "gpus": gpus}, root)
-    machine = probe(root)
-    assert [gpu.pci for gpu in machine.gpus] == [
-        "0000:0f:00.0",
-        "0000:e1:00.0",
-        "2000:00:00.0",
-        "10000:00:04.0",
-    ]
-    assert [gpu.index for gpu in machine.gpus] == [0, 1, 2, 3]
 
 
 WATCHED = """
@@ -153,19 +138,6 @@ def test_this_machine_is_what_the_kernel_says() -> None:
     assert machine.limits.files == (None if hard == resource.RLIM_INFINITY else hard)
     space = os.statvfs("/dev/shm")
     assert machine.limits.shm_kib == space.f_blocks * space.f_frsize // 1024
-
-
-def test_cores_and_caches_agree_with_every_cpus_own_files() -> None:
-    """The probe reads a set's files at one member; here each CPU's are read."""
-    tree = Tree()
-    cpus = probe().cpus
-    online = {cpu.id for cpu in cpus}
-    for cpu in cpus:
-        here = f"sys/devices/system/cpu/cpu{cpu.id}"
-        siblings = tree.read_list(f"{here}/topology/thread_siblings_list")
-        assert siblings is None or cpu.core == min(siblings & online)
-        shared = tree.read_list(f"{here}/cache/index3/shared_cpu_list")
-        assert shared is None or cpu.l3 == min(shared & online)
 
 
 def test_narrowed_process_is_allowed_what_it_has() -> None:
