@@ -80,13 +80,12 @@ def gather_node(
 
     `folder` has the ranks' stacks and sockets; `heartbeats` are by rank.
     """
-    start, now = time.monotonic(), time.time()
+    start = time.monotonic()
     looks = []
     for rank in ranks:
         beat = heartbeats.get(rank.rank)
-        idle = max(now - max(beat.activity_time, beat.phase_since), 0.0) if beat else 0.0
         unseen = ProcessState(rank.pid, "S" if rank.exit_code is None else "X")
-        evidence = RankEvidence(**{**list_fields(rank), "idle": idle}, host=host, process=unseen)
+        evidence = RankEvidence(**list_fields(rank), host=host, process=unseen)
         look = _RankLook(evidence, folder, start + deadline, can_dump=bool(beat and beat.can_dump))
         look.start()
         looks.append(look)

@@ -17,8 +17,7 @@ import time
 import zlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
-from http.client import HTTPConnection, HTTPException
+from contextlib import suppress
 from itertools import zip_longest
 from math import inf
 from pathlib import Path
@@ -31,8 +30,6 @@ from numpy.typing import NDArray
 from launcher.codec import DecodeError, parse_json
 from launcher.watch.model import Call, CollectiveTimes, GroupState, Heartbeat
 
-_LARGEST_ANSWER = 16 << 20
-"""Bytes of an answer that are read; a flight recorder with 2,000 entries has one MiB."""
 TRACE = ("fr_trace_json", "dump_nccl_trace_json")
 """The flight recorder's handler, and its older name."""
 
@@ -41,39 +38,28 @@ class ServerError(Exception):
     """The server did not answer; the text says why."""
 
 
-class _UnixConnection(HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: Path, timeout: float) -> None:
-        super().__init__("localhost", timeout=timeout)
-        self.path = path
-
-    def connect(self) -> None:
-        """Connect to the path; raises OSError."""
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self.path))
-
-
 def post_handler(path: Path, timeout: float, *handlers: str) -> bytes:
     """Return the answer of the first of these handlers that the server has; raises ServerError.
 
-    The timeout is for each read and write, so that a server that answers byte by byte may take longer.
+    It is asked by HTTP/1.0, whose answers end with the connection. The timeout is for each read and write, so
+    that a server that answers byte by byte may take longer.
     """
     for handler in handlers:
-        with closing(_UnixConnection(path, max(timeout, 1e-3))) as connection:
-            try:
-                connection.request("POST", f"/handler/{handler}")
-                answer = connection.getresponse()
-                data = answer.read(_LARGEST_ANSWER)
-            except TimeoutError:
-                raise ServerError(f"no answer within {timeout:g} s") from None
-            except (OSError, HTTPException, ValueError) as error:
-                raise ServerError(str(error) or type(error).__name__) from None
-        if answer.status == 200:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+                link.settimeout(max(timeout, 1e-3))
+                link.connect(str(path))
+                link.sendall(f"POST /handler/{handler} HTTP/1.0\r\nContent-Length: 0\r\n\r\n".encode())
+                head, _, data = b"".join(iter(lambda: link.recv(1 << 20), b"")).partition(b"\r\n\r\n")
+        except TimeoutError:
+            raise ServerError(f"no answer within {timeout:g} s") from None
+        except OSError as error:
+            raise ServerError(str(error)) from None
+        status = head.partition(b"\r\n")[0].decode("ascii", "replace")
+        if " 200 " in status:
             return data
-        if answer.status != 404:
-            raise ServerError(f"answered with status {answer.status}")
+        if " 404 " not in status:
+            raise ServerError(f"answered with {status!r}" if status else "closed the connection")
     raise ServerError(f"it has no {handlers[0]}")
 
 

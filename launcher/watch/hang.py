@@ -196,7 +196,7 @@ def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: 
     seconds = min(max(unit * factor, learned) - quiet, max(unit * working, learned) - pause.idle)
     if seconds <= 0:
         return Decision("hang", verdict)
-    goes_on = min((rank.idle for rank in culprits), default=pause.limit) < pause.limit / 2
+    goes_on = min((rank.idle or 0.0 for rank in culprits), default=pause.limit) < pause.limit / 2
     return Decision("none" if goes_on else "notice", verdict, seconds)
 
 

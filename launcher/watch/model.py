@@ -291,9 +291,6 @@ class RankEvidence(Rank):
     """All that is known of one rank when steps have stopped."""
 
     host: str
-    attempt: int = 0
-    idle: float = 0.0
-    """Seconds without progress, by its heartbeat alone."""
     process: ProcessState
     children: tuple[ProcessState, ...] = ()
     """DataLoader workers and other children."""

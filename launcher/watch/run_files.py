@@ -102,7 +102,7 @@ def write_hang(run_path: Path, hang: Hang, evidence: Sequence[NodeEvidence] = ()
 def _list_stacks(rank: RankEvidence) -> Iterator[str]:
     """Give the lines of a rank's stacks, and of those of its children."""
     where = f"rank {rank.rank} on {rank.host}, {rank.phase}, step {rank.step}"
-    yield f"{where}, {rank.idle:.0f} s without progress"
+    yield f"{where}, {rank.idle or 0:.0f} s without progress"
     for process in (rank.process, *rank.children):
         inside = process.system_call or process.wait_channel
         what = "process" if process is rank.process else "\nchild"

@@ -104,7 +104,7 @@ def test_what_is_unknown_is_left_out(trace: str, tmp_path: Path) -> None:
 
 
 BAD = {
-    answer(status="500 Oops"): "status 500",
+    answer(status="500 Oops"): "500 Oops",
     b"what?\r\n\r\n": "what",
     b"": "closed",
     answer(b"nonsense"): "",
