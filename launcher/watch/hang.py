@@ -54,7 +54,7 @@ def make_job_view(own: NodeReport, found: Found | None, now: float) -> JobView:
     records = [record for record in found.ended if record.host != own.host]
     for record in records:
         gone: dict[str, Any] = {"host": record.host, "process": ProcessState(0, "X"), "exit_code": 0}
-        ranks = [RankEvidence(rank, 0, 0, "ended", 0, None, **gone) for rank, _ in record.clean]
+        ranks = [RankEvidence(rank, 0, 0, 0, "ended", 0, None, **gone) for rank, _ in record.clean]
         ended.append(NodeEvidence(record.host, record.node_rank, 0, record.ended, 0.0, tuple(ranks)))
     known = {own.host, *(record.host for record in records)}
     for stored in found.reports:

@@ -105,26 +105,21 @@ class Process:
     shared: int
     """Of these, pages of files and of shared memory."""
     moved: int | None
-    """Bytes read and written, by system calls and by paging, and if asked over TCP; None if these are not all
-    shown. Paging is in both counts if a call caused it: this is to see whether anything moves."""
+    """Bytes read and written, by system calls and by paging; None if that is not shown. Paging is in both
+    counts if a call caused it: this is to see whether anything moves."""
     delays: Mapping[int, int]
     """Nanoseconds that threads were ready to run and waited for a core."""
     children: Sequence[int]
 
 
-def read_process(pid: int, *, tcp: bool = False) -> Process | None:
-    """Read the counters of a process, if asked with those of TCP; None if it is gone, or hidden."""
+def read_process(pid: int) -> Process | None:
+    """Read the counters of a process; None if it is gone, or hidden."""
     try:
         fields = read_stat(pid)[1]
     except (OSError, ValueError):
         return None
     pages = [_PAGE * int(number) for number in read_kernel_text(f"/proc/{pid}/statm").split()] or [0] * 3
     moved = re.findall(r"^(?:rchar|wchar|read_bytes): (\d+)$", read_kernel_text(f"/proc/{pid}/io"), re.M)
-    total = sum(map(int, moved)) if moved else None
-    try:
-        total = total + _count_sent(pid) if tcp and total is not None else total
-    except (OSError, struct.error):
-        total = None
     delays: dict[int, int] = {}
     children: list[int] = []
     for thread in list_threads(pid)[:_MOST_THREADS]:
@@ -140,20 +135,28 @@ def read_process(pid: int, *, tcp: bool = False) -> Process | None:
         faults=sum(map(int, fields[_FAULTS])),
         memory=pages[1],
         shared=pages[2],
-        moved=total,
+        moved=sum(map(int, moved)) if moved else None,
         delays=delays,
         children=children,
     )
 
 
 def read_tree(pid: int, most: int = _LARGEST_TREE, *, tcp: bool = False) -> dict[int, Process]:
-    """Read a process and those below it, by PID, the process itself first; empty if it is gone."""
+    """Read a process and those below it, by PID, the process itself first; empty if it is gone.
+
+    If asked, what all of them moved over TCP counts as the first one's: children inherit connections.
+    """
     found: dict[int, Process] = {}
     waiting = [pid]
     while waiting and len(found) < most:
-        if (process := read_process(waiting.pop(), tcp=tcp)) is not None:
+        if (process := read_process(waiting.pop())) is not None:
             found[process.pid] = process
             waiting += [child for child in process.children if child not in found]
+    if tcp and (first := found.get(pid)) and first.moved is not None:
+        try:
+            found[pid] = replace(first, moved=first.moved + _count_sent(found))
+        except (OSError, struct.error):
+            found[pid] = replace(first, moved=None)
     return found
 
 
@@ -193,15 +196,16 @@ _ACKED = 4 + 120
 """Where `struct tcp_info` in its attribute has tcpi_bytes_acked, of 64 bits, before tcpi_bytes_received."""
 
 
-def _count_sent(pid: int) -> int:
-    """Return the bytes that open TCP connections of a process have sent and received.
+def _count_sent(pids: Collection[int]) -> int:
+    """Return the bytes that open TCP connections of processes have sent and received.
 
     Raises OSError, and struct.error for what the kernel does not say in that form.
     """
     links = set()
-    for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - names alone
-        with suppress(OSError):  # closed meanwhile
-            links.add(os.readlink(f"/proc/{pid}/fd/{name}"))  # noqa: PTH115 - many and short
+    for pid in pids:
+        for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - names alone
+            with suppress(OSError):  # closed meanwhile
+                links.add(os.readlink(f"/proc/{pid}/fd/{name}"))  # noqa: PTH115 - many and short
     inodes = {int(target[8:-1]) for target in links if target.startswith("socket:[")}
     found: dict[int, int] = {}
     for family in (socket.AF_INET, socket.AF_INET6) if inodes else ():

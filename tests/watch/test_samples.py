@@ -131,17 +131,19 @@ def test_what_moves_bytes_by_recv_alone_does_not_rest(address: str) -> None:
         server = socket.create_server((address, 0), family=family)
     except OSError as error:
         pytest.skip(f"no {address}: {error}")
-    reads = f"client = socket.create_connection({server.getsockname()[:2]}); print('ready', flush=True)"
-    with server, running(f"import socket; {reads}\nwhile client.recv(1 << 16): pass") as rank:
+    begin = f"import os, socket, time; client = socket.create_connection({server.getsockname()[:2]})"
+    child = "if not os.fork(): time.sleep(99)"  # which has the connection too, and does not count twice
+    reads = "print('ready', flush=True)\nwhile client.recv(1 << 16): pass"
+    with server, running(f"{begin}\n{child}\n{reads}") as rank:
         connection, _ = server.accept()
         assert rank.stdout and rank.stdout.readline() == "ready\n"
         with connection:
             sampler, found = Sampler(), []
-            for size in (0, 0, 1 << 20):
+            for size in (0, 0, 3000, 1 << 20):
                 connection.sendall(bytes(size))
                 time.sleep(0.3)
                 found.append(rank.pid in sampler.sample([rank.pid], [rank.pid]).resting)
-    assert found == [False, True, False]
+    assert found == [False, True, True, False]
 
 
 def write(root: Path, files: dict[str, object]) -> None:
