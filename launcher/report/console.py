@@ -308,11 +308,6 @@ class JobConsole:
         """Return a text as the reader of stderr knows it."""
         return text.encode(getattr(sys.stderr, "encoding", None) or "utf-8", "replace")
 
-    def begin_line(self) -> None:
-        """Let what others write to stderr begin on a line of its own."""
-        if self.err.open:
-            self.write_own_lines(b"")
-
     def close(self) -> None:
         """Show what has waited, end the lines that something else follows, and take the bar down."""
         self.moved = self.progress.finish() or self.moved

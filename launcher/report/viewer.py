@@ -126,8 +126,6 @@ class ViewOptions:
     """Other nodes write to the same file."""
     followed: bool = False
     """Others write to the same file after this."""
-    ends_line: bool = False
-    """An unfinished last line is ended."""
     heading: tuple[str, ...] = ()
     """Lines that come first."""
     plan: "Plan | None" = None
@@ -233,8 +231,6 @@ class OutputViewer:
         self.shown.set()
         self.closing.wait()
         self.show_waiting(console)
-        if self.options.ends_line:
-            console.begin_line()
 
     def show_new(self, console: "JobConsole") -> bool:
         """Show some of what is new; False if there is nothing of the ranks'."""

@@ -114,6 +114,12 @@ def test_events_are_marked(page: Parsed) -> None:
     (steps, *_) = [one for one in page.find("section") if one.get("id") == "steps"]
     drawn = [element.text for element in steps.iter() if str(element.tag).endswith("}text")]
     assert {"hangs", "stragglers", "requeues", "time of a step (s)"} <= {*drawn}
+    spans = [
+        [float(x) for x in re.findall(r"[ML] ([\d.]+) ", element.get("d", ""))]
+        for element in steps.iter()
+        if "fill: #d55e00" in element.get("style", "")
+    ]
+    assert max(max(span) - min(span) for span in spans[:1]) > 20, "3 of 90 minutes in 900 pixels"
 
 
 def test_pictures_have_words(page: Parsed) -> None:
