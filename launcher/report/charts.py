@@ -312,7 +312,7 @@ class Charts:
         counted by what the later one says: all of it for the phase that the rank is in, and while it trains
         by its shares of waiting.
         """
-        hangs = [(event.time, event.time) for event in self.events if event.kind == "hang"]
+        hangs = [(event.time, event.until or event.time) for event in self.events if event.kind == "hang"]
         found: dict[int, tuple[int, str, Series]] = {}
         for host, reports in self.nodes.items():
             before = None
