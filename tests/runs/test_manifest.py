@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from launcher.runs.provenance import describe_sources
-from launcher.runs.secrets import MASK, is_secret, mask_tree, mask_variables, mask_words
+from launcher.runs.secrets import is_secret, mask_tree, mask_variables, mask_words
 from tests.seam import QUICK_AGENT, Result, run_outside, wait_for
 
 SECRET = "hunter2-hunter2"
@@ -252,6 +252,7 @@ def test_a_partial_clone_fetches_nothing(
 
 
 TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("secrets.toml").read_text())
+MASK = "***"
 LETTERS = "AbCdEfGh12345678" * 5
 TOKENS: dict[str, str] = {
     issuer: re.sub(r"\{(\d+)\}", lambda found: LETTERS[: int(found[1])], form)

@@ -170,6 +170,8 @@ def run_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("kind", LIVE)
 def test_what_a_run_leaves(kind: str, run_dirs: dict[str, Path]) -> None:
     files = read_files(run_dirs[kind])
+    # Of ranks that are forked from a process with torch, whether their program loads it or not.
+    files = {file: value for file, value in files.items() if not file.endswith(".memory.json")}
     assert set(name_files(files)) == set(SHAPES["names"][kind]), AGAIN
     for path in (run_dirs[kind], *run_dirs[kind].rglob("*")):
         if "checkpoints" not in path.parts:

@@ -23,7 +23,6 @@ from launcher.runs.manifest import read_own_manifest
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.records import Applied, AppliedReader, refuse_node, write_node
 from launcher.runs.run_directory import (
-    SIZE,
     RunIdTakenError,
     create_run_dir,
     explain_write_error,
@@ -41,6 +40,8 @@ from tests.strangers import STRANGER, give_away, open_folder, run_as
 
 NOW = datetime(2031, 2, 3, 4, 5, 6, tzinfo=UTC)
 ID = "20310203-040506"
+SIZE = 256 << 10
+"""Bytes that are kept free for the account."""
 
 
 def mode(path: Path) -> int:

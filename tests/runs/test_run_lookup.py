@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import launcher
-from launcher.runs.records import PREDICTION, read_measured_runs, summarize_ratios
+from launcher.runs.records import read_measured_runs, summarize_ratios
 from tests.cli.make_runs import make_run
 from tests.seam import Launch, clean_environ, run_inside
 
@@ -216,7 +216,7 @@ def make_measured(
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
     prediction = {"schema": 1, "fingerprint": fingerprint, "expected": expected, "device": "gpu"}
-    (folder / PREDICTION).write_text(json.dumps(prediction))
+    (folder / "prediction.json").write_text(json.dumps(prediction))
     devices = [{"index": 0, "name": "x", "reserved": reserved, "allocated": reserved - 1}]
     record = {"schema": 1, "rank": 0, "resident": 5, "steps": 3, "devices": devices}
     (folder / "rank-0.memory.json").write_text(json.dumps(record))
