@@ -51,7 +51,8 @@ def test_a_program_gets_them_through_launch_and_has_no_descriptor_of_its(tmp_pat
     words = ["--log=x", "--max=1", "--run=a", "--n", "--", "a", "--", "b", "", "--nnodes=9", "-m", "é\n"]
     words += ["\udcff", "${local_rank}", "$HOME", "a$$b", "x=${run_dir}", '{"a": {num_workers}}']
     settings = ["nproc_per_node=1", f"agent={agent}", "start.warm=off", "--", sys.executable, "save.py"]
-    done = run_outside([*settings, *words], tmp_path)
+    with (tmp_path / "save.py").open() as own:
+        done = run_outside([*settings, *words], tmp_path, pass_fds=(own.fileno(),))
     assert done.code == 0, done.err
     assert (tmp_path / "words").read_bytes() == b"\0".join(map(os.fsencode, words))
     assert agent == "torchrun" or done.out == "['0', '1', '2']\n"

@@ -16,12 +16,13 @@ READ = ("torch/lib/lib*.so*", "torch/_C*.so", "nvidia/*/lib/lib*.so.*", "torch/*
 """The libraries come first."""
 BEGINNING = 64 << 20
 """Bytes that are read of a file. Symbols and relocations come first, 17 MiB of libtorch_cpu.so."""
+CHUNK = 1 << 20
 THREADS = 16
-"""Files that are opened at the same time: a network filesystem answers many as fast as one."""
+"""Reads at the same time: a network filesystem answers many as fast as one."""
 
 
 def read_ahead(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Have the kernel read torch's files that are not in the page cache; returns at once.
+    """Have torch's files read that are not in the page cache, by threads; returns at once.
 
     `mode` is `start.read_ahead`: `auto` reads nothing if the largest library is cached, or if the program
     does not use torch. What fails here ends no start: then nothing is read ahead.
@@ -45,17 +46,18 @@ def read_ahead(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> No
 
 def _read_folder(folder: str) -> None:
     """Read the beginnings of torch's libraries, and its package's bytecode with what an import looks at."""
-    patterns = [f"{glob.escape(folder)}/{pattern}" for pattern in READ]
-    paths = [path for pattern in patterns for path in glob.iglob(pattern, recursive=True)]
+    parts = []
+    for pattern in READ:
+        for path in glob.iglob(f"{glob.escape(folder)}/{pattern}", recursive=True):
+            with contextlib.suppress(OSError):
+                size = min(BEGINNING, os.path.getsize(path))
+                # Of a source, an import asks for its time and size alone.
+                parts += [(path, offset) for offset in range(0, size, CHUNK) if not path.endswith(".py")]
     for number in range(THREADS):
-        Thread(target=_read_files, args=(paths[number::THREADS],), daemon=True).start()
+        Thread(target=_read_parts, args=(parts[number::THREADS],), daemon=True).start()
 
 
-def _read_files(paths: Sequence[str]) -> None:
-    for path in paths:
-        with contextlib.suppress(OSError):
-            if path.endswith(".py"):  # of a source, an import asks for its time and size alone
-                os.stat(path)
-                continue
-            with open(path, "rb") as file:
-                os.posix_fadvise(file.fileno(), 0, BEGINNING, os.POSIX_FADV_WILLNEED)
+def _read_parts(parts: Sequence[tuple[str, int]]) -> None:
+    for path, offset in parts:
+        with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+            os.pread(file.fileno(), CHUNK, offset)
