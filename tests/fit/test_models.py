@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from launcher.config.training import read_dimensions
 from launcher.errors import UsageError
-from launcher.fit.advice import SpeedEstimate
 from launcher.fit.choice import assess
 from launcher.fit.counts import count_active_parameters, count_model_parameters, count_token_flops
 from launcher.fit.gpus import GPU_TYPES, find_gpu
@@ -182,7 +181,7 @@ def test_operations_of_a_token() -> None:
 # Speed against published runs, and by hand; GPUs by the driver's names and by short ones.
 
 
-def estimate(model: str, gpus: int, gpu: str | dict[str, Any], seq_len: int, **more: Any) -> SpeedEstimate:
+def estimate(model: str, gpus: int, gpu: str | dict[str, Any], seq_len: int, **more: Any) -> Any:
     """The speed of FSDP over GPUs whose memory is not known."""
     top = {key: more.pop(key) for key in ("step_seconds", "tokens") if key in more}
     device = {"name": gpu, "memory_mib": 0} if isinstance(gpu, str) else gpu

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UsageError
-from launcher.fit.advice import BudgetLine
 from launcher.fit.choice import assess, correct_estimate, estimate_step, judge_total
 from launcher.fit.training import Learned, Training, check_layout, solve_batch
 from launcher.runs.records import fingerprint_ranks
@@ -196,7 +195,7 @@ def test_a_rule(row: dict[str, Any]) -> None:
     assert levels == sorted(levels, reverse=True), "warnings come first"
 
 
-def budget(request: Training) -> dict[str, BudgetLine]:
+def budget(request: Training) -> dict[str, Any]:
     return {
         line.name: line
         for line in assess(replace(request, device=replace(request.device, memory_mib=0))).budget
