@@ -224,7 +224,7 @@ def test_memory_is_at_least_the_gpus_sum() -> None:
 def count_parts(request: Training) -> float:
     """GiB of what depends on the model: without workers, and without what a GPU's rank takes."""
     on_cpus = set_node(replace(request, device=CPU), num_workers=0)
-    return budget(on_cpus)["CPU memory"].needed
+    return float(budget(on_cpus)["CPU memory"].needed)
 
 
 def test_what_the_model_needs_of_the_nodes() -> None:
