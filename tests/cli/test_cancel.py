@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import runs
 from launcher.runs.manifest import hold_directory, identify_process
 from tests.cli.make_runs import make_run
 from tests.launch.terminals import open_terminal
@@ -126,9 +125,12 @@ def test_a_manifest_of_another_user_ends_nothing(
     told.assert_error(3, f"tiny/{NUMBER} is left alone", "it belongs to", "65534")
     os.lchown(path, os.geteuid(), os.getegid())
     launch("cancel", "tiny", "yes=true").assert_error(3, "manifest.json: it belongs to")
-    monkeypatch.setattr(runs, "run_slurm", lambda *_: pytest.fail("scancel"))
+    (here / "scancel").write_text("#!/bin/sh\ntouch called\n")
+    (here / "scancel").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
     give_away(make_run(here / "runs", "job", state="submitted", slurm={"job_id": "12"}))
     launch("cancel", "job", "yes=true").assert_error(3, "is left alone", "it belongs to")
+    assert not (here / "called").exists()
 
 
 @pytest.mark.parametrize("link", ["runs/tiny", f"runs/tiny/{NUMBER}"])

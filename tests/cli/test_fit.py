@@ -1,18 +1,49 @@
-"""`launch fit` on programs as users write them, and against torch's own MemTracker."""
+"""`launch fit`, and what `launch plan` and a start say about memory."""
 
 import contextlib
+import csv
+import io
 import json
 import os
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
 
+from launcher.config import training
+from launcher.config.program import find_program
+from launcher.fit.advice import Advice
+from launcher.fit.choice import FitReport, assess
+from launcher.fit.training import Learned, Range
+from launcher.report.fit import print_fit
+from launcher.runs.records import fingerprint_ranks
+from launcher.slurm.job_request import make_job_request, read_job_request, write_job_request
 from tests.benchmarks.fit import FEW, FitCase
-from tests.seam import run_outside, start, wait_for
+from tests.data_files import DATA
+from tests.fit.made_requests import REQUEST
+from tests.fuzzing import Terminal, assert_harmless
+from tests.runs.test_run_lookup import make_measured
+from tests.seam import (
+    QUICK_AGENT,
+    Launch,
+    compose_settings,
+    list_loaded,
+    run_inside,
+    run_outside,
+    specify,
+    start,
+    wait_for,
+)
 
 PROGRAMS = Path(__file__).parents[1] / "fit_programs"
 
@@ -222,3 +253,384 @@ def test_what_is_chosen_is_not_killed(group: Path, tmp_path: Path) -> None:
     assert done.code == 0, done
     chosen = json.loads((tmp_path / "auto/manifest.json").read_text())["training"]
     assert chosen["batch_size"] == 8 and chosen["activation_checkpointing"] != "none"
+
+
+H100 = "machine=dgx_h100"
+A100 = "machine=dgx_a100"
+SMALL = "fit.gpu=A100-40GB"
+OTHER = ("--", "true")
+TYPED = ("+model=llama7b", H100, "nodes=4")
+
+
+def read_fit(launch: Launch, *words: str) -> dict[str, Any]:
+    done = launch("plan", "format=json", *words)
+    assert done.code == 0, done
+    found = json.loads(done.out)
+    assert set(found) == {"schema", "machine", "ranks", "warnings", "fit"}
+    fit: dict[str, Any] = found["fit"]
+    return fit
+
+
+# What is chosen: `launch +model=NAME nodes=N` as it is typed
+
+
+def test_each_first_command_fits_as_it_is_typed(launch: Launch) -> None:
+    with (DATA / "first_commands.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 18
+    for row in rows:
+        fit = read_fit(launch, f"+model={row['model']}", f"machine={row['machine']}", f"nodes={row['nodes']}")
+        assert fit["verdict"] == "fits", row
+        settings, layout = fit["settings"], fit["layout"]
+        names = ("micro_batch", "checkpointing", "framework", "accumulation")
+        columns = ("batch_size", "activation_checkpointing", "parallel", "grad_accumulation")
+        assert [str(settings[name]) for name in names] == [row[name] for name in columns], row
+        if row["model"] != "tiny":  # the usual batch of each model, on any number of GPUs
+            tokens = 1 << 19 if row["model"] == "gpt2" else 1 << 22
+            sequences = settings["micro_batch"] * settings["accumulation"] * layout["dp"]
+            assert sequences * settings["seq_len"] == tokens, row
+
+
+def test_a_preset_that_has_been_made_small_has_no_usual_batch(launch: Launch) -> None:
+    small = ("model.layers=1", "model.hidden_size=32", "model.vocab_size=256", "model.max_seq_len=32")
+    words = ("+model=llama7b", "machine=cpu_2s", "nproc_per_node=2", "model.intermediate_size=64", *small)
+    for batch in ("program.batch_size=4", "program.batch_size=auto"):
+        assert read_fit(launch, *words, batch)["settings"]["accumulation"] == 1, batch
+
+
+def test_what_is_set_is_kept_and_the_rest_is_chosen_around_it(launch: Launch) -> None:
+    fit = read_fit(launch, *TYPED, "program.batch_size=16")
+    assert fit["chosen"].startswith("chosen: program.activation_checkpointing=full program.parallel=fsdp")
+    assert "(1024 sequences of 4096, 4,194,304 tokens a step): at most " in fit["chosen"]
+    for words, expected in (
+        (("batch_size=16",), {"micro_batch": 16, "accumulation": 2, "checkpointing": "full"}),
+        (("activation_checkpointing=true",), {"micro_batch": 16, "checkpointing": "full"}),
+        (("grad_accumulation=2", "global_batch=64"), {"micro_batch": 1, "accumulation": 2}),
+        (("global_batch=1Mtokens",), {"micro_batch": 2, "accumulation": 4}),
+    ):
+        settings = read_fit(launch, *TYPED, *(f"program.{word}" for word in words))["settings"]
+        assert {key: settings[key] for key in expected} == expected, words
+    mistake = launch("plan", *TYPED, "program.global_batch=many")
+    mistake.assert_error(2, "program.global_batch=many", "4Mtokens")
+    both = ("program.batch_size=4", "program.grad_accumulation=3", "program.global_batch=64")
+    launch("plan", *TYPED, *both).assert_error(2, "on 32 ranks is 384")
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen"),
+    [
+        (("fit.check=off",), "--batch-size=2 --grad-accumulation=64 --parallel=fsdp"),
+        (("fit.check=off", SMALL), "--batch-size=8 --grad-accumulation=16 --parallel=fsdp"),
+        (
+            ("fit.check=off", "program.global_batch=64"),
+            "--batch-size=2 --grad-accumulation=4 --parallel=fsdp",
+        ),
+        (("fit.micro_batch=1",), "--batch-size=2 --grad-accumulation=64 --parallel=fsdp"),
+    ],
+    ids=str,
+)
+def test_the_choice_does_not_depend_on_the_check(launch: Launch, words: Sequence[str], chosen: str) -> None:
+    base = ("+model=llama7b", "nproc_per_node=8", "dry_run=true")
+    gpu = () if SMALL in words else ("fit.gpu=H100",)
+    for verb in ((), ("fit", "program=train")):
+        done = launch(*verb, *base, *gpu, *words)
+        assert done.code == 0, done
+        assert set(chosen.split()) <= set(done.out.split()), done
+        assert done.err.count("chosen: program.batch_size=") == 1
+    done = launch("tune", "batch", *base, "fit.gpu=H100")
+    assert {"--parallel=fsdp", "--grad-accumulation=1"} <= set(done.out.split())
+
+
+@pytest.mark.slow
+def test_a_run_has_the_values_and_goes_on_with_them(here: Path) -> None:
+    def start(*words: str) -> str:
+        done = run_outside([*words, "program.global_batch=6", "start.warm=false"], here)
+        assert done.code == 0, done
+        return done.out + done.err
+
+    told = start("nproc_per_node=2", "program.steps=1", "new_run_dir=run")
+    assert "chosen: program.batch_size=3 " in told
+    assert "3 sequences x 128 x 2 ranks x 1 micro-steps" in told
+    expected = {
+        "batch_size": 3,
+        "grad_accumulation": 1,
+        "activation_checkpointing": "none",
+        "parallel": "ddp",
+    }
+    manifest = json.loads((here / "run/manifest.json").read_text())
+    assert manifest["training"] == expected
+    program = yaml.safe_load((here / "run/config.yaml").read_text())["program"]
+    assert {key: program[key] for key in expected} == expected
+    again = start("nproc_per_node=1", "program.steps=2", "run_dir=run")
+    assert "program.batch_size" not in again.partition("other settings")[2].partition("\n")[0]
+    assert "3 sequences x 128 x 1 ranks x 2 micro-steps" in again
+
+
+# What is shown
+
+
+def test_the_table_is_below_the_placement(launch: Launch) -> None:
+    done = launch("plan", *TYPED)
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    placement, fit = (
+        next(at for at, line in enumerate(lines) if line.startswith(text)) for text in ("rank", "memory of")
+    )
+    assert placement < fit
+    rows = ("weights", "optimizer states", "activations", "total", "capacity", "headroom", "CPU cores", "MFU")
+    assert all(text in done.out for text in rows)
+
+
+def test_what_a_plan_loads(here: Path) -> None:
+    loaded = list_loaded(["plan", *TYPED], here)
+    assert "launcher.fit.memory" in loaded
+    assert not loaded & {"torch", "numpy", "launcher.programs.options"}
+    loaded = list_loaded(["watch.enabled=false", "--", "true"], here)
+    assert "launcher.runs.records" in loaded
+    assert not [name for name in loaded if name.startswith(("launcher.fit.", "launcher.preflight"))]
+
+
+def test_a_model_alone_is_answered_about_memory_alone(launch: Launch) -> None:
+    done = launch("fit", *TYPED)
+    assert done.code == 0 and done.out.startswith("memory of each GPU"), done
+    assert "fits" in done.out.splitlines()[0] and "chosen: program.batch_size=2 " in done.out
+    assert not [word for word in ("each node", "tokens/s", "NUMA", "rank  ") if word in done.out]
+    memory: list[object] = []
+    for words in ((), ("program.batch_size=1", "program.activation_checkpointing=full")):
+        alone = json.loads(launch("fit", "format=json", *TYPED, *words).out)
+        memory.append(read_fit(launch, *TYPED, *words)["memory"])
+        assert (alone["memory"], alone["verdict"]) == (memory[-1], "fits")
+    assert memory[0] != memory[1]
+    done = launch("fit", "+model=llama70b", SMALL, "nproc_per_node=1")
+    assert done.code == 3 and "does not fit" in done.out and "nodes=64" in done.out
+
+
+def test_the_grid_marks_what_is_chosen(here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = launch("plan", *TYPED, "fit.grid=true")
+    lines = done.out.partition("* is what is judged")[2].splitlines()
+    assert done.code == 0 and lines and max(map(len, lines[:9])) <= 80, done
+    assert "tokens/s" in done.out
+    report = read_fit(launch, *TYPED, "fit.grid=true")
+    grid = report["grid"]
+    (chosen,) = (cell for cell in grid if cell["is_chosen"])
+    assert chosen["total"] == report["memory"]["total"]
+    assert done.out.count(f"{chosen['total']['high'] / (1 << 30):.1f}*") == 1
+    too_much = [cell["total"]["high"] for cell in grid if cell["total"]["high"] > report["capacity"]]
+    assert too_much and all(f"({size / (1 << 30):.1f})" in done.out for size in too_much)
+    keys = ("micro_batch", "checkpointing", "framework")
+    assert [chosen[key] for key in keys] == [report["settings"][key] for key in keys]
+    assert len({tuple(cell[key] for key in keys) for cell in grid}) == len(grid) == 5 * 3 * 2
+    sizes = {tuple(cell[key] for key in keys): cell["total"]["high"] for cell in grid}
+    full, none = sizes[8, "full", "fsdp"], sizes[8, "none", "fsdp"]
+    assert full < sizes[8, "selective", "fsdp"] < none and full < sizes[8, "full", "ddp"]
+
+
+def test_a_measured_run_corrects_the_estimate(launch: Launch, here: Path) -> None:
+    words = ["+model=llama7b", H100, "program.activation_checkpointing=full", "program.parallel=fsdp"]
+    words += ["program.grad_accumulation=1", "program.batch_size=1"]
+    before = read_fit(launch, *words)
+    expected = before["memory"]["reserved"]["expected"]
+    config = compose_settings(*words)
+    fingerprint = fingerprint_ranks(find_program(None, config, {}), "gpu", 8)
+    make_measured(here / "runs", 1, expected=expected, reserved=int(1.2 * expected), fingerprint=fingerprint)
+    after = read_fit(launch, *words, "program.steps=7")
+    assert abs(after["memory"]["reserved"]["expected"] / expected - 1.2) < 0.01
+    assert "1 run" in after["learned"] and not before["learned"]
+    assert not read_fit(launch, *words[:-1], "program.batch_size=2")["learned"]
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("+model=llama7b", A100, "program.batch_size=16", "program.activation_checkpointing=none"),
+        ("+model=llama13b", A100, "nodes=2", "program.batch_size=8", "program.activation_checkpointing=none"),
+        ("+model=llama7b", H100, "program.parallel=ddp"),
+        ("+model=llama70b", H100),
+        (
+            *("+model=gpt2", "machine=cpu_2s", "fit.gpu=T4", "nproc_per_node=4", "program.batch_size=64"),
+            "program.activation_checkpointing=none",
+        ),
+        ("+model=llama7b", A100, "fit.micro_batch=8", *OTHER),
+        ("+model=llama13b", H100, "parallel.zero=1", "fit.global_batch=64", "fit.micro_batch=4", *OTHER),
+        ("+model=llama70b", H100, "nodes=2", "parallel.framework=fsdp", "parallel.dp=16", *OTHER),
+    ],
+    ids=" ".join,
+)
+def test_the_changes_that_are_shown_can_be_typed_and_fit(launch: Launch, words: tuple[str, ...]) -> None:
+    """Of the bundled program they are its options, of another they describe it."""
+    fit = read_fit(launch, *words)
+    changes = [change["settings"] for change in fit["changes"]]
+    assert fit["verdict"] == "does_not_fit" and changes
+    for settings in changes:
+        if "--" not in words:
+            assert not [each for each in settings if not each.startswith(("program.", "nodes="))]
+        given = {each.partition("=")[0] for each in settings}
+        kept = [word for word in words if word.partition("=")[0] not in given]
+        fit = read_fit(launch, *settings, *kept)
+        assert fit["verdict"] == "fits", (settings, fit)
+
+
+def test_what_cannot_fit_says_how_many_nodes_can(launch: Launch) -> None:
+    done = launch("+model=llama70b", "cluster=local", SMALL, "nproc_per_node=1")
+    done.assert_error(3, "llama70b does not fit", "nodes=")
+    nodes = int(done.err.partition("nodes=")[2].split()[0])
+    words = ("+model=llama70b", SMALL, "nproc_per_node=1", "machine=cpu_2s")
+    assert read_fit(launch, *words, f"nodes={nodes}")["verdict"] == "fits"
+    assert read_fit(launch, *words, f"nodes={nodes // 2}")["verdict"] != "fits"
+    told = launch("plan", "+model=llama70b", "machine=aws_p4d_24xlarge", "nodes=4").out
+    (line,) = (line for line in told.splitlines() if "does not fit" in line)
+    assert line.endswith("GiB at least; nodes=8 is enough")
+    split = ("+model=llama70b", A100, "parallel.tp=8", "parallel.pp=4", "parallel.zero=1")  # over four nodes
+    assert ["nodes=8"] in [change["settings"] for change in read_fit(launch, *split, "nodes=4")["changes"]]
+    assert read_fit(launch, *split, "nodes=8")["verdict"] == "fits"
+
+
+def test_a_dry_run_and_another_program_are_not_refused(launch: Launch, here: Path) -> None:
+    done = launch("+model=llama7b", SMALL, "dry_run=true")
+    assert done.code == 0 and "does not fit" in done.err
+    words = ["+model=llama7b", SMALL, "watch.enabled=false", "nproc_per_node=1", "--", "true"]
+    done = run_outside(words, here, env={"PYTHONPATH": QUICK_AGENT})
+    assert done.code == 0 and "llama7b does not fit" in done.err, done
+    assert "model=llama7b says what the job needs of memory" in done.err
+    done = launch("+model=tiny", "dry_run=true", "nproc_per_node=1")
+    assert done.code == 0 and not [line for line in done.err.splitlines() if "fit" in line]
+
+
+def test_a_mistake_of_the_estimate_is_a_warning(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("by us")
+
+    monkeypatch.setattr(training, "assess", fail)
+    done = launch("+model=gpt2", "dry_run=true")
+    assert done.code == 0 and "no estimate of memory: ZeroDivisionError: by us" in done.err
+    assert "what is auto is the program's own default" in " ".join(done.err.split())
+
+
+def test_a_model_that_makes_no_sense_is_left_to_the_program(launch: Launch) -> None:
+    assert launch("model.heads=7", "dry_run=true").code == 0
+    launch("program.batch_size=0", "dry_run=true").assert_error(2, "program.batch_size=0", "at least 1")
+    done = launch("model.config=absent.json", "dry_run=true", "--", "true")
+    assert done.code == 0 and "no estimate of memory: model.config=absent.json: it cannot be read" in done.err
+    launch("model.config=absent.json", "dry_run=true").assert_error(2, "launch plan", "train.py")
+
+
+def test_the_content_of_a_config_json_goes_with_a_job(here: Path) -> None:
+    fields = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
+    fields |= {"intermediate_size": 128, "max_position_embeddings": 64}
+    (here / "config.json").write_text(json.dumps({"model_type": "llama", **fields}))
+    (here / "train.py").touch()
+    spec = specify(["model.config=config.json", "cluster=slurm", "dry_run=true"], ("train.py",))
+    assert spec.fit_model is not None and spec.fit_model.layers == 2 and not spec.is_bundled
+    write_job_request(make_job_request(spec, []), here)
+    (here / "config.json").unlink()
+    assert read_job_request(here, os.environ).fit_model == spec.fit_model
+
+
+NUMBERS = [
+    *("0", "1", "2", "7", "64", "1000000", "-1", "1.5", "nan", "inf", "1e400"),
+    *("true", "null", "auto", "x", "[1]"),
+]
+CHOICES = {
+    "fit.precision": ["auto", "fp32", "bf16", "mixed", "fp8", "x"],
+    "fit.optimizer": ["adamw", "adamw8bit", "adafactor", "lion", "sgd", "muon"],
+    "fit.checkpointing": ["auto", "none", "selective", "full"],
+    "fit.offload": ["none", "optimizer", "parameters"],
+    "fit.flash_attention": ["true", "false"],
+    "parallel.zero": ["auto", "0", "1", "2", "3", "fsdp", "4"],
+    "parallel.framework": ["auto", "ddp", "fsdp", "zero", "megatron", "x"],
+    "parallel.sequence_parallel": ["true", "false"],
+    "model.heads": ["3", "0", "12"],
+    "model.layers": ["1000000000", "1"],
+    "model.vocab_size": ["1", "50257"],
+    "+model.experts": ["{count:8,per_token:2,intermediate_size:64}", "8"],
+    "nodes": ["1", "2", "7", "64", "1000000"],
+} | dict.fromkeys(
+    (
+        *(f"parallel.{name}" for name in ("tp", "pp", "cp", "ep", "dp", "virtual_stages", "shard_size")),
+        *(f"fit.{name}" for name in ("micro_batch", "accumulation", "seq_len", "global_batch", "tokens")),
+        *("fit.step_seconds", "fit.gpu_memory_gib"),
+    ),
+    NUMBERS,
+)
+words = st.sampled_from(sorted(CHOICES)).flatmap(
+    lambda key: st.sampled_from(CHOICES[key]).map(lambda value: f"{key}={value}")
+)
+
+
+@given(words=st.lists(words, max_size=5), program=st.sampled_from([(), OTHER]))
+def test_no_value_makes_a_traceback_or_negative_memory(words: list[str], program: tuple[str, ...]) -> None:
+    done = run_inside(["plan", H100, "+model=gpt2", "format=json", *words, *program])
+    assert done.code in (0, 2) and len(done.err) < 1500 and "Traceback" not in done.err, done
+    report = json.loads(done.out).get("fit") if done.code == 0 else None
+    if report:
+        ranges = [*report["memory"]["parts"], *(change["total"] for change in report["changes"])]
+        assert all(0 <= one["low"] <= one["expected"] <= one["high"] for one in ranges)
+        total = report["memory"]["total"]
+        assert 0 < total["low"] <= total["expected"] <= total["high"]
+        assert all(line["needed"] >= 0 for line in report["budget"])
+
+
+# The table of a report at several widths, without colours and block characters
+
+
+SMALL_NODE = replace(REQUEST.node, memory_kib=256 << 20)
+REPORT = assess(replace(REQUEST, tokens=1e12, node=SMALL_NODE), Learned(0.97, 0.01, 1, "tiny/1"))
+
+
+def show(report: FitReport, width: int, *, terminal: bool = False) -> str:
+    stream = Terminal() if terminal else io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=terminal, highlight=False)
+    print_fit(console, report)
+    return "\n".join(line.rstrip() for line in stream.getvalue().split("\n"))
+
+
+def test_a_report_in_a_pipe() -> None:
+    lines = show(REPORT, 160).splitlines()
+    starts = ["memory of each GPU", "llama7b, 6,738,415,616 parameters", "GiB", "weights", "total"]
+    starts += ["capacity", "headroom", "it fits with one of these:", "each node", "CPU memory", "expected"]
+    at = [next(n for n, line in enumerate(lines) if line.startswith(start)) for start in starts]
+    assert at == sorted(at) and f"{REPORT.estimate.total.low / (1 << 30):.1f} GiB at least" in lines[0]
+    assert all(f"  {' '.join(change.settings)} (at most " in "\n".join(lines) for change in REPORT.changes)
+
+
+def test_nothing_is_wider_than_the_terminal() -> None:
+    for width in (20, 34, 43, 44, 60, 71, 72, 80, 120, 250):
+        shown = show(REPORT, width, terminal=True)
+        assert_harmless(shown)
+        plain = re.sub(r"\x1b\[[^m]*m", "", shown)
+        assert max(cell_len(line) for line in plain.splitlines()) <= width
+        joined = " ".join(plain.split())
+        assert "does not fit" in joined and REPORT.changes[0].settings[0] in joined
+        has_range = ["GiB", "low", "expected", "high"] in [line.split() for line in plain.splitlines()]
+        assert has_range is (44 <= width < 72) or width >= 72
+        assert ("sharded: nothing" in plain.partition("GiB  ")[2]) is (width >= 72)
+        assert width >= 72 or "CPU memory: " in joined
+
+
+def test_texts_of_others_are_harmless() -> None:
+    hostile = "\x1b[2J\x9b31m[bold]\u202e\n"
+    names = {"model": replace(REQUEST.model, name=hostile), "device": replace(REQUEST.device, name=hostile)}
+    parts = (replace(REPORT.estimate.parts[0], note=hostile),)
+    report = replace(
+        REPORT,
+        request=replace(REQUEST, **names),  # type: ignore[arg-type]  # fields by name
+        estimate=replace(REPORT.estimate, parts=parts),
+        advice=(Advice("note", hostile, hostile),),
+        learned=hostile,
+    )
+    for width in (30, 80):
+        shown = show(report, width, terminal=True)
+        assert_harmless(shown)
+        assert "[bold]" in shown.replace("\n", "")
+
+
+def test_what_fits_and_a_small_model_in_mib() -> None:
+    part = replace(REPORT.estimate.parts[0], bytes=Range(1 << 20, 2 << 20, 3 << 20))
+    small = replace(REPORT.estimate, parts=(part,))
+    shown = show(replace(REPORT, verdict="fits", changes=(), estimate=small), 120)
+    assert "one of these" not in shown and ": fits; 2.0 MiB expected, 3.0 MiB at most" in shown
+    assert shown.splitlines()[2].startswith("MiB")

@@ -1,6 +1,5 @@
-"""What is said and checked before a job on this machine starts, and what a run that goes on keeps."""
+"""A run: what is said before and after it, what a run that goes on keeps, the process that starts early."""
 
-import copy
 import json
 import os
 import re
@@ -8,20 +7,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from launcher.cli import doctor, job_warnings, run
+from launcher.cli import doctor, job_warnings
+from launcher.cli.early_start import find_early_program
+from launcher.cli.main import parse_command
 from launcher.doctor.model import Facts, PathFacts
-from launcher.launch.job import JobSpec
 from launcher.preflight import PreflightRequest, render_answer
 from launcher.probe import limits
 from launcher.protocol import name_host
 from tests.launch.terminals import launch_on_terminal
-from tests.seam import Launch, clean_environ, run_outside, specify
+from tests.seam import LAUNCH, Launch, clean_environ, run_outside, specify, wait_for
 from tests.strangers import give_away
 
 
@@ -144,22 +145,6 @@ def test_a_program_of_the_users_own_leaves_nothing_of_the_bundled_one(here: Path
     assert (spec.config.model, spec.config.data, spec.config.program) == ({}, {}, {})
     bundled = specify([])
     assert bundled.choices["model"] == "tiny" and yaml.safe_load(bundled.config_text)["model"]
-
-
-def test_nothing_changes_a_resolved_configuration(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as the tests' guard, which ends a start before it starts ranks."""
-    specs: list[tuple[JobSpec, JobSpec]] = []
-    make = run.specify_job
-
-    def keep(*args: object, **options: object) -> JobSpec:
-        spec = make(*args, **options)  # type: ignore[arg-type]  # as it was called
-        specs.append((spec, copy.deepcopy(spec)))
-        return spec
-
-    monkeypatch.setattr(run, "specify_job", keep)
-    assert STARTED in launch("nproc_per_node=1", "--", "true").err
-    ((spec, before),) = specs
-    assert spec == before
 
 
 # Checks of the machine before the start
@@ -300,3 +285,130 @@ def test_a_number_of_workers_in_a_file_is_the_users_own(launch: Launch, here: Pa
         words = ["+experiment=mine", "dataloader=video", "machine=aws_p3_16xlarge", "format=json"]
         plan = json.loads(launch("plan", *words).out)
         assert [rank["num_workers"] for rank in plan["ranks"]] == [number] * 8
+
+
+EARLY: tuple[Sequence[str], ...] = (
+    ("agent=direct", "x.py"),
+    ("nproc_per_node=2", "gc=frozen", "nodes=2", "cluster.time=10", "x.py", "--lr", "1"),
+    ("-r", "--", sys.executable, "-u", "x.py"),
+    ("~gc", "-m", "x"),
+    ("agent=direct",),
+    ("+model=gpt2",),
+)
+"""Command lines that name a program whose ranks may be forked."""
+OTHERS: tuple[Sequence[str], ...] = (
+    ("program=other",),
+    ("--cfg", "job"),
+    ("-cd", "elsewhere", "x.py"),
+    ("--multirun", "name=a,b", "x.py"),
+    ("x.y",),
+    ("missing.py",),
+    ("plain.py",),
+    ("--", "true"),
+)
+"""Those that ask for something else, or name no program that uses torch."""
+
+
+@pytest.fixture
+def folder(here: Path) -> Path:
+    """A working directory with a program that uses torch, and one that does not."""
+    (here / "x.py").write_text("import torch\n")
+    (here / "plain.py").write_text("import os\n")
+    return here
+
+
+def find(words: Sequence[str], **variables: str) -> tuple[str, ...] | None:
+    return find_early_program(parse_command(words), {**clean_environ(), **variables})
+
+
+def test_which_command_lines_name_a_program(folder: Path) -> None:
+    for words in EARLY:
+        argv = find(words)
+        assert argv and argv[0] == sys.executable, words
+    for words in OTHERS:
+        assert find(words) is None, words
+    assert find(EARLY[0], PYTHON_EXEC="/usr/bin/env") is None
+    # What a configuration of one's own may change is composed first.
+    Path("conf").mkdir()
+    assert find(EARLY[0]) and find(()) is None
+
+
+LOOK = """
+import torch
+from pathlib import Path
+def holds(entry):
+    try:
+        here = (entry / "cwd").readlink() == Path.cwd()
+        return here and any("launch-warm" in str(link.readlink()) for link in (entry / "fd").iterdir())
+    except OSError:
+        return False
+print("WARM", sum(holds(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("word", ["agent=torchrun", "start.warm=off", "env.OPENBLAS_VERBOSE=1"])
+def test_a_process_of_no_use_is_gone_before_the_program_runs(word: str, folder: Path) -> None:
+    (folder / "x.py").write_text(LOOK)
+    done = run_outside([word, "nproc_per_node=1", "x.py"], folder)
+    assert done.code == 0 and "WARM 0\n" in done.out, done
+
+
+def list_started(folder: Path) -> list[int]:
+    """The processes whose working directory this is."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def test_nothing_is_left_of_a_start_that_fails(folder: Path) -> None:
+    (folder / "file").touch()
+    run_outside(["agent=direct", "runs_dir=file", "x.py"], folder).assert_error(3, "runs_dir")
+    assert list_started(folder) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=str)
+def test_nothing_is_left_of_a_start_that_is_stopped_while_it_composes(number: int, folder: Path) -> None:
+    script = f"""
+import os, sys
+from launcher.config import compose
+def wait(*_):
+    print("composes", flush=True)
+    while True:
+        os.read(0, 1)
+compose.compose = wait
+{LAUNCH[2]}
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    command = [sys.executable, "-c", script, *EARLY[0]]
+    with subprocess.Popen(command, env=clean_environ(), **pipes) as launcher:  # type: ignore[call-overload]  # its own
+        assert launcher.stdout.readline() == b"composes\n"
+        assert len(list_started(folder)) > 1
+        launcher.send_signal(number)
+        assert launcher.wait(60) in (-number, 128 + number)
+    wait_for(lambda: not list_started(folder), "the end of all that was started")
+
+
+def test_the_ranks_are_forked_from_the_process_that_was_started_early(folder: Path) -> None:
+    """`LAUNCH` runs this program's interpreter; a process that composes slowly has imported torch by then."""
+    program = "import sys\nimport torch\nprint('forked', not hasattr(sys, 'set_by_site'))\n"
+    (folder / "x.py").write_text(program)
+    script = f"""
+import sys
+from launcher.launch import supervisor
+def refuse(*_):
+    raise AssertionError("another warm process, or a rank by exec")
+supervisor.start_warm = supervisor.spawn_rank = refuse
+exec({LAUNCH[2]!r})
+"""
+    words = ["agent=direct", "nproc_per_node=2", "restarts=1", "logs.console=all", "x.py"]
+    command, environ = [sys.executable, "-c", script, *words], clean_environ()
+    done = subprocess.run(
+        command, env=environ, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout.count("forked True")) == (0, 2), done
+    assert list_started(folder) == []

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.make_runs import make_run, write_log
-from tests.docs.generate import ROOT
-from tests.docs.pages import DOCUMENTS, list_blocks, list_code, name_document
+from tests.docs.generate import DOCUMENTS, ROOT, list_blocks, list_code, name_document
 from tests.seam import clean_environ, enter, run_inside
 
 VERBS = {"fit", "plan", "topo", "doctor", "tune", "status", "logs", "watch", "report", "cancel", "nodes"}

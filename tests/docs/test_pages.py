@@ -9,8 +9,18 @@ from pathlib import Path
 import pytest
 
 from launcher.plan.variables import HONOURED, REASONS
-from tests.docs.generate import DOCS, PAGES, ROOT, fill
-from tests.docs.pages import DOCUMENTS, list_anchors, list_blocks, list_code, list_links, name_document
+from tests.docs.generate import (
+    DOCS,
+    DOCUMENTS,
+    PAGES,
+    ROOT,
+    fill,
+    list_anchors,
+    list_blocks,
+    list_code,
+    list_links,
+    name_document,
+)
 from tests.launch.terminals import open_terminal
 from tests.seam import LAUNCH, run_inside
 

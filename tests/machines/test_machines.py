@@ -9,7 +9,7 @@ import pytest
 
 from launcher.plan.model import Request, parse_machine, plan_to_json
 from launcher.plan.planner import plan as make_plan
-from tests.cli.test_completion import ask
+from tests.cli.test_command_line import ask
 from tests.plan.lab_machines import fsroot, load, score
 from tests.probe.machine_trees import short_lived
 from tests.seam import Launch
