@@ -80,6 +80,7 @@ def test_what_says_nothing_is_told(records: Records) -> None:
         ([{"loaders": [{"workers": 0, "iterable": True}]}], "IterableDataset"),
         ([{"times": [1.0], "waits": [0.0], "steps": 5}], "ended after 5 steps"),
         ([{"times": [], "waits": [], "steps": 1, "first": None, "unit": "batch"}], "1 batch"),
+        ([{}, {"times": [1.0], "waits": [0.0], "steps": 5}], "5 steps of rank 1"),
         ([{"rank": 1}], "rank 0 of 1 measured nothing"),
         ([{"steps": "many"}], "cannot be read"),
         ([], "neither an optimizer nor a DataLoader"),
