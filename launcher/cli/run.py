@@ -43,7 +43,6 @@ from launcher.config.settings import Settings
 from launcher.config.start import check_command, choose_agent, choose_cluster, guess_kind
 from launcher.errors import LaunchError, UsageError
 from launcher.launch.job import Job, JobSpec, render_start
-from launcher.launch.signals import STOPPING
 from launcher.plan.model import plan_to_json
 from launcher.protocol import name_host
 from launcher.runs.run_directory import RunIdTakenError
@@ -360,6 +359,7 @@ def run_sweep(flags: "Flags", command: "Command", argv: Sequence[str]) -> int:
     """Run the jobs of a sweep; return the first exit code that is not 0."""
     from launcher.cli.main import add_pet, call_composed
     from launcher.config.sweep import expand_sweep, read_multirun
+    from launcher.launch.signals import STOPPING
 
     multirun = read_multirun(flags.sources, add_pet(flags.overrides, os.environ))
     if multirun.sweeper != "basic":
@@ -426,6 +426,7 @@ def run_batch(batch: Sequence[Composed], command: "Command", argv: Sequence[str]
     The process exits if the user stops a trial or leaves it to the queue.
     """
     from launcher.cli.main import call_composed
+    from launcher.launch.signals import STOPPING
     from launcher.runs.manifest import CLOSED, read_manifest, take_dict
 
     if not all(map(is_for_slurm, batch)):

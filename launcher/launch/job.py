@@ -10,7 +10,6 @@ from pathlib import Path
 from launcher.config.settings import SLURM_KINDS, Settings
 from launcher.config.start import check_port_free
 from launcher.errors import MachineError
-from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.protocol import (
     LAUNCH_ATTEMPT,
     LAUNCH_FIT,
@@ -197,6 +196,8 @@ def build_agent_environ(
 
     `watch_folder` is where ranks keep their heartbeats; empty if they are not watched.
     """
+    from launcher.launch.signals import KILL_GRACE, TERM_GRACE
+
     # The stages of a stop are ours: the agent must not come to its SIGKILL before.
     patience = config.torchrun.shutdown_timeout + int(TERM_GRACE + 2 * KILL_GRACE)
     inherited = {name: value for name, value in environ.items() if name not in NOT_INHERITED}
