@@ -57,10 +57,11 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
 
     With dry_run=true, show the script and the plan. Raises LaunchError, leaving no new run directory.
     """
-    first, paths = specs[0], [spec.run_path for spec in specs]
     dry_run = any(spec.config.dry_run for spec in specs)
     if dry_run and len(specs) > 1:
-        raise UsageError("dry_run=true shows the script of one job: leave out -m, and give one value each")
+        logger.warning(f"of these {len(specs)} jobs, the script of the first is shown")
+        specs = specs[:1]
+    first, paths = specs[0], [spec.run_path for spec in specs]
     if len(paths) > len(set(paths)):
         raise UsageError(
             f"{first.run_key}={paths[0]} is one directory for {len(paths)} jobs of a sweep: leave it out, and"
