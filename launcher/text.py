@@ -137,29 +137,24 @@ def describe_time(seconds: float) -> str:
 
 
 def shorten_cpulist(numbers: Collection[int]) -> str:
-    """A cpulist; if strides make it long, in the kernel's form `low-high:1/stride`.
+    """A cpulist; if strides make it long, in the kernel's form `low-high:1/stride`, each as long as it goes.
 
     Nodes that hold every second CPU have lists of hundreds of characters else.
     """
-    text = format_cpulist(frozenset(numbers))
-    return ",".join(gather_strides(sorted(numbers))) if len(text) > LONG_LIST else text
-
-
-def gather_strides(numbers: list[int]) -> list[str]:
-    """Write ascending numbers as ranges with strides, each as long as it goes."""
-    pieces, at = [], 0
-    while at < len(numbers):
-        step = numbers[at + 1] - numbers[at] if at + 1 < len(numbers) else 1
-        end = at
-        while end + 1 < len(numbers) and numbers[end + 1] - numbers[end] == step:
+    text, left, pieces = format_cpulist(frozenset(numbers)), sorted(numbers), []
+    while left and len(text) > LONG_LIST:
+        step = left[1] - left[0] if len(left) > 1 else 1
+        end = 1
+        while end < len(left) and left[end] - left[end - 1] == step:
             end += 1
-        if end - at < 2 and step > 1:
-            end = at
-        low, high = numbers[at], numbers[end]
-        pieces.append(f"{low}-{high}" if low < high else f"{low}")
-        pieces[-1] += f":1/{step}" if low < high and step > 1 else ""
-        at = end + 1
-    return pieces
+        if end < 3 and step > 1:
+            end = 1
+        low, high = left[0], left[end - 1]
+        pieces.append(
+            (f"{low}-{high}" if low < high else f"{low}") + f":1/{step}" * (low < high and step > 1)
+        )
+        left = left[end:]
+    return ",".join(pieces) or text
 
 
 def clean_text(text: str, most: int = 80) -> str:

@@ -17,6 +17,7 @@ from launcher.config.start import Cluster, parse_nproc
 from launcher.errors import UsageError
 from launcher.plan.variables import KEYS, NEWEST, OLDEST, find_fault, read_host
 from launcher.runs.secrets import MASK, mask_text
+from launcher.text import suggest
 
 HOSTS = ("system", "tcmalloc", "jemalloc")
 """What can serve malloc: `allocator.host`."""
@@ -214,15 +215,12 @@ def check_allocator(settings: Mapping[str, str], torch: str | None) -> Iterator[
 
     `torch` is the version that the ranks have; None if that is not known.
     """
-    from difflib import get_close_matches  # seldom needed, and in what always runs
-
     found = re.match(r"(\d+)\.(\d+)", torch or "")  # 2.13.0+cpu, 2.13.0.dev20260701
     version = (int(found[1]), int(found[2])) if found else None
     known = [name for name, (_, since) in KEYS.items() if version is None or since <= max(version, OLDEST)]
     for name, value in settings.items():
         if name not in KEYS:
-            near = get_close_matches(name, known, n=1, cutoff=0.6)
-            text = f"there is no allocator.{name}:" + (f" did you mean {near[0]}?" if near else "")
+            text = f"there is no allocator.{name}{suggest(name, known) or ':'}"
             if version and version <= NEWEST:
                 raise UsageError(f"{text} torch {torch} knows {', '.join(known)}")
             yield f"{text} torch {torch or '(not installed here)'} may know it"

@@ -3,20 +3,17 @@
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from submitit import AutoExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
 from launcher import files
-from launcher.config.program import read_env_files, resolve_program
+from launcher.config.program import read_env_files
 from launcher.config.settings import Settings
 from launcher.config.start import choose_cluster, plan_node
 from launcher.plan.model import Request
@@ -260,13 +257,6 @@ def test_a_module_in_an_archive(launch: Launch, here: Path) -> None:
     assert in_shell("mkdir m; touch m/t.py; python3 -m zipfile -c code.zip m; rm -r m", here).code == 0
     done = launch("env.PYTHONPATH=code.zip", "dry_run=true", "-m", "m.t")
     assert done.out.endswith("-m m.t\n"), done
-
-
-@given(st.lists(st.text(), max_size=5))
-def test_arguments_stay_as_they_are(arguments: list[str]) -> None:
-    assert resolve_program([sys.executable, *arguments], os.environ) == (sys.executable, *arguments)
-    module = [sys.executable, "-m", "json.tool", *arguments]
-    assert list(resolve_program(module[1:], os.environ)) == module
 
 
 # Files of variables
