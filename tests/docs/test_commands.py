@@ -26,7 +26,6 @@ NOT_RUN = {
 """Commands whose settings alone are read here, and why; tests of their own run them."""
 REFUSED = {
     "launch -m hydra/sweeper=optuna program.lr=interval(1e-5,1e-2)": "chooses trials by the results of runs",
-    "launch -m +model=llama1b,llama7b program.lr=1e-4,3e-4 cluster=slurm": "shows the script of one job",
     "launch doctor preflight=light run_dir=RUN": "name a run with one",
 }
 """Commands that cannot be dry runs, and what they say of that."""
