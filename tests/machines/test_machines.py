@@ -153,7 +153,8 @@ def test_what_a_device_list_has_in_it_does_not_reach_the_terminal(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "\x1b[31m0")
-    assert "CUDA_VISIBLE_DEVICES=?[31m0 is of this machine" in launch("plan", "machine=dgx_h100").err
+    told = launch("plan", "machine=dgx_h100").err
+    assert "CUDA_VISIBLE_DEVICES=\\x1b[31m0 is of this machine" in told and "\x1b" not in told
 
 
 def test_few_ranks_are_spread_where_that_is_asked_for(launch: Launch) -> None:
