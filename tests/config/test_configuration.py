@@ -254,7 +254,8 @@ def test_each_setting_reaches_the_planner(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_module_in_an_archive(launch: Launch, here: Path) -> None:
-    assert in_shell("mkdir m; touch m/t.py; python3 -m zipfile -c code.zip m; rm -r m", here).code == 0
+    made = in_shell("mkdir m; touch m/__init__.py m/t.py; python3 -m zipfile -c code.zip m; rm -r m", here)
+    assert made.code == 0, made
     done = launch("env.PYTHONPATH=code.zip", "dry_run=true", "-m", "m.t")
     assert done.out.endswith("-m m.t\n"), done
 
