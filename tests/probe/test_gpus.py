@@ -22,7 +22,7 @@ import pynvml  # type: ignore[import-untyped]
 import pytest
 
 from launcher.doctor.job import judge_nodes
-from launcher.doctor.model import Facts, GpuProcess, Unchecked, Wanted
+from launcher.doctor.model import Facts, Wanted
 from launcher.probe import devices, nvml
 from launcher.probe.node import read_node_facts
 from launcher.probe.sysfs import Tree
@@ -441,8 +441,8 @@ def test_who_holds_memory_is_named_without_path_and_arguments() -> None:
         }
     )
     gpus = read(made).gpus
-    assert gpus[0].processes == (GpuProcess(77, "python3", 9000),)
-    assert gpus[1].processes == (GpuProcess(5, "python3", 100),)
+    found = [[(one.pid, one.name, one.memory_mib) for one in gpu.processes or ()] for gpu in gpus[:2]]
+    assert found == [[(77, "python3", 9000)], [(5, "python3", 100)]]
 
 
 def test_the_jobs_gpus_alone_are_looked_at() -> None:
@@ -519,7 +519,7 @@ def test_a_driver_that_hangs_costs_its_time_limit_and_no_more() -> None:
     made: Any = make_node_nvml()
     made.nvmlInit = signal.pause
     facts = read_node_facts(host="n1", nvml=made, patience=0.2)
-    assert Unchecked("gpus", "NVML: no answer in 0.2 s") in facts.unchecked
+    assert ("gpus", "NVML: no answer in 0.2 s") in [(one.check, one.reason) for one in facts.unchecked]
     assert facts.gpus == ()
     assert facts.memory_kib > 0
     found = judge_nodes((facts,), Wanted(8))
