@@ -1,6 +1,7 @@
 """A node's task, as srun starts it: its record, and the compilers' caches, which are gone with the job."""
 
 import ast
+import json
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,6 @@ import pytest
 from launcher.launch.coordinator import GroupNode, GroupStart
 from launcher.runs.records import read_nodes, read_run
 from launcher.slurm.job_request import JobRequest, write_job_request
-from launcher.slurm.node_channel import render_order
 from launcher.slurm.node_job import open_caches
 from tests.seam import clean_environ, list_modules, specify
 from tests.strangers import give_away
@@ -93,7 +94,7 @@ def start_task(folder: Path, *words: str, text: str = SHOW) -> Iterator["subproc
                 port = server.getsockname()[1]
             order = GroupStart(0, (GroupNode("localhost", 2),), "localhost", port)
             assert task.stdin
-            task.stdin.write(f"HELLO\n{render_order(order)}\n".encode())
+            task.stdin.write(f"HELLO\nSTART {json.dumps(asdict(order))}\n".encode())
             task.stdin.flush()
             yield task
         finally:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from launcher.config.settings import ContainerConfig
 from launcher.launch.job import read_client_ports
-from launcher.slurm.commands import expand_hosts, fold_hosts, fold_in_order
+from launcher.slurm.commands import expand_hosts, fold_in_order
 from launcher.slurm.first_node import pick_port
-from launcher.slurm.node_order import find_node_order, order_nodes, parse_topology
+from launcher.slurm.node_order import find_node_order
 from launcher.slurm.step import Step
 
 TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("srun.toml").read_text())
@@ -69,7 +69,7 @@ def test_lists_of_nodes_and_of_jobs() -> None:
     for text, names in TABLES["expanded"]:
         assert list(expand_hosts(text)) == names.split()
     for names, folded in TABLES["folded"]:
-        assert fold_hosts(names.split()) == folded
+        assert fold_in_order(names.split()) == folded
     for text in (*TABLES["in_order"], "n[0-3999]"):
         assert expand_hosts(fold_in_order(expand_hosts(text))) == expand_hosts(text)
     assert fold_in_order(expand_hosts("n[0-3999]")) == "n[0-3999]"
@@ -80,19 +80,29 @@ def test_lists_of_nodes_and_of_jobs() -> None:
 HOST = st.from_regex(r"[a-z.-]{0,3}([0-9]{1,3}[a-z.-]{0,2}){0,2}[0-9]{0,3}", fullmatch=True).filter(bool)
 
 
-@given(st.lists(HOST, unique=True, max_size=40))
+@given(st.lists(HOST, max_size=40))
 def test_what_is_folded_is_expanded_to_the_same(names: list[str]) -> None:
-    assert sorted(expand_hosts(fold_hosts(names))) == sorted(names)
+    assert expand_hosts(fold_in_order(names)) == tuple(names)
 
 
-def test_nodes_of_a_switch_follow_each_other() -> None:
+def tell_topology(folder: Path, text: str) -> dict[str, str]:
+    """Make an scontrol that prints a topology, or fails with what is after "!"; returns its environment."""
+    (folder / "topology").write_text(f"{text.removeprefix('!')}\n")
+    says = "cat topology >&2; exit 1" if text.startswith("!") else "cat topology"
+    (folder / "scontrol").write_text(f"#!/bin/sh\ncd {folder}\n{says}\n")
+    (folder / "scontrol").chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+def test_nodes_of_a_switch_follow_each_other(tmp_path: Path) -> None:
     for table in TABLES["order"]:
+        environ = tell_topology(tmp_path, table["text"])
         for hosts, wanted in table["hosts"]:
-            found = order_nodes(expand_hosts(hosts), parse_topology(table["text"]))
-            assert ",".join(found) == wanted, (table["text"], hosts)
+            order = find_node_order("topology", expand_hosts(hosts), environ, "/")
+            assert (",".join(order.hosts), order.source) == (wanted, "topology"), (table["text"], hosts)
 
 
-def test_a_large_cluster_is_ordered() -> None:
+def test_a_large_cluster_is_ordered(tmp_path: Path) -> None:
     """4,000 nodes on 250 leaf switches below 16: each switch's nodes are one stretch."""
     hosts = expand_hosts("node[1-4000]")
     leaves = {leaf: hosts[leaf::250] for leaf in range(250)}
@@ -100,7 +110,8 @@ def test_a_large_cluster_is_ordered() -> None:
     for spine in range(16):
         below = ",".join(",".join(leaves[leaf]) for leaf in range(spine, 250, 16))
         lines.append(f"SwitchName=spine{spine} Nodes={below}")
-    at = {host: place for place, host in enumerate(order_nodes(hosts, parse_topology("\n".join(lines))))}
+    order = find_node_order("auto", hosts, tell_topology(tmp_path, "\n".join(lines)), "/")
+    at = {host: place for place, host in enumerate(order.hosts)}
     assert len(at) == 4000
     for nodes in leaves.values():
         places = [at[host] for host in nodes]
@@ -113,14 +124,9 @@ def test_where_the_order_of_nodes_is_from(row: list[str], tmp_path: Path) -> Non
     setting, is_file, content = setting.partition(":")
     if is_file:
         (tmp_path / setting).write_text(content)
-    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    says = f"echo {shlex.quote(topology[1:])} >&2; exit 1"
-    if not topology.startswith("!"):
-        says = f"printf '%s\\n' {shlex.quote(topology)}"
-    if topology:
-        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{says}\n")
-        (tmp_path / "scontrol").chmod(0o755)
-    else:
+    environ = tell_topology(tmp_path, topology)
+    if not topology:
+        (tmp_path / "scontrol").unlink()
         environ["SLURM_TOPOLOGY_ADDR_PATTERN"] = "node"  # SLURM has no switches
     order = find_node_order(setting, ["n1", "n0", "n10"], environ, str(tmp_path))
     assert (",".join(order.hosts), order.source) == (wanted, source)

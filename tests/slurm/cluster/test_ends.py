@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.slurm.node_job import PREFIX
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.jobs import Run, submit
 
@@ -144,13 +143,13 @@ def test_the_caches_of_a_task_that_was_killed_are_removed_by_the_next(
     place.mkdir()
     run = start(sandbox, tmp_path, *TWO, f"env.TMPDIR={place}")
     task = await_rank(run, 0).parents()[0]
-    assert len(list(place.glob(f"{PREFIX}{run.job_id}-*"))) == 2
+    assert len(list(place.glob(f"launch-caches-*-{run.job_id}-*"))) == 2
     task.send_signal(signal.SIGKILL)
     assert run.await_end() == "failed"
     assert "n1 is there, but its task left no record, and ended: Killed" in run.read_console()
     again = start(sandbox, tmp_path, *TWO, f"env.TMPDIR={place}")
     await_rank(again, 0)
-    assert not list(place.glob(f"{PREFIX}{run.job_id}-*"))
+    assert not list(place.glob(f"launch-caches-*-{run.job_id}-*"))
     sandbox.run("scancel", again.job_id)
     assert again.await_end() in ("stopped", "failed")
 
