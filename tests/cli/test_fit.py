@@ -27,7 +27,6 @@ from launcher.fit.choice import FitReport, assess
 from launcher.fit.training import Learned, Range
 from launcher.report.fit import print_fit
 from launcher.runs.records import fingerprint_ranks
-from launcher.slurm.job_request import make_job_request, read_job_request, write_job_request
 from tests.benchmarks.fit import FEW, FitCase
 from tests.data_files import DATA
 from tests.fit.made_requests import REQUEST
@@ -40,7 +39,6 @@ from tests.seam import (
     list_loaded,
     run_inside,
     run_outside,
-    specify,
     start,
     wait_for,
 )
@@ -516,18 +514,6 @@ def test_a_model_that_makes_no_sense_is_left_to_the_program(launch: Launch) -> N
     done = launch("model.config=absent.json", "dry_run=true", "--", "true")
     assert done.code == 0 and "no estimate of memory: model.config=absent.json: it cannot be read" in done.err
     launch("model.config=absent.json", "dry_run=true").assert_error(2, "launch plan", "train.py")
-
-
-def test_the_content_of_a_config_json_goes_with_a_job(here: Path) -> None:
-    fields = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
-    fields |= {"intermediate_size": 128, "max_position_embeddings": 64}
-    (here / "config.json").write_text(json.dumps({"model_type": "llama", **fields}))
-    (here / "train.py").touch()
-    spec = specify(["model.config=config.json", "cluster=slurm", "dry_run=true"], ("train.py",))
-    assert spec.fit_model is not None and spec.fit_model.layers == 2 and not spec.is_bundled
-    write_job_request(make_job_request(spec, []), here)
-    (here / "config.json").unlink()
-    assert read_job_request(here, os.environ).fit_model == spec.fit_model
 
 
 NUMBERS = [

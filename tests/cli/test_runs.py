@@ -17,8 +17,7 @@ from rich.console import Console
 from launcher.report.tables import print_details, print_runs
 from launcher.runs.manifest import check_process, identify_process, open_process
 from launcher.runs.rank_logs import CHUNK, RunOutputReader, find_tail
-from launcher.runs.run_status import RunStatus, read_status
-from launcher.slurm.run_states import resolve_run
+from launcher.runs.run_status import RunStatus
 from tests.cli.make_runs import make_run, write_applied, write_log
 from tests.seam import (
     LAUNCH,
@@ -249,14 +248,6 @@ def test_a_real_run_from_its_start_to_its_end(here: Path, launch: Launch, number
             ended = (found["state"], found["reason"], found["exit_code"])
             assert ended == ("stopped", "by SIGTERM", 143)
         wait_for(lambda: not run.survivors(), "the ranks' end")
-
-
-def test_a_job_that_slurm_forgot_has_begun_where_it_has_a_log(tmp_path: Path) -> None:
-    path = make_run(tmp_path, state="submitted", slurm={"job_id": "12"})
-    assert "cancelled in the queue" in resolve_run(read_status(path), None).reason
-    (path / "logs/slurm-12.out").write_text("launch: error: cluster.setup ended with 127 at: module\n")
-    found = resolve_run(read_status(path), None)
-    assert found.state == "lost" and "ended before it came to the program" in found.reason
 
 
 # launch nodes

@@ -14,8 +14,8 @@ from launcher.report.console import JobConsole
 from launcher.report.viewer import ViewOptions
 from launcher.slurm import follow, run_states
 from launcher.slurm.follow import JobLog, follow_jobs
-from launcher.slurm.run_states import explain_reason
 from tests.cli.make_runs import make_run
+from tests.seam import Launch
 
 TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("followed.toml").read_text())
 SQUEUE = """#!/bin/sh
@@ -59,9 +59,17 @@ def test_what_is_told_of_a_job(
         assert line.startswith(expected), told
 
 
-def test_why_a_job_waits() -> None:
+def test_why_a_job_waits(here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(here / "runs", state="submitted", slurm={"job_id": "12"})
+    monkeypatch.setenv("PATH", f"{here}:/usr/bin:/bin")
+    monkeypatch.setenv("COLUMNS", "300")
+    (here / "squeue").write_text("#!/bin/sh\ncat rows\n")
+    (here / "squeue").chmod(0o755)
     for reason, text in TABLES["reasons"].items():
-        assert explain_reason(reason) == text
+        (here / "rows").write_text(f"12|PENDING|main|2||N/A|0|0|N/A|N/A|N/A|{reason}|\n")
+        shown = launch("status", "tiny").out
+        (line,) = (line for line in shown.splitlines() if line.startswith("reason "))
+        assert line.split(None, 1)[1].strip() == text
 
 
 def make_log(folder: Path) -> JobLog:

@@ -11,13 +11,7 @@ import pytest
 from launcher.config.settings import ClusterConfig, RequeueConfig
 from launcher.errors import LaunchError, UsageError
 from launcher.launch.job import JobSpec
-from launcher.slurm.sbatch import (
-    JobOptions,
-    NodeKind,
-    Option,
-    choose_job_options,
-    explain_refusal,
-)
+from launcher.slurm.sbatch import choose_job_options, explain_refusal
 from tests.seam import specify
 
 OPTIONS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("options.toml").read_text())
@@ -145,20 +139,16 @@ def test_members_of_an_array_have_the_same_options(plain: JobSpec, commands: Pat
         )
 
 
-def make_kind(name: str) -> NodeKind:
-    (count, cpus, cores, mib), gpus, features = REFUSALS["kinds"][name]
-    found = tuple((kind or None, number) for kind, number in gpus)
-    return NodeKind("main", True, count, cpus, cores, mib, found, tuple(features))
-
-
 @pytest.mark.parametrize("case", REFUSALS["refusal"], ids=lambda case: case["says"][0][0])
-def test_a_refusal_is_told_with_the_values_and_what_there_is(case: dict[str, Any]) -> None:
-    options = tuple(
-        Option(name, value, f"cluster.{name.replace('-', '_')}")
-        for name, value in (REFUSALS["given"] if case.get("given") == "all" else {}).items()
-    )
-    kinds = tuple(map(make_kind, case.get("kinds", ())))
-    chosen = JobOptions(options, tuple(case.get("partitions", ())), kinds)
+def test_a_refusal_is_told_with_the_values_and_what_there_is(
+    case: dict[str, Any], plain: JobSpec, commands: Path
+) -> None:
+    write_command(commands, "sinfo", f"/bin/cat <<'X'\n{case.get('sinfo', '')}\nX")
+    specs, environ = [plain], {"PATH": str(commands), **case.get("environ", {})}
+    if case.get("given"):
+        config = replace(plain.config, cluster=ClusterConfig(**REFUSALS["given"]))
+        specs = [replace(plain, config=config, cluster=replace(plain.cluster, min_nodes=4, max_nodes=4))] * 2
+    chosen = choose_job_options(specs, environ, dry_run=False)
     for complaint, told in case["says"]:
-        error = explain_refusal(complaint, chosen, case.get("environ", {}))
+        error = explain_refusal(complaint, chosen, environ)
         assert str(error) == complaint + told.replace("{nodes}", REFUSALS["nodes"])

@@ -18,7 +18,7 @@ from launcher.errors import MachineError
 from launcher.protocol import LAUNCH_SECRETS
 from launcher.runs.records import read_nodes
 from launcher.slurm.job_request import read_job_request
-from tests.seam import Result, clean_environ, enter, run_inside, run_outside
+from tests.seam import Result, clean_environ, enter, run_inside, run_outside, specify
 
 HERE = Path(__file__).parent
 SETUP = tomllib.loads((HERE / "options.toml").read_text())["setup"]
@@ -276,6 +276,19 @@ def test_a_job_that_cannot_fit_is_refused_if_the_nodes_gpus_are_known(login: Log
         )
         assert_refused(refused, 3, f"has {size} GiB")
         assert name == "v100" or "program.grad_accumulation=128" in refused.err
+
+
+def test_the_content_of_a_config_json_goes_with_a_job(login: LoginNode) -> None:
+    fields = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
+    fields |= {"intermediate_size": 128, "max_position_embeddings": 64}
+    (login.folder / "config.json").write_text(json.dumps({"model_type": "llama", **fields}))
+    (login.folder / "train.py").touch()
+    expected = specify(["model.config=config.json"], ("train.py",)).fit_model
+    assert login.submit("model.config=config.json", program=("train.py",)).code == 0
+    (login.folder / "config.json").unlink()
+    request = read_job_request(login.run_path, login.read_environ())
+    assert request.fit_model == expected and not request.is_bundled
+    assert expected and expected.layers == 2
 
 
 def test_what_is_chosen_at_the_submission_goes_with_the_job(login: LoginNode) -> None:
