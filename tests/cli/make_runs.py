@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launcher.runs.manifest import identify_process
 from tests.data_files import DATA
 
 
@@ -49,6 +48,26 @@ def write_applied(path: Path, rank: int, host: str) -> None:
     record = {"rank": rank, "local_rank": 0, "attempt": 0, "pid": 1, "agent": 1, "host": host, "cpus": "0"}
     record |= {"memory": {"policy": "default", "nodes": ""}, "problems": []}
     (path / f"rank-{rank}.applied.json").write_text(json.dumps(record))
+
+
+def identify_process(pid: int) -> dict[str, object]:
+    """A process as a manifest has it: its start in clock ticks since boot, and whose PIDs those are."""
+    start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    place = {"boot": boot.read_text().strip(), "namespace": str(namespace.readlink())}
+    return {"host": os.uname().nodename, "pid": pid, "start": int(start), **place}
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a run directory."""
+    manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
+    return manifest
+
+
+def read_nodes(path: Path, attempt: int) -> list[dict[str, Any]]:
+    """What the nodes of an attempt have left of themselves, by their numbers."""
+    found = [json.loads(file.read_text()) for file in path.glob(f"logs/{attempt}/node-*.json")]
+    return sorted(found, key=lambda record: record["node_rank"])
 
 
 # What `launch watch` shows

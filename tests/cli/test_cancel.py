@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runs.manifest import hold_directory, identify_process
-from tests.cli.make_runs import make_run
+from tests.cli.make_runs import identify_process, make_run
 from tests.launch.terminals import open_terminal
 from tests.seam import LAUNCH, PATIENCE, Launch, Started, start, wait_for, write_program
 from tests.strangers import give_away
@@ -51,16 +50,16 @@ def test_a_run_ends_and_leaves_nothing(here: Path, launch: Launch) -> None:
 
 def test_several_runs_are_asked_about_once(here: Path) -> None:
     for stamp in (NUMBER, "20260801-120001"):
-        hold_directory(make_mine(here, stamp=stamp))
+        os.open(make_mine(here, stamp=stamp), os.O_RDONLY)
     code, shown = answer(here, "\n", NUMBER, "20260801-120001")
     assert code == 1
     assert f"  tiny/{NUMBER}, process" in shown and "cancel 2 runs? [y/N]" in shown
 
 
+# A `launch` keeps the directory of its run open, and is known by that.
 HOLD = """
-import pathlib, sys, time
-from launcher.runs.manifest import hold_directory
-hold_directory(pathlib.Path(sys.argv[1]))
+import os, sys, time
+os.open(sys.argv[1], os.O_RDONLY)
 print(flush=True)
 time.sleep(1000)
 """
@@ -136,7 +135,7 @@ def test_a_manifest_of_another_user_ends_nothing(
 @pytest.mark.parametrize("link", ["runs/tiny", f"runs/tiny/{NUMBER}"])
 def test_a_link_of_another_user_does_not_lead_to_a_run(here: Path, launch: Launch, link: str) -> None:
     away = make_run(here / "away", state="running", process=identify_process(os.getpid()))
-    hold_directory(away)
+    os.open(away, os.O_RDONLY)
     (here / link).parent.mkdir(parents=True)
     (here / link).symlink_to(away if link.endswith("0") else away.parent)
     give_away(here / link)
@@ -148,7 +147,7 @@ def test_a_link_of_another_user_does_not_lead_to_a_run(here: Path, launch: Launc
 def test_links_of_ones_own(here: Path, launch: Launch) -> None:
     """One in a run directory is not read; one that leads to where the runs are is followed."""
     path = make_mine(here)
-    hold_directory(path)
+    os.open(path, os.O_RDONLY)
     other = make_run(here / "runs", "other")
     (other / "manifest.json").unlink()
     (other / "manifest.json").symlink_to(path / "manifest.json")
@@ -165,7 +164,7 @@ def test_the_process_is_a_launch_of_that_run(here: Path, launch: Launch, victim:
     told = launch("cancel", "tiny", "yes=true")
     told.assert_error(3, f"left alone: process {victim} is not the launch of this run")
     path = make_mine(here, "other")
-    hold_directory(path)
+    os.open(path, os.O_RDONLY)
     make_mine(here, "copy")
     launch("cancel", "copy", "yes=true").assert_error(3, "is not the launch of this run")
     assert json.loads((path / "manifest.json").read_text())["outcome"] == {"state": "running"}

@@ -15,10 +15,9 @@ import pytest
 from rich.console import Console
 
 from launcher.report.tables import print_details, print_runs
-from launcher.runs.manifest import check_process, identify_process, open_process
-from launcher.runs.rank_logs import CHUNK, RunOutputReader, find_tail
+from launcher.runs.manifest import open_process
 from launcher.runs.run_status import RunStatus
-from tests.cli.make_runs import make_run, write_applied, write_log
+from tests.cli.make_runs import identify_process, make_run, read_manifest, write_applied, write_log
 from tests.seam import (
     LAUNCH,
     PATIENCE,
@@ -45,6 +44,8 @@ for step in range(1, 1000):
     time.sleep(0.02)
 """
 RUN = "tiny/20260801-120000"
+CHUNK = 1 << 20
+"""Bytes of a log that are read at once."""
 
 
 def read_runs(result: Result) -> list[dict[str, Any]]:
@@ -160,27 +161,41 @@ def test_a_run_is_known_by_its_process(launch: Launch, here: Path) -> None:
     assert run["reason"].endswith("can be seen on elsewhere alone")
 
 
-def test_a_process_is_known_by_more_than_its_number(tmp_path: Path) -> None:
+def test_a_process_is_known_by_more_than_its_number(launch: Launch, here: Path) -> None:
+    def look(process: dict[str, object]) -> tuple[str, str]:
+        (path / "manifest.json").write_text(json.dumps({**manifest, "process": process}))
+        run = read_newest(launch)
+        return run["state"], run["reason"]
+
     mine = identify_process(os.getpid())
-    assert check_process(mine) is True
+    path = make_run(here / "runs", state="running")
+    manifest = read_manifest(path)
+    assert look(mine) == look({}) == ("running", "")
+    for other in ({"start": 1}, {"boot": "another"}):
+        lost = f"process {os.getpid()} on {os.uname().nodename} is gone, and left no word"
+        assert look({**mine, **other}) == ("lost", lost)
+    for other in ({"host": "elsewhere"}, {"namespace": "pid:[1]"}):
+        assert look({**mine, **other}) == ("running", "")
+        os.utime(path / "logs", (1e9, 1e9))
+    child = subprocess.Popen(["sleep", "100"])
+    record = identify_process(child.pid)
+    assert look(record)[0] == "running"
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert look(record)[0] == "lost", "a zombie is no process"
+    child.wait()
+
+
+def test_a_process_is_signalled_as_the_launch_of_its_run_alone(tmp_path: Path) -> None:
+    mine = identify_process(os.getpid())
     with pytest.raises(PermissionError, match="is not the launch of this run"):
         open_process(mine, tmp_path)
     held = os.open(tmp_path, os.O_RDONLY)
     os.close(open_process(mine, tmp_path))
     for other in ({"start": 1}, {"boot": "another"}):
-        assert check_process({**mine, **other}) is False
         with pytest.raises(ProcessLookupError):
             open_process({**mine, **other}, tmp_path)
     os.close(held)
-    for other in ({"host": "elsewhere"}, {"namespace": "pid:[1]"}):
-        assert check_process({**mine, **other}) is None
-    assert check_process({}) is None
-    child = subprocess.Popen(["true"])
-    record = identify_process(child.pid)
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not record or check_process(record) is False, "a zombie is no process"
-    child.wait()
-    assert identify_process(child.pid) == {}
 
 
 def test_the_step_and_the_last_line_by_the_logs(launch: Launch, here: Path) -> None:
@@ -374,44 +389,27 @@ def test_mistakes(launch: Launch, here: Path) -> None:
         launch("logs", *words.split()).assert_error(2, part)
 
 
-def test_the_last_lines_are_found_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "log"
-    for size, end in itertools.product((1, 7, CHUNK - 1, CHUNK, CHUNK + 1), ("", "\n")):
-        lines = ["x" * size, "", "last but one", "last"]
-        path.write_text("\n".join(lines) + end)
-        for count in range(1, 6):
-            found = path.read_text()[find_tail(path, count) :]
-            assert found == "\n".join(lines[-count:]) + end, (size, end)
-    path.write_text("")
-    assert find_tail(path, 3) == find_tail(tmp_path / "none", 3) == 0
+def test_the_last_lines_are_found_from_the_end(
+    launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_run(here / "runs")
+    printed = [
+        (["x" * size, "", "last but one", "last"], end)
+        for size, end in itertools.product((1, 7, CHUNK - 1, CHUNK, CHUNK + 1), ("\n", ""))
+    ]
+    for rank, (lines, end) in enumerate(printed):
+        write_log(path, rank, "\n".join(lines) + end)
+    write_log(path, len(printed), "")
+    for count in range(1, 6):
+        shown = launch("logs", "-f", "tiny", f"logs.tail={count}").out
+        found = [line.partition(" ") for line in shown.split("\n")]
+        assert {mark for mark, *_ in found} == {f"[?:{rank}]" for rank in range(len(printed))}
+        for rank, (lines, _) in enumerate(printed):
+            assert [line for mark, _, line in found if mark == f"[?:{rank}]"] == lines[-count:], rank
     monkeypatch.setattr("launcher.runs.rank_logs.BACKWARDS", 1000)
-    path.write_text("a\n" + "x" * 5000)
-    assert find_tail(path, 1) == 4002, "a line longer than is searched does not take for ever"
-
-
-def read(tail: RunOutputReader, *, final: bool = False) -> list[str]:
-    return [line.text for line in tail.read_lines(final=final)]
-
-
-def test_ranks_and_attempts_that_come_later_and_logs_that_are_cut(tmp_path: Path) -> None:
-    path = make_run(tmp_path, state="running")
-    tail = RunOutputReader(path, lines=2)
-    assert read(tail) == []
-    log = write_log(path, 0, "1\n2\n3\nhalf")
-    assert read(tail) == ["3"]  # the half line is one of the two
-    write_log(path, 1, "a\nb\nc\n")
-    write_log(path, 0, " and whole\n")
-    assert read(tail) == ["half and whole", "a", "b", "c"]
-    log.write_text("new\n")
-    assert read(tail) == ["new"]
-    write_log(path, 0, "unfinished")
-    write_log(path, 0, "of the second\n", attempt=2)
-    assert read(tail) == ["unfinished", "attempt 2", "of the second"]
-    write_log(path, 1, "too late\n")
-    write_log(path, 3, "last", attempt=3)
-    assert read(tail) == ["attempt 3"]
-    assert read(tail, final=True) == ["last"]
-    assert read(tail, final=True) == []
+    write_log(path, 0, "a\n" + "x" * 5000, attempt=1)
+    shown = launch("logs", "-f", "tiny", "rank=0", "logs.tail=1").out
+    assert shown == "x" * 1000, "a line longer than is searched does not take for ever"
 
 
 @contextlib.contextmanager
@@ -421,6 +419,38 @@ def follow(folder: Path, *words: str) -> Iterator[Started]:
     own.mkdir()
     with start(own, "logs", f"runs_dir={folder}/runs", *words) as tail:
         yield tail
+
+
+def test_ranks_and_attempts_that_come_later_and_logs_that_are_cut(here: Path) -> None:
+    living = subprocess.Popen(["sleep", "100"])
+    path = make_run(here / "runs", state="running", process=identify_process(living.pid))
+    log = write_log(path, 0, "1\n2\n3\nhalf")
+    with follow(here, "-f", "tiny", "logs.tail=2") as tail:
+        shown = ""
+
+        def await_lines(*lines: str) -> None:
+            nonlocal shown
+            shown += "".join(f"[?:{line}\n" for line in lines)
+            wait_for(lambda: tail.read("stdout") == shown, str(lines), tell=lambda: tail.read("stdout"))
+
+        await_lines("0] 3")  # the half line is one of the two
+        write_log(path, 1, "a\nb\nc\n")
+        await_lines("1] a", "1] b", "1] c")
+        write_log(path, 0, " and whole\n")
+        await_lines("0] half and whole")
+        log.write_text("new\n")
+        await_lines("0] new")
+        write_log(path, 0, "unfinished")
+        write_log(path, 0, "of the second\n", attempt=2)
+        await_lines("0] unfinished", "0] of the second")
+        write_log(path, 1, "too late\n")
+        write_log(path, 3, "last", attempt=3)
+        wait_for(lambda: "attempt 3\n" in tail.read(), "the last attempt")
+        living.kill()
+        living.wait()
+        assert tail.wait(PATIENCE) == 0
+        assert tail.read("stdout") == f"{shown}[?:3] last"
+        assert "launch: attempt 2\nlaunch: attempt 3\n" in tail.read()
 
 
 def test_following_goes_over_the_attempts_to_the_end(here: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.runs.manifest import read_manifest
+from tests.cli.make_runs import read_manifest
 from tests.seam import Launch, run_outside, start, wait_for
 
 PLUGIN = '''

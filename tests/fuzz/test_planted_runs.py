@@ -21,17 +21,16 @@ from launcher.files import open_append, open_below
 from launcher.rank.affinity import Applied
 from launcher.rank.entry import Identity, PlanEntry
 from launcher.rank.shim import write_record
-from launcher.runs.manifest import identify_process
-from launcher.runs.records import refuse_node, write_node
+from launcher.runs.records import NodeRecord, write_node
 from launcher.runs.run_directory import (
     RunDir,
     RunIdTakenError,
     create_run_dir,
     open_run_dir,
-    write_json,
     write_private,
 )
 from launcher.slurm.commands import JobState
+from tests.cli.make_runs import identify_process
 from tests.fuzzing import SEQUENCES, Terminal, assert_harmless, scalars, texts
 from tests.strangers import STRANGER
 
@@ -260,13 +259,14 @@ def write_rank(path: Path) -> None:
 def test_writers_write_into_the_run_directory_alone(tree: dict[str, Planted]) -> None:
     with make_place(tree) as place:
         run, strange = RunDir(place.run), list_strange(place.run)
+        record = NodeRecord("box", 0, "failed", 1, None, "", None, 0, 0.0, 0.0)
         for write in (
             lambda: open_run_dir(place.run, None),
             lambda: open_run_dir(place.run, 0),
             lambda: create_run_dir(place.folder / "runs/tiny" / ID),
-            lambda: write_json(run.manifest_path, {}),
+            lambda: write_private(run.manifest_path, "{}"),
             lambda: write_private(run.path / "config.yaml", "x"),
-            lambda: write_node(run.path, 0, refuse_node("box", 0, 1, "", 0.0)),
+            lambda: write_node(run.path, 0, record),
             lambda: write_rank(run.path),
         ):
             with contextlib.suppress(OSError, RunIdTakenError):

@@ -17,8 +17,7 @@ from xml.etree.ElementTree import Element
 import html5lib
 import pytest
 
-from launcher.runs.manifest import identify_process
-from tests.cli.make_runs import make_run, write_applied
+from tests.cli.make_runs import identify_process, make_run, write_applied
 from tests.runs.recordings import DATA, restore
 from tests.seam import QUICK_AGENT, Launch, Result, drop_powers, run_inside, run_outside
 from tests.strangers import give_away

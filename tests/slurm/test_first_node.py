@@ -1,5 +1,6 @@
 """The first node's guard, and signals while a job is requeued; SLURM's commands are made up."""
 
+import json
 import os
 import socket
 import subprocess
@@ -7,16 +8,17 @@ import sys
 import threading
 import time
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from launcher.config.settings import Settings
-from launcher.runs.manifest import read_manifest, stamp_time, write_manifest
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import lost_nodes
 from launcher.slurm.commands import exclude_nodes
 from launcher.slurm.job_request import JobRequest, write_job_request
+from tests.cli.make_runs import read_manifest
 from tests.seam import clean_environ
 
 GUARD = """
@@ -65,8 +67,9 @@ def test_a_guard_that_has_begun_ends_the_attempt_even_if_the_first_node_returns(
     config.cluster.requeue.node_failure = requeues
     run = open_run_dir(tmp_path / "run", None)
     write_job_request(JobRequest(config, {}, ("x",), ("launch", "x"), "/", 2, 3), run.path)
-    started = {"started": stamp_time(), "hosts": ["n0", "n1"], "attempt": 0, "earlier": []}
-    write_manifest(run, {**started, "outcome": {"state": "running"}, "slurm": {"job_id": "7"}})
+    started = {"started": datetime.now(UTC).isoformat(), "hosts": ["n0", "n1"], "attempt": 0, "earlier": []}
+    manifest = {**started, "outcome": {"state": "running"}, "slurm": {"job_id": "7"}}
+    run.manifest_path.write_text(json.dumps(manifest))
     (run.path / "logs/0").mkdir(parents=True, exist_ok=True)
     if state == "failed":
         (run.path / "logs/0/ended-by-0").symlink_to("n0")

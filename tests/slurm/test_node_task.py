@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from launcher.launch.coordinator import GroupNode, GroupStart
-from launcher.runs.records import read_nodes, read_run
 from launcher.slurm.job_request import JobRequest, write_job_request
 from launcher.slurm.node_job import open_caches
+from tests.cli.make_runs import read_nodes
 from tests.seam import clean_environ, list_modules, specify
 from tests.strangers import give_away
 
@@ -57,8 +57,8 @@ def test_a_task_that_cannot_begin_leaves_a_record_or_says_why(tmp_path: Path) ->
     done = run_task(tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
     (record,) = read_nodes(tmp_path, 2)
-    assert (record.host, record.node_rank, record.state, record.exit_code) == ("n7", 3, "failed", 3)
-    assert "job.json cannot be read" in record.agent_said and record.failure is None
+    found = [record[key] for key in ("host", "node_rank", "state", "exit_code", "failure")]
+    assert found == ["n7", 3, "failed", 3, None] and "job.json cannot be read" in record["agent_said"]
     done = run_task(tmp_path / "not here")
     assert done.returncode == 3 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("launch: error: n7: ") and "share" in done.stderr
@@ -111,9 +111,13 @@ def test_the_ranks_of_a_node_share_a_folder_that_is_gone_at_the_end(tmp_path: Pa
     assert Path(triton).is_relative_to(tmp_path / "tmp") and mode == "0o700"
     assert Path(inductor).parent == Path(triton).parent
     assert not list((tmp_path / "tmp").glob("*launch-*"))
-    (host,) = read_run(tmp_path / "run").hosts
-    variables = [(each.name, each.value, each.source) for each in host.planned[1].variables]
-    assert ("TRITON_CACHE_DIR", triton, "plan") in variables
+    (plan,) = (tmp_path / "run").glob("plan-*.json")
+    (variable,) = (
+        each
+        for each in json.loads(plan.read_text())["ranks"][1]["variables"]
+        if each["name"] == "TRITON_CACHE_DIR"
+    )
+    assert (variable["value"], variable["from"]) == (triton, "plan")
 
 
 def test_a_job_that_is_stopped_leaves_none(tmp_path: Path) -> None:
@@ -126,8 +130,8 @@ def test_a_job_that_is_stopped_leaves_none(tmp_path: Path) -> None:
         task.send_signal(signal.SIGTERM)
         assert task.wait(60) == 0, "the ranks end with 0, and that is a success"
     (record,) = read_nodes(tmp_path / "run", 0)
-    assert (record.state, record.exit_code, record.signal) == ("succeeded", 0, "SIGTERM")
-    assert [rank for rank, _ in sorted(record.clean)] == [0, 1]
+    assert [record[key] for key in ("state", "exit_code", "signal")] == ["succeeded", 0, "SIGTERM"]
+    assert [rank for rank, _ in sorted(record["clean"])] == [0, 1]
     assert not list((tmp_path / "tmp").glob("*launch-*"))
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from launcher.errors import SchedulerError, UsageError
-from launcher.runs.manifest import identify_process
 from launcher.slurm.run_states import refuse_run_in_use
-from tests.cli.make_runs import make_run
+from tests.cli.make_runs import identify_process, make_run
 from tests.seam import clean_environ, run_outside
 
 TABLES = tomllib.loads(Path(__file__).with_name("run_states.toml").read_text())

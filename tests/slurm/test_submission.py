@@ -16,8 +16,8 @@ import pytest
 
 from launcher.errors import MachineError
 from launcher.protocol import LAUNCH_SECRETS
-from launcher.runs.records import read_nodes
 from launcher.slurm.job_request import read_job_request
+from tests.cli.make_runs import read_nodes
 from tests.seam import Result, clean_environ, enter, run_inside, run_outside, specify
 
 HERE = Path(__file__).parent
@@ -314,7 +314,7 @@ def test_the_first_node_judges_what_the_submission_could_not(login: LoginNode) -
         check=False,
     )
     (record,) = read_nodes(run, 0)
-    assert record.exit_code == 3 and "llama13b does not fit" in record.agent_said
+    assert record["exit_code"] == 3 and "llama13b does not fit" in record["agent_said"]
 
 
 def test_an_interpreter_that_finds_launch_by_pythonpath_alone(login: LoginNode) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from launcher.runs.records import read_nodes
+from tests.cli.make_runs import read_nodes
 from tests.programs.start_program import read_losses
 from tests.seam import write_program
 from tests.slurm.cluster.conftest import Sandbox
@@ -57,7 +57,9 @@ def test_the_environment_is_that_of_torchrun(sandbox: Sandbox, tmp_path: Path) -
         pairs = {name: (before["env"].get(name), after["env"].get(name)) for name in names}
         differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         assert differing.keys() == OF_TORCHRUN, differing
-    assert [(r.state, r.exit_code, r.ranks) for r in read_nodes(ours, 0)] == [("succeeded", 0, 1)] * 2
+    assert [(r["state"], r["exit_code"], r["ranks"]) for r in read_nodes(ours, 0)] == [
+        ("succeeded", 0, 1)
+    ] * 2
 
 
 def find_rank(run: Run, rank: int) -> psutil.Process:
@@ -92,7 +94,7 @@ def test_a_rank_that_dies_is_replaced_with_its_peers(sandbox: Sandbox, tmp_path:
     assert f"rank {victim} on n{victim} has ended: all ranks start again (restart 1 of 2)" in said
     assert "\nTraceback" not in said, "the program's own stands after [host:rank]"
     assert run.outcome["attempts"] == 2 and run.manifest["earlier"] == []
-    assert [(r.state, r.restarts) for r in read_nodes(run.path, 0)] == [("succeeded", 1)] * 2
+    assert [(r["state"], r["restarts"]) for r in read_nodes(run.path, 0)] == [("succeeded", 1)] * 2
 
 
 @pytest.mark.parametrize("phase", ["start", "restart"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher.runs.records import read_nodes
+from tests.cli.make_runs import read_nodes
 from tests.launch.terminals import open_terminal
 from tests.seam import LAUNCH, Result, find_processes, find_run, wait_for, write_program
 from tests.slurm.cluster.conftest import Sandbox, demand_programs, start_sandbox
@@ -120,8 +120,8 @@ def test_what_the_program_finds(sandbox: Sandbox, tmp_path: Path) -> None:
     assert not (tmp_path / "hacked").exists()
     assert "s3cret" not in "".join(path.read_text() for path in run.glob("*.*"))
     records = read_nodes(run, 0)
-    assert [(r.host, r.node_rank, r.state, r.exit_code) for r in records] == [
-        (host, number, "succeeded", 0) for number, host in enumerate(hosts)
+    assert [[r[key] for key in ("host", "node_rank", "state", "exit_code")] for r in records] == [
+        [host, number, "succeeded", 0] for number, host in enumerate(hosts)
     ]
     assert done.err.count("succeeded after") == 1 and done.err.count("cluster=allocation") == 1
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runs.manifest import read_manifest
+from tests.cli.make_runs import read_manifest
 from tests.config.test_sweep_trials import write_plugin
 from tests.seam import find_run
 from tests.slurm.cluster.conftest import Sandbox

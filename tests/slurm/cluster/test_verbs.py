@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from launcher.runs.manifest import read_manifest
-from tests.cli.make_runs import make_run, write_log
+from tests.cli.make_runs import make_run, read_manifest, write_log
 from tests.seam import LAUNCH, Result, wait_for, write_program
 from tests.slurm.cluster.conftest import Sandbox, forget, start_forgetful, stop_controller
 from tests.slurm.cluster.jobs import Run, submit
