@@ -174,7 +174,10 @@ def set_allocator(request: Request, gpu: Gpu | None, kernel: str) -> tuple[dict[
     merged |= own
     if own:
         notes.append(f"{name}: {format_settings(own)} kept, set by the user")
-    return dict.fromkeys(SET_VARIABLES, format_settings(merged)) if merged else {}, notes
+    # Under the new name alone, a CUDA build that knows neither the name nor the settings ignores them.
+    is_newer = name == SET_VARIABLES[1] and any(KEYS[key][1] > OLDEST for key in own)
+    names = SET_VARIABLES[1:] if is_newer else SET_VARIABLES
+    return dict.fromkeys(names, format_settings(merged)) if merged else {}, notes
 
 
 def set_malloc(request: Request) -> tuple[dict[str, str], list[str]]:

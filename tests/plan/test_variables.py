@@ -192,7 +192,7 @@ def test_the_installed_torch_has_the_settings_that_the_table_says() -> None:
 def test_right_values_of_the_user_are_kept_and_wrong_ones_left_alone() -> None:
     for name, (kind, _) in KEYS.items():
         for value in RIGHT[kind]:
-            environ = {"PYTORCH_ALLOC_CONF": f"{name}:{value}"}
+            environ = {"PYTORCH_CUDA_ALLOC_CONF": f"{name}:{value}"}
             assert settle(environ=environ, allocator={})["PYTORCH_CUDA_ALLOC_CONF"] == f"{name}:{value}"
         for value in WRONG[kind]:
             assert find_fault(name, value), (name, value)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -84,7 +85,8 @@ def test_two_nodes_measure_what_is_between_them() -> None:
 
 def test_devices_of_a_node_add_up_together() -> None:
     """As the GPUs of a node do."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    # Not one of the kernel's, which another test's connection would take in the meantime.
+    with socket.create_server(("127.0.0.1", random.SystemRandom().randrange(20000, 30000))) as listening:
         group = Group(2, "127.0.0.1", listening.getsockname()[1], 0.1, 60.0)
     work = NodeWork("light", time.monotonic() + 120, 10.0, io.StringIO())
     processes = [WorkProcess(None) for _ in range(2)]
