@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
-from launcher.text import escape_text, join_words, quote_word, tame_text
+from launcher.text import escape_text, join_words, tame_text
 from tests.cli.make_runs import make_run, write_applied, write_log
 from tests.launch.terminals import open_terminal
 from tests.seam import LAUNCH, Launch, drop_powers, in_shell, run_inside, run_outside
@@ -351,14 +351,14 @@ def test_the_script_of_a_dry_run_is_exact_in_a_file(here: Path) -> None:
 
 def test_quoting() -> None:
     texts = ["", "a b", EVIL, "'", "\\", "\x1b'\\", "é\x1b", "$x\x1b`y`", "\n\t", "-"]
-    quoted = [quote_word(text) for text in texts]
+    quoted = [join_words([text]) for text in texts]
     assert_harmless("".join(quoted))
     script = f"printf '%s\\0' {' '.join(quoted)}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
     assert done.stdout.decode().split("\0")[:-1] == texts
     assert join_words(texts) == " ".join(quoted)
     printable = [text for text in texts if text.isprintable()]
-    assert shlex.split(" ".join(map(quote_word, printable))) == printable
+    assert shlex.split(join_words(printable)) == printable
 
 
 def test_long_texts_lose_their_middle_and_colours_are_ended() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -181,9 +182,7 @@ def run_verb(verb: str, place: Place, names: list[str], **settings: object) -> t
         try:
             code = call_verb(call)
         except LaunchError as error:
-            from launcher.text import log_error
-
-            log_error(str(error))
+            logging.getLogger("launcher.cli").error(str(error))  # as the command line tells of it
             code = error.exit_code
     return code, out.getvalue() + err.getvalue()
 

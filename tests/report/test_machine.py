@@ -30,7 +30,6 @@ from launcher.plan.model import (
 )
 from launcher.plan.planner import plan
 from launcher.report.machine import print_topology, render_machine
-from launcher.text import shorten_cpulist
 from tests.plan.lab_machines import NAMES, ask, fsroot, load
 from tests.probe.machine_trees import short_lived
 from tests.report import full_machines
@@ -247,9 +246,13 @@ def test_a_legend_of_many_ranks_ends() -> None:
     assert "and 936 more ranks: launch plan lists them all" in texts
 
 
-@given(st.sets(st.integers(0, 300)))
+@given(st.sets(st.integers(0, 299)))
 def test_a_short_list_means_the_same(numbers: set[int]) -> None:
-    assert parse_cpulist(shorten_cpulist(numbers)) == numbers
+    """It is shown of a core with 301 threads, of which the job may use some."""
+    odd = full_machines.read("odd")
+    cpus = tuple(replace(odd.cpus[0], id=number) for number in range(301))
+    shown = show(replace(odd, cpus=cpus, allowed_cpus=frozenset(numbers)), width=2000)
+    assert parse_cpulist(shown.partition(" of 301 PUs (")[2].partition(")")[0]) == numbers
 
 
 # The command: JSON, snapshots, pictures, and what goes wrong with files
