@@ -6,7 +6,7 @@ import os
 import signal
 import sysconfig
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -39,10 +39,10 @@ class Windows(Dataset[torch.Tensor]):
     The first `training` are for training, the last `validation` are held out.
     """
 
-    def __init__(self, files: Sequence[Path], seq_len: int, val_fraction: float) -> None:
-        """Raises OptionError if the text is too short."""
-        self.files, self.seq_len = files, seq_len
-        self.ends = list(accumulate(file.stat().st_size for file in files))
+    def __init__(self, path: str | None, seq_len: int, val_fraction: float) -> None:
+        """Take the user's file or directory, or Python's library; raises OptionError if that is too short."""
+        self.files, self.seq_len = find_files(path), seq_len
+        self.ends = list(accumulate(file.stat().st_size for file in self.files))
         """Of each file, in the text."""
         self.size = self.ends[-1]
         count = max(0, self.size - 1) // seq_len

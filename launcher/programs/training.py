@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from launcher.fit.gpus import find_gpu
-from launcher.programs.data import Schedule, Windows, find_files
+from launcher.programs.data import Schedule, Windows
 from launcher.programs.options import Config, ModelConfig, OptionError, TrainConfig
 from launcher.programs.transformer import Transformer, count_flops, initialise
 
@@ -182,7 +182,7 @@ class Trainer:
         The model is made on the meta device first, so that one which fits no rank whole is only ever held in
         shards. `model` is the bare one, `module` is called in training.
         """
-        self.windows = Windows(find_files(config.data.path), config.seq_len, config.data.val_fraction)
+        self.windows = Windows(config.data.path, config.seq_len, config.data.val_fraction)
         self.ranks = ranks = Ranks(config.train.device)
         self.config = config = replace(config, train=ranks.share(config.train))
         train = config.train

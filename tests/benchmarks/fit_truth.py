@@ -10,6 +10,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launcher.inprocess.launch_inprocess.fake_step import pretended_torch
 from launcher.inprocess.launch_inprocess.fake_step.session import StepMemory
-from launcher.programs.options import Config, DataConfig, ModelConfig, TrainConfig
+from launcher.programs.options import parse_config
 from launcher.programs.training import Trainer, make_optimizer, shard_model, wrap_ddp
 from launcher.programs.transformer import Transformer
 
@@ -123,20 +124,23 @@ def choose_optimizer(name: str, model: nn.Module) -> Any:
     return TwoOptimizers(model) if name == "muon" else make_optimizer(model, 1e-4, 0.1)
 
 
-def make_trainer(case: dict[str, Any], model: ModelConfig) -> Trainer:
+def make_trainer(case: dict[str, Any]) -> Trainer:
     """Build the model, its wrapper and the optimizer, as launcher.programs.training does."""
+    config = parse_config([])
+    config = replace(config, model=replace(config.model, **case["model"]))
     with DEVICE:
-        bare = Transformer(model, recompute=case["checkpointing"])
+        bare = Transformer(config.model, recompute=case["checkpointing"])
     if case["parallel"] == "fsdp":
         shard_model(bare, DEVICE, bf16=case["bf16"])
-    train = TrainConfig(
+    train = replace(
+        config.train,
         batch_size=case["batch"],
         seq_len=case["seq_len"],
         activation_checkpointing=case["checkpointing"],
         grad_accumulation=case["accumulation"],
     )
     trainer: Any = Trainer.__new__(Trainer)
-    trainer.config = Config(model, DataConfig(), train)
+    trainer.config = replace(config, train=train)
     trainer.ranks = SimpleNamespace(device=DEVICE)
     trainer.bf16, trainer.parallel = case["bf16"], case["parallel"]
     trainer.module = wrap_fake_ddp(bare) if case["parallel"] == "ddp" else bare
@@ -159,7 +163,7 @@ def track(case: dict[str, Any]) -> int:
     try:
         with FakeTensorMode():
             with tracker:
-                trainer = make_trainer(case, ModelConfig(**case["model"]))
+                trainer = make_trainer(case)
             tracker.track_external(trainer.module)
             for step in range(1, STEPS.get(case["optimizer"], 3) + 1):
                 # A peak begins with each entry: the first step has tensors of DTensor's own propagation.

@@ -18,7 +18,6 @@ from launcher.codec import convert, dump
 from launcher.doctor.model import Facts
 from launcher.preflight import PreflightRequest, find_rank_python, render_answer, run_checks
 from launcher.preflight.__main__ import add_work
-from launcher.programs.measurement import Measurement
 from tests.seam import clean_environ
 
 REQUEST = PreflightRequest("light", ("n0", "n1"), 10.0, 1000.0)
@@ -232,7 +231,7 @@ def test_results_before_the_end_count_by_nvmls_numbers(tmp_path: Path) -> None:
     names = ["GPU 1", "GPU 0-3", "node", "GPU 9", "GPU 99999"]
     lines = ['{"torch": "2.9"}', json.dumps({"gpus": gpus}), '{"gpus": 7}', "NCCL INFO hello"]
     lines += ['{"measure": "matmul", "where": "GPU 1", "value": NaN}']
-    lines += [dump(Measurement("matmul", name, 1.0)) for name in names]
+    lines += [json.dumps({"measure": "matmul", "where": name, "value": 1.0}) for name in names]
     (tmp_path / "lines").write_text("\n".join(lines) + "\n")
     facts = work(make_interpreter(tmp_path, f"cat {tmp_path}/lines; sleep 60"), 3.5)
     assert facts.torch == "2.9" and facts.unchecked[0].reason == "it did not end in time"

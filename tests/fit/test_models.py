@@ -25,7 +25,7 @@ from launcher.fit.counts import count_active_parameters, count_model_parameters,
 from launcher.fit.gpus import GPU_TYPES, find_gpu
 from launcher.fit.hf import FAMILIES
 from launcher.fit.training import ModelDimensions
-from launcher.programs.options import ModelConfig
+from launcher.programs.options import parse_config
 from tests.fit.made_requests import DATA, LLAMA7B, MODELS, TABLES, ask
 from tests.fuzzing import WORDS, scalars, texts
 from tests.seam import Result
@@ -118,7 +118,12 @@ def read_preset(name: str) -> dict[str, Any]:
     return section
 
 
-def convert(config: ModelConfig, **more: Any) -> ModelDimensions:
+def configure(preset: dict[str, Any]) -> Any:
+    """The bundled program's configuration of a preset."""
+    return replace(parse_config([]).model, **preset)
+
+
+def convert(config: Any, **more: Any) -> ModelDimensions:
     names = [field.name for field in list_fields(LLAMA7B) if hasattr(config, field.name)]
     return ask({**{name: getattr(config, name) for name in names}, **more}).model
 
@@ -128,7 +133,7 @@ def test_the_bundled_programs_modules_count_the_same() -> None:
 
     from launcher.programs.transformer import Transformer, count_flops
 
-    dense = [ModelConfig(**read_preset(name)) for name in DENSE]
+    dense = [configure(read_preset(name)) for name in DENSE]
     odd = [
         replace(dense[0], norm=norm, bias=bias, head_dim=width, position="learned", mlp="gelu")
         for norm, bias, width in product(("layernorm", "rmsnorm"), (False, True), (None, 64))
@@ -158,7 +163,7 @@ def test_mixtures_have_their_published_parameters(launch: Callable[..., Result],
     for name, published in MIXTURES.items():
         preset = read_preset(name)
         parts = {key: preset.pop(key, None) for key in ("experts", "latent_attention")}
-        model = convert(ModelConfig(**preset), **parts)
+        model = convert(configure(preset), **parts)
         assert (count_model_parameters(model), count_active_parameters(model)) == published
     # The bundled program does not train it.
     launch(f"model={name}").assert_error(2, f"model={name}", "mixture of experts", "`launch plan`", "llama7b")

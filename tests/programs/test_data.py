@@ -3,20 +3,21 @@
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 
-from launcher.programs.data import Schedule, Windows, find_files
-from launcher.programs.options import ModelConfig, parse_config
+from launcher.programs.data import Schedule, Windows
+from launcher.programs.options import parse_config
 
 
-def write_text(path: Path, windows: int) -> Path:
+def write_text(path: Path, windows: int) -> str:
     """Write a text of so many windows of one byte."""
     path.write_bytes(bytes(windows + 1))
-    return path
+    return str(path)
 
 
 def consume(
@@ -32,7 +33,7 @@ def consume(
 
 
 def test_steps_depend_on_neither_the_world_size_nor_a_resumption(tmp_path: Path) -> None:
-    windows = Windows([write_text(tmp_path / "text", 70)], 1, 1 / 7)
+    windows = Windows(write_text(tmp_path / "text", 70), 1, 1 / 7)
     whole = consume(windows, 1, 1, 8, steps=12)
     for world_size, accumulation, batch_size in ((1, 4, 2), (2, 2, 2), (4, 1, 2), (8, 1, 1)):
         assert consume(windows, world_size, accumulation, batch_size, steps=12) == whole
@@ -40,7 +41,7 @@ def test_steps_depend_on_neither_the_world_size_nor_a_resumption(tmp_path: Path)
 
 
 def test_each_epoch_is_another_order_of_the_windows_for_training(tmp_path: Path) -> None:
-    windows = Windows([write_text(tmp_path / "text", 60)], 1, 1 / 6)
+    windows = Windows(write_text(tmp_path / "text", 60), 1, 1 / 6)
     epochs = [next(iter(Schedule(windows, 3, epoch * 50, 1, 50, 0, 1))) for epoch in range(3)]
     assert (windows.training, windows.validation) == (50, 10)
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
@@ -52,7 +53,7 @@ def test_each_epoch_is_another_order_of_the_windows_for_training(tmp_path: Path)
 def test_a_share_is_held_out_one_window_at_least(tmp_path: Path) -> None:
     cases = ((1, 0.0, 0), (40, 0.0, 0), (2, 0.5, 1), (3, 0.01, 1), (100, 0.01, 1), (477, 0.03, 14))
     for count, fraction, held_out in cases:
-        windows = Windows([write_text(tmp_path / "text", count)], 1, fraction)
+        windows = Windows(write_text(tmp_path / "text", count), 1, fraction)
         assert (windows.validation, windows.training, len(windows)) == (held_out, count - held_out, count)
 
 
@@ -64,7 +65,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_windows_overlap_by_the_byte_to_predict(text: Path) -> None:
-    windows = Windows([text], 10, 0)
+    windows = Windows(str(text), 10, 0)
     assert len(windows) == 10
     assert windows[0].tolist() == list(range(11))
     assert windows[9].tolist() == list(range(90, 101))
@@ -74,7 +75,7 @@ def test_windows_overlap_by_the_byte_to_predict(text: Path) -> None:
 
 
 def test_loaders_give_the_schedule_also_through_workers(text: Path) -> None:
-    windows = Windows([text], 10, 0.2)
+    windows = Windows(str(text), 10, 0.2)
     schedule = Schedule(windows, 1, 0, 6, 2, 0, 1)
     plain = [batch.tolist() for batch in schedule.make_loader(0, pin=False)]
     worked = [batch.tolist() for batch in schedule.make_loader(1, pin=False)]
@@ -87,11 +88,11 @@ def test_a_text_too_short(tmp_path: Path, size: int, fraction: float) -> None:
     path = tmp_path / "short"
     path.write_bytes(bytes(size))
     with pytest.raises(ValueError, match=f"the text has {size} bytes"):
-        Windows([path], 10, fraction)
+        Windows(str(path), 10, fraction)
 
 
 def test_pythons_library_without_its_tests() -> None:
-    windows = Windows(find_files(None), 1000, 0)
+    windows = Windows(None, 1000, 0)
     content = b"".join(bytes(windows[index][:-1].tolist()) for index in range(len(windows)))
     assert len(content) > 1_000_000 and b"class ArgumentParser" in content
     assert b"class TestOptionalsSingleDash(" not in content
@@ -107,20 +108,21 @@ def test_a_directory_is_one_text_in_order(tmp_path: Path) -> None:
     for number in reversed(range(9)):
         (folder / f"d{number}").mkdir()
         (folder / f"d{number}" / "file").write_text(f"{number} ")
-    files, text = find_files(str(folder)), b"first last below 0 1 2 3 4 5 6 7 8 "
+    text = b"first last below 0 1 2 3 4 5 6 7 8 "
     for length in (1, 5, 17, len(text) - 1):
-        windows = Windows(files, length, 0)
+        windows = Windows(str(folder), length, 0)
         for index in range(len(windows)):
             start = index * length
             assert bytes(windows[index].tolist()) == text[start : start + length + 1]
-    assert find_files(str(folder / "a")) == [folder / "a"]
+    assert bytes(Windows(str(folder / "a"), 5, 0)[0].tolist()) == b"first "
+    assert Windows(str(folder / "a"), 5, 0).size == 6
 
 
 @pytest.mark.parametrize("path", ["nowhere", "empty"])
 def test_no_text(tmp_path: Path, path: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"--data\.path"):
-        find_files(str(tmp_path / path))
+        Windows(str(tmp_path / path), 1, 0)
 
 
 def test_options_reach_the_configuration() -> None:
@@ -133,7 +135,7 @@ def test_options_reach_the_configuration() -> None:
     train = config.train
     assert (train.batch_size, train.compile, train.activation_checkpointing) == (3, False, "full")
     assert (config.lr, config.workers, config.seq_len) == (1e-3, 0, 128)
-    assert config.model == ModelConfig(layers=2, tied_embeddings=False, kv_heads=1)
+    assert config.model == replace(parse_config([]).model, layers=2, tied_embeddings=False, kv_heads=1)
     assert config.data.path == "a b;$(c)"
 
 

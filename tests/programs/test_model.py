@@ -1,6 +1,6 @@
 """The model: what holds whatever its weights, and the presets against published numbers."""
 
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.config import training
 from launcher.fit import choice, memory
-from launcher.programs import options, transformer
-from launcher.programs.options import ModelConfig, TrainConfig
-from launcher.programs.transformer import Transformer, count_flops, initialise, make_rotations, rotate
+from launcher.programs.options import parse_config
+from launcher.programs.transformer import Transformer, count_flops, initialise
 
-GPT2 = ModelConfig(norm="layernorm", mlp="gelu", position="learned", bias=True, kv_heads=4)
-GROUPED = ModelConfig(heads=4, kv_heads=2, tied_embeddings=False)
+DEFAULTS: Any = parse_config([])
+GPT2 = replace(DEFAULTS.model, norm="layernorm", mlp="gelu", position="learned", bias=True, kv_heads=4)
+GROUPED = replace(DEFAULTS.model, heads=4, kv_heads=2, tied_embeddings=False)
 
 
-def build(config: ModelConfig, *, recompute: str = "none") -> Transformer:
+def build(config: Any, *, recompute: str = "none") -> Transformer:
     model = Transformer(config, recompute=recompute)
     initialise(model, torch.Generator().manual_seed(7))
     return model
 
 
 @pytest.mark.parametrize("config", [GROUPED, GPT2], ids=["llama", "gpt2"])
-def test_later_tokens_do_not_alter_earlier_logits(config: ModelConfig) -> None:
+def test_later_tokens_do_not_alter_earlier_logits(config: Any) -> None:
     model, tokens = build(config), torch.randint(0, 256, (2, 24))
     changed = tokens.clone()
     changed[:, 13] = (changed[:, 13] + 1) % 256
@@ -38,7 +38,7 @@ def test_later_tokens_do_not_alter_earlier_logits(config: ModelConfig) -> None:
 
 
 def test_grouped_queries_equal_full_heads_with_repeated_weights() -> None:
-    grouped, full = build(GROUPED), build(ModelConfig(heads=4, kv_heads=4, tied_embeddings=False))
+    grouped, full = build(GROUPED), build(replace(GROUPED, kv_heads=4))
     state = grouped.state_dict()
     for name, weight in state.items():
         if ".key." in name or ".value." in name:
@@ -48,17 +48,28 @@ def test_grouped_queries_equal_full_heads_with_repeated_weights() -> None:
     torch.testing.assert_close(grouped(tokens), full(tokens))
 
 
-def test_rotary_products_depend_on_the_distance_alone() -> None:
-    query, key = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
-    rotations = make_rotations(64, 16, 10000.0, torch.device("cpu"))
+def test_rotary_products_depend_on_the_distance_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer has the same queries and keys at each place of one token, but for their rotation."""
+    attend, seen = F.scaled_dot_product_attention, list[torch.Tensor]()
 
-    def product(at: int, other: int) -> torch.Tensor:
-        turned = [rotate(x, *(part[i : i + 1] for part in rotations)) for x, i in ((query, at), (key, other))]
-        return (turned[0] * turned[1]).sum()
+    def note(query: torch.Tensor, key: torch.Tensor, *more: Any, **settings: Any) -> torch.Tensor:
+        seen.extend((query, key))
+        return attend(query, key, *more, **settings)
 
-    torch.testing.assert_close(product(9, 4), product(50, 45), atol=1e-4, rtol=1e-4)
-    assert not torch.isclose(product(9, 4), product(9, 5), atol=1e-4)
-    torch.testing.assert_close(product(0, 0), (query * key).sum())
+    monkeypatch.setattr(F, "scaled_dot_product_attention", note)
+    model = build(replace(GROUPED, kv_heads=4))
+    torch.nn.init.normal_(model.embedding.weight)
+    block, tokens = model.blocks[0], torch.full((1, 64), 7)
+    model(tokens)
+    products = seen[0][0] @ seen[1][0].transpose(-1, -2)  # of each head, by both places
+    for distance in range(-63, 64):
+        each = products.diagonal(distance, -2, -1)
+        torch.testing.assert_close(each, each[:, :1].expand_as(each), atol=1e-4, rtol=1e-4)
+    assert not torch.isclose(products[:, 9, 4], products[:, 9, 5], atol=1e-4).any()
+    normed = block.get_submodule("attention_norm")(model.embedding(tokens[:, :1]))
+    query, key = (block.get_submodule(f"attention.{name}")(normed) for name in ("query", "key"))
+    plain = (query * key).unflatten(-1, (4, -1)).sum(-1)[0, 0]
+    torch.testing.assert_close(products[:, 0, 0], plain)
 
 
 def test_order_matters_without_learned_positions() -> None:
@@ -115,10 +126,10 @@ MIXTURES = {"mixtral8x7b", "deepseek_v3"}
 """For the plan alone; tests/fit counts them."""
 
 
-def load_preset(name: str) -> ModelConfig:
+def load_preset(name: str) -> Any:
     section: Any = OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{name}.yaml"))
     section.pop("global_batch", None)  # the launcher's
-    return ModelConfig(**section)
+    return replace(DEFAULTS.model, **section)
 
 
 def test_modules_have_the_published_numbers_of_parameters() -> None:
@@ -131,17 +142,30 @@ def test_modules_have_the_published_numbers_of_parameters() -> None:
         assert sum(parameter.numel() for parameter in model.parameters()) == published
 
 
-def test_defaults_of_the_program_are_the_shipped_configuration_and_what_the_estimate_assumes() -> None:
-    assert load_preset("tiny") == ModelConfig()
-    assert training.MAX_DEFAULT_SEQ_LEN == options.MAX_DEFAULT_SEQ_LEN
-    assert (TrainConfig().batch_size, transformer.CHUNK) == (choice.DEFAULT_BATCH, memory.CHUNK)
+def test_defaults_of_the_program_are_the_shipped_configuration_and_what_the_estimate_assumes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert load_preset("tiny") == DEFAULTS.model
+    assert parse_config(["--model.max_seq_len=131072"]).seq_len == training.MAX_DEFAULT_SEQ_LEN
+    assert DEFAULTS.train.batch_size == choice.DEFAULT_BATCH
+    work_out, sizes = F.log_softmax, list[int]()
+
+    def note(logits: torch.Tensor, **settings: Any) -> torch.Tensor:
+        sizes.append(len(logits))
+        return work_out(logits, **settings)
+
+    monkeypatch.setattr(F, "log_softmax", note)
+    tokens = torch.zeros((memory.CHUNK // 64 + 1, 65), dtype=torch.int64)
+    with torch.no_grad():
+        build(DEFAULTS.model)(tokens[:, :-1], tokens[:, 1:])
+    assert sizes == [memory.CHUNK, 64]
     shipped = OmegaConf.to_container(OmegaConf.load(CONF / "program" / "train.yaml"), resolve=False)
     assert isinstance(shipped, dict)
     told = {key: value for key, value in shipped.items() if key not in ("command", "sections")}
-    assert set(told) == {field.name for field in fields(TrainConfig)}
+    assert set(told) == {*asdict(DEFAULTS.train)}
     given = {"num_workers", "checkpoint_dir"} | {key for key, value in told.items() if value == "auto"}
     assert {k: v for k, v in told.items() if k not in given} == {
-        field.name: field.default for field in fields(TrainConfig) if field.name not in given
+        name: value for name, value in asdict(DEFAULTS.train).items() if name not in given
     }
 
 

@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import psutil
+import pytest
 import torch
 
-from launcher.programs.measurement import Measurement
-from launcher.programs.node_work import Group, NodeWork, WorkProcess, hash_tensor, make_matrix
+from launcher.programs.node_work import NodeWork, hash_tensor, make_matrix
 from tests.seam import clean_environ
 
 CPUS = sorted(os.sched_getaffinity(0))
@@ -83,18 +84,32 @@ def test_two_nodes_measure_what_is_between_them() -> None:
     assert float(str(found[0]["value"])) > 0
 
 
-def test_devices_of_a_node_add_up_together() -> None:
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch in one thread: processes that are forked from this one do not have the threads of other tests."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_devices_of_a_node_add_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the GPUs of a node do."""
+    create, port = socket.create_server, random.SystemRandom().randrange(20000, 30000)
     # Not one of the kernel's, which another test's connection would take in the meantime.
-    with socket.create_server(("127.0.0.1", random.SystemRandom().randrange(20000, 30000))) as listening:
-        group = Group(2, "127.0.0.1", listening.getsockname()[1], 0.1, 60.0)
-    work = NodeWork("light", time.monotonic() + 120, 10.0, io.StringIO())
-    processes = [WorkProcess(None) for _ in range(2)]
-    work.measure_group(processes, Measurement("all_reduce", "node"), group, 0, 60.0)
+    monkeypatch.setattr(socket, "create_server", lambda address: create((address[0], port)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    work = NodeWork("light", time.monotonic() + 60, 1.0, io.StringIO())
+    processes = [*work.start(is_pair=False), *work.start(is_pair=False)]
+    work.measure_node(processes)
     for process in processes:
         process.give_up("done")
     assert isinstance(work.out, io.StringIO)
-    assert json.loads(work.out.getvalue())["value"] > 0, work.out.getvalue()
+    found = [json.loads(line) for line in work.out.getvalue().splitlines()]
+    assert [one["measure"] for one in found] == ["matmul"] * 2 + ["memory"] * 2 + ["all_reduce"]
+    assert all(one["value"] > 0 for one in found), found
+    assert (found[-1]["where"], found[-1]["unit"]) == ("node", "GB/s")
 
 
 def test_a_taken_port_says_nothing_of_the_nodes() -> None:
