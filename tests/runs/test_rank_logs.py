@@ -15,7 +15,6 @@ from launcher.runs.progress import (
     describe_progress,
     explain_early_exits,
     measure_attempt,
-    parse_progress,
     read_objective,
 )
 from launcher.runs.rank_logs import Follower, LineFollower, read_tail
@@ -137,9 +136,16 @@ def test_the_tail(run: RunDir) -> None:
         assert read_tail(path, count) == tail
 
 
+def find_step(text: str) -> Any:
+    """The step that is read of a line."""
+    reader = ProgressReader()
+    assert reader.add("out", f"{text}\n".encode()) == bool(reader.steps)
+    return reader.steps[-1] if reader.steps else None
+
+
 def test_lines_with_progress_and_others() -> None:
     for line, *wanted in TABLE["lines"]:
-        found = parse_progress(line)
+        found = find_step(line)
         assert (found and [found.step, found.total or 0, dict(found.metrics)]) == (wanted or None), line
 
 
@@ -148,7 +154,7 @@ WORDS = ("step", " ", "/", ":", "loss", "9" * 5000, "\u0661", "nan", "tokens/s",
 
 @given(st.lists(st.sampled_from(WORDS) | st.text(max_size=5)))
 def test_any_line_is_read_without_an_error(parts: list[str]) -> None:
-    found = parse_progress("".join(parts))
+    found = find_step("".join(parts))
     assert found is None or found.step >= 0
 
 

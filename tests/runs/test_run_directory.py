@@ -8,30 +8,26 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from launcher import files
 from launcher.config.run_path import choose_id
 from launcher.files import open_append, open_below
-from launcher.plan.model import Memory
 from launcher.runs.manifest import read_own_manifest
-from launcher.runs.rank_logs import read_tail
-from launcher.runs.records import Applied, AppliedReader, refuse_node, write_node
+from launcher.runs.records import AppliedReader, NodeRecord, write_node
 from launcher.runs.run_directory import (
     RunIdTakenError,
     create_run_dir,
-    explain_write_error,
     is_full,
-    list_logs,
     open_run_dir,
     release_space,
     reserve_space,
-    write_json,
     write_private,
 )
 from tests.cli.make_runs import make_run
@@ -103,21 +99,23 @@ def list_below(path: Path) -> set[str]:
     return {str(each.relative_to(path)) for each in path.rglob("*")}
 
 
-def test_links_in_a_run_directory_are_not_followed(tmp_path: Path) -> None:
+def test_links_in_a_run_directory_are_not_followed(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "away").write_text("away")
     run = open_run_dir(tmp_path / "run", None)
     (run.path / "manifest.json").symlink_to(tmp_path / "away")
-    write_json(run.manifest_path, {})
+    write_private(run.manifest_path, "{}\n")
     assert (tmp_path / "away").read_text() == "away" and run.manifest_path.read_text() == "{}\n"
     (run.path / "x").symlink_to(tmp_path / "away")
     write_private(run.path / "x", "new")
     assert (tmp_path / "away").read_text() == "away" and (run.path / "x").read_text() == "new"
     (run.path / "logs/7").symlink_to(tmp_path)
     with pytest.raises(OSError, match="a symbolic link"):
-        write_node(run.path, 7, refuse_node("box", 0, 1, "", 0.0))
+        write_node(run.path, 7, NodeRecord("box", 0, "failed", 1, None, "", None, 0, 0.0, 0.0))
     (run.path / "logs/0").mkdir()
     (run.path / "logs/0/rank-0.out").symlink_to(tmp_path / "away")
-    assert read_tail(run.rank_log(0, 0, "out"), 3) == [] and list_logs(run.path) == ["0"]
+    assert launch("logs", str(run.path)).out == ""
+    (shown,) = json.loads(launch("status", str(run.path), "format=json").out)["runs"]
+    assert shown["last_line"] == "" and shown["restarts"] == 0
 
 
 @pytest.mark.parametrize(
@@ -206,7 +204,7 @@ def test_a_pipe_that_somebody_reads_is_no_log(tmp_path: Path) -> None:
 
 def make_runs(folder: Path, uid: int) -> list[str]:
     run = create_run_dir(folder / f"of-{uid}" / ID)
-    write_json(run.manifest_path, {})
+    write_private(run.manifest_path, "{}")
     return [open_run_dir(run.path, None).path.name, str(read_own_manifest(run.path))]
 
 
@@ -230,7 +228,7 @@ def test_a_filesystem_that_shows_all_as_anothers_is_known_by_what_is_made_there(
 ) -> None:
     """As NFS does with root_squash and all_squash, and EFS by its access points."""
     run = open_run_dir(tmp_path / "run", None)
-    write_json(run.manifest_path, {"a": 1})
+    write_private(run.manifest_path, '{"a": 1}')
     give_away(run.path)
     with pytest.raises(PermissionError):
         read_own_manifest(run.path)
@@ -274,7 +272,7 @@ def test_a_disk_that_gets_full_leaves_room_for_the_account(disk: Path) -> None:
     assert sorted(path.name for path in run.path.iterdir()) == ["logs", "manifest.json"]
 
 
-def test_what_is_said_if_nothing_can_be_written(tmp_path: Path) -> None:
+def test_what_is_said_if_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = open_run_dir(tmp_path / "run", None)
     reserve_space(run)
     reserve_space(run)
@@ -289,8 +287,10 @@ def test_what_is_said_if_nothing_can_be_written(tmp_path: Path) -> None:
         (errno.EDQUOT, "your quota on the run directory's disk is used up ({})"),
         (errno.EROFS, "the run directory cannot be written ({}: Read-only file system)"),
     ):
-        error = OSError(number, os.strerror(number))
-        assert explain_write_error(run, error) == words.format(run.path)
+        with monkeypatch.context() as patch:
+            error = OSError(number, os.strerror(number))
+            patch.setattr("tempfile.TemporaryFile", Mock(side_effect=error))
+            assert release_space(run) == words.format(run.path)
     reserve_space(run)
     shutil.rmtree(run.path)
     reserve_space(run)
@@ -311,29 +311,39 @@ RECORD = {
     "problems": ["p"],
     "more": None,
 }
-APPLIED = Applied(4, 0, 1, 77, 70, "h", "0-3", Memory("preferred", frozenset({0})), ("p",))
+APPLIED = {
+    **{key: value for key, value in RECORD.items() if key != "more"},
+    "memory": {"policy": "preferred", "nodes": frozenset({0})},
+    "problems": ("p",),
+    # What the record does not tell.
+    **{"gpu": "", "num_workers": None, "env": None, "time": 0, "has_terminal": False},
+}
+
+
+def read_new(reader: AppliedReader) -> list[dict[str, object]]:
+    return [asdict(record) for record in reader.read_new()]
 
 
 def test_the_reader_gives_what_is_new(tmp_path: Path) -> None:
     reader = AppliedReader(tmp_path)
     path = tmp_path / "rank-4.applied.json"
-    assert reader.read_new() == []
+    assert read_new(reader) == []
     path.write_text("{")
     (tmp_path / "rank-4.applied.json.77").write_text(json.dumps(RECORD))
-    assert reader.read_new() == []
+    assert read_new(reader) == []
     path.write_text(json.dumps(RECORD))
-    assert reader.read_new() == [APPLIED]
-    assert reader.read_new() == []
+    assert read_new(reader) == [APPLIED]
+    assert read_new(reader) == []
     path.write_text(json.dumps({**RECORD, "attempt": 2}))
     os.utime(path, ns=(1, 1))
-    assert reader.read_new() == [replace(APPLIED, attempt=2)]
+    assert read_new(reader) == [{**APPLIED, "attempt": 2}]
     path.unlink()
-    assert reader.read_new() == []
+    assert read_new(reader) == []
 
 
 def test_records_of_another_user_are_shown_but_not_acted_upon(tmp_path: Path) -> None:
     path = tmp_path / "rank-4.applied.json"
     path.write_text(json.dumps(RECORD))
     give_away(path)
-    assert AppliedReader(tmp_path).read_new() == []
-    assert AppliedReader(tmp_path, own=False).read_new() == [APPLIED]
+    assert read_new(AppliedReader(tmp_path)) == []
+    assert read_new(AppliedReader(tmp_path, own=False)) == [APPLIED]
