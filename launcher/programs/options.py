@@ -114,7 +114,8 @@ class Config:
     @property
     def lr(self) -> float:
         """Peak learning rate: near the published 6e-4 (GPT-2), 3e-4 (LLaMA 7B) and 1.5e-4 (Llama 2 70B)."""
-        return self.train.lr or 3e-4 * (4096 / self.model.hidden_size) ** 0.5
+        usual = 3e-4 * (4096 / self.model.hidden_size) ** 0.5
+        return usual if self.train.lr is None else self.train.lr
 
     @property
     def workers(self) -> int:

@@ -143,6 +143,7 @@ def test_what_is_not_given_follows_from_the_model() -> None:
     config = parse_config(["--model.hidden_size", "4096", "--model.max_seq_len", "131072"])
     assert (config.lr, config.seq_len) == (3e-4, 4096)
     assert parse_config(["--model.max_seq_len", "64"]).seq_len == 64
+    assert parse_config(["--lr", "0"]).lr == 0
 
 
 @pytest.mark.parametrize(
