@@ -201,7 +201,7 @@ RUN = (
     "program.device=cpu",
     "program.steps=1",
     "program.eval_batches=0",
-    "start.warm=false",
+    "start.warm=off",
 )
 
 
@@ -342,7 +342,7 @@ def test_the_choice_does_not_depend_on_the_check(launch: Launch, words: Sequence
 @pytest.mark.slow
 def test_a_run_has_the_values_and_goes_on_with_them(here: Path) -> None:
     def start(*words: str) -> str:
-        done = run_outside([*words, "program.global_batch=6", "start.warm=false"], here)
+        done = run_outside([*words, "program.global_batch=6", "start.warm=off"], here)
         assert done.code == 0, done
         return done.out + done.err
 
