@@ -1,10 +1,10 @@
 """`launch status`, `nodes` and `logs`, of run directories made by hand and of real runs on this machine."""
 
 import contextlib
-import io
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from launcher.report.tables import print_details, print_runs
 from launcher.runs.manifest import open_process
-from launcher.runs.run_status import RunStatus
 from tests.cli.make_runs import identify_process, make_run, read_manifest, write_applied, write_log
 from tests.seam import (
     LAUNCH,
@@ -219,29 +216,26 @@ def test_the_step_and_the_last_line_by_the_logs(launch: Launch, here: Path) -> N
     assert look()[0] == 38
 
 
-def show(run: RunStatus, width: int) -> list[str]:
-    file = io.StringIO()
-    console = Console(file=file, width=width, force_terminal=True, color_system=None)
-    print_runs(console, [run])
-    print_details(console, run)
-    lines = file.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    return [line.rstrip() for line in lines]
+def test_narrow_terminals_lose_columns_and_keep_the_run_and_its_state(
+    launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def show(width: int) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = re.sub("\x1b\\[[0-9;]*m", "", launch("status", "llama7b").out).splitlines()
+        assert max(map(len, lines)) <= width
+        return [line.rstrip() for line in lines]
 
-
-def test_narrow_terminals_lose_columns_and_keep_the_run_and_its_state() -> None:
-    run = RunStatus(
-        *("llama7b/20260801-120000", "/scratch/runs/llama7b/20260801-120000", "queued", "Resources"),
-        **{"job_id": "123456_7", "nodes": 4, "nodelist": "n[0-3]", "step": 120, "total": 40000},  # type: ignore[arg-type]  # a dictionary of JSON
-        last_line="step 120/40000 loss 2.345 " * 4,
-        restarts=2,
-        seconds=12000,
-    )
-    titles = {width: " ".join(show(run, width)[0].split()) for width in (160, 120, 100, 80, 60, 40)}
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("LINES", "24")):  # as on a terminal
+        monkeypatch.setenv(name, value)
+    more = {"hosts": [f"n{number}" for number in range(4)], "slurm": {"job_id": "123456_7"}}
+    more |= {"ended": "2026-08-01T15:20:00.000+00:00", "outcome": {"reason": "Resources"}}
+    path = make_run(here / "runs", "llama7b", "20260801-120000", "failed", **more)
+    write_log(path, 0, "step 120/40000 loss 2.345 " * 4, attempt=2)
+    titles = {width: " ".join(show(width)[0].split()) for width in (160, 120, 100, 80, 60, 40)}
     assert titles[160] == "run job state nodes step restarts time reason last line"
     assert titles[80] == "run job state nodes step reason"
     assert titles[40] == "run state"
-    row = show(run, 160)[1]
+    row = show(160)[1]
     assert "4 n[0-3]  120/40000         2  3 h 20 min  Resources  step 120/40000" in row and row.endswith("…")
 
 
