@@ -48,7 +48,7 @@ from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import STOPPING, catch_signals
 from launcher.plan.model import Plan
 from launcher.protocol import LAUNCH_BINDING, LAUNCH_FIT, LAUNCH_QUIET, LAUNCH_RUN_DIR
-from launcher.runs.records import fingerprint_ranks, read_measured_runs, summarize_ratios
+from launcher.runs.records import fingerprint_ranks, read_measured_runs
 from launcher.text import join_words, print_text, strip_sequences
 
 logger = logging.getLogger(__name__)
@@ -162,10 +162,8 @@ def predict_memory(job: FitJob) -> int:
 def _learn(config: Settings, argv: Sequence[str], device: str, ranks: int, predicted: int) -> Learned | None:
     """Return what earlier runs of a program have measured over what is expected; None if there are none."""
     fingerprint = fingerprint_ranks(argv, device, ranks)
-    runs = read_measured_runs(Path(config.runs_dir), fingerprint, device, predicted)
-    if not runs:
-        return None
-    return Learned(*summarize_ratios(runs), len(runs), ", ".join(run.run for run in runs[:2]))
+    names, ratio, spread = read_measured_runs(Path(config.runs_dir), fingerprint, device, predicted)
+    return Learned(ratio, spread, len(names), ", ".join(names[:2])) if names else None
 
 
 def _show_steps(call: Call, plan: Plan) -> int:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
@@ -382,23 +382,20 @@ def fingerprint_ranks(argv: Sequence[str], device: str, ranks: int) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredRun:
-    """A run of the same program: what it was expected to take, and took."""
+def read_measured_runs(
+    runs_dir: Path, fingerprint: str, device: str, expected: int
+) -> tuple[list[str], float, float]:
+    """Return the newest runs with this fingerprint that have left records, and what they measured.
 
-    run: str
-    expected: int
-    measured: int
-
-
-def read_measured_runs(runs_dir: Path, fingerprint: str, device: str, expected: int) -> list[MeasuredRun]:
-    """Return the newest runs with this fingerprint that have left records.
+    That is the median over what was expected, and half of the range over the median; 0 if there is no run.
 
     `expected` is what is expected now of the same program: an older estimate does not count.
     """
-    from launcher.runs.run_status import list_runs, name_run  # not at every start
+    import statistics  # this and the next are not for every start
 
-    found: list[MeasuredRun] = []
+    from launcher.runs.run_status import list_runs, name_run
+
+    names, ratios = list[str](), list[float]()
     for path in islice(list_runs(runs_dir), MOST_RUNS):
         try:
             prediction = load(Prediction, read_file(path / PREDICTION, LARGEST_RECORD, own=True))
@@ -413,16 +410,11 @@ def read_measured_runs(runs_dir: Path, fingerprint: str, device: str, expected: 
                 peaks = [each["reserved"] for each in record["devices"]] if device == "gpu" else []
                 measured = max([measured, *(peaks if device == "gpu" else [record["resident"]])])
         if expected > 0 and LEAST_RATIO <= measured / expected <= MOST_RATIO:
-            found.append(MeasuredRun(name_run(path), expected, measured))
-            if len(found) == MOST_LEARNED:
+            names.append(name_run(path))
+            ratios.append(measured / expected)
+            if len(names) == MOST_LEARNED:
                 break
-    return found
-
-
-def summarize_ratios(runs: Iterable[MeasuredRun]) -> tuple[float, float]:
-    """Return the median of measured over expected, and half of the range over the median."""
-    import statistics  # not at every start
-
-    ratios = [run.measured / run.expected for run in runs]
+    if not names:
+        return [], 0.0, 0.0
     middle = statistics.median(ratios)
-    return middle, (max(ratios) - min(ratios)) / 2 / middle
+    return names, middle, (max(ratios) - min(ratios)) / 2 / middle

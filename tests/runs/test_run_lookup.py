@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import launcher
-from launcher.runs.records import read_measured_runs, summarize_ratios
+from launcher.runs.records import read_measured_runs
 from tests.cli.make_runs import make_run
 from tests.seam import Launch, clean_environ, run_inside
 
@@ -223,19 +223,18 @@ def make_measured(
     return folder
 
 
+NONE: tuple[list[str], float, float] = ([], 0.0, 0.0)
+
+
 def test_runs_of_the_same_program_count(tmp_path: Path) -> None:
     make_measured(tmp_path, 1, expected=100, reserved=110)
     make_measured(tmp_path, 2, expected=0, reserved=60)
     make_measured(tmp_path, 3, expected=100, reserved=90, fingerprint="other")
     make_measured(tmp_path, 4, expected=100, reserved=10_000)  # of something else
-    found = read_measured_runs(tmp_path, "f", "gpu", 100)
-    assert [(run.run, run.measured) for run in found] == [
-        ("train/20260801-120002", 60),
-        ("train/20260801-120001", 110),
-    ]
-    ratio, spread = summarize_ratios(found)
+    names, ratio, spread = read_measured_runs(tmp_path, "f", "gpu", 100)
+    assert names == ["train/20260801-120002", "train/20260801-120001"]
     assert abs(ratio - 0.85) < 1e-9 and abs(spread - 0.25 / 0.85) < 1e-9
-    assert read_measured_runs(tmp_path, "f", "cpu", 50) == []
+    assert read_measured_runs(tmp_path, "f", "cpu", 50) == NONE
 
 
 def test_records_that_make_no_sense_or_are_links_are_left_out(tmp_path: Path) -> None:
@@ -243,15 +242,15 @@ def test_records_that_make_no_sense_or_are_links_are_left_out(tmp_path: Path) ->
     record = folder / "rank-0.memory.json"
     for text in ("", "[]", '{"rank": 0}', '{"rank": 0, "resident": "many"}', "[" * 100_000):
         record.write_text(text)
-        assert read_measured_runs(tmp_path, "f", "gpu", 50) == []
+        assert read_measured_runs(tmp_path, "f", "gpu", 50) == NONE
     real = folder / "real"
     real.write_text(json.dumps({"rank": 0, "resident": 1, "devices": []}))
     record.unlink()
     record.symlink_to(real)
-    assert read_measured_runs(tmp_path, "f", "gpu", 50) == []
+    assert read_measured_runs(tmp_path, "f", "gpu", 50) == NONE
     record.unlink()
     os.mkfifo(record)
-    assert read_measured_runs(tmp_path, "f", "gpu", 50) == []
+    assert read_measured_runs(tmp_path, "f", "gpu", 50) == NONE
 
 
 def test_a_rank_leaves_its_peak(tmp_path: Path) -> None:
