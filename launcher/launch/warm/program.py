@@ -30,21 +30,10 @@ MOST_BYTES = 1 << 21
 """Of all files of a program together, which are looked through in a tenth of a second."""
 WITHOUT_TORCH = frozenset(
     (
-        *(
-            "PIL",
-            "click",
-            "cv2",
-            "dotenv",
-            "fsspec",
-            "h5py",
-            "hydra",
-            "jax",
-            "jinja2",
-            "matplotlib",
-            "mpi4py",
-        ),
-        *("numba", "numpy", "omegaconf", "pandas", "polars", "psutil", "pyarrow", "pydantic", "pytest"),
-        *("requests", "rich", "scipy", "sklearn", "submitit", "tensorboard", "tensorflow", "tqdm", "yaml"),
+        *("PIL", "click", "cv2", "dotenv", "fsspec", "h5py", "hydra", "jax", "jinja2"),
+        *("matplotlib", "mpi4py", "numba", "numpy", "omegaconf", "pandas", "polars", "psutil"),
+        *("pyarrow", "pydantic", "pytest", "requests", "rich", "scipy", "sklearn", "submitit"),
+        *("tensorboard", "tensorflow", "tqdm", "yaml"),
     )
 )
 """Packages that do not import torch when they are imported. Any other that is installed may."""
