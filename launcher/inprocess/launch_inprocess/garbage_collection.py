@@ -12,7 +12,7 @@ import os
 from time import monotonic
 
 from .import_hook import find_cuda, replace
-from .step_counter import mark_step, on_step, on_takeover
+from .step_counter import is_foreign, mark_step, on_step, on_takeover
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -177,8 +177,9 @@ class Policy:
         if self.rank is not None:
             try:
                 os.write(2, f"launch: rank {self.rank}: step {self.step}: {text}\n".encode())
-            except OSError:
-                return
+            except OSError as error:
+                if is_foreign(error):
+                    raise
 
 
 policy: Policy | None = None
@@ -241,12 +242,17 @@ def _read_memory() -> dict[str, int]:
     """
     found = {}
     try:
-        with open("/proc/self/statm", "rb") as file:
-            found["resident"] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        # No file object, which warns that it is not closed if a signal's handler raises before it is.
+        descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found["resident"] = int(os.read(descriptor, 200).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        finally:
+            os.close(descriptor)
         if cuda := find_cuda():
             found["cuda"] = int(cuda.memory_allocated())
-    except Exception:
-        return found
+    except Exception as error:
+        if is_foreign(error):
+            raise
     return found
 
 

@@ -122,18 +122,23 @@ def _register_step_hook(module: ModuleType) -> None:
 
 
 def _call_actions(actions: list[Action], step: int) -> None:
-    """Call the actions of a step; a failure of this package does not end the program.
-
-    Other exceptions come from a signal's handler that interrupted it, or were thrown into this thread.
-    """
+    """Call the actions of a step; a failure of this package does not end the program."""
     for action in actions:
         try:
             action(step)
         except Exception as error:
-            trace = error.__traceback__
-            while trace is not None and trace.tb_next is not None:
-                trace = trace.tb_next
-            name = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
-            is_own = str(name).rpartition(".")[0] == __name__.rpartition(".")[0]
-            if type(error).__module__ != "builtins" or not is_own:
+            if is_foreign(error):
                 raise
+
+
+def is_foreign(error: Exception) -> bool:
+    """Tell whether an exception is no failure of this package, or of what it has called in torch.
+
+    It comes from a signal's handler of the program that interrupted it, or was thrown into this thread.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = str(trace.tb_frame.f_globals.get("__name__", "")) if trace is not None else ""
+    is_own = name.partition(".")[0] in (__name__.partition(".")[0], "torch")
+    return type(error).__module__ != "builtins" or not is_own
