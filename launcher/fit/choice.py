@@ -418,6 +418,18 @@ def find_changes(training: Training, measure: Measure) -> tuple[Change, ...]:
             _render_change(training, changed), "; ".join(step.why.format(step.cost) for step in steps), total
         )
 
+    def find_fewest(ladder: Sequence[_Step], enough: _Step) -> Change | None:
+        """Return the change to the fewest nodes, found by halving below `enough`; None if there is none."""
+        change, high = None, int(enough.value)
+        low = max((int(step.value) for step in ladder if int(step.value) < high), default=training.nodes)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if fewer := judge([enough._replace(value=middle)]):
+                high, change = middle, fewer
+            else:
+                low = middle
+        return change
+
     def add_costs(steps: Sequence[_Step]) -> float:
         return sum(step.cost for step in steps)
 
@@ -431,6 +443,8 @@ def find_changes(training: Training, measure: Measure) -> tuple[Change, ...]:
                 continue
             for steps in sorted(product(*chosen), key=add_costs):
                 if change := judge(steps):
+                    if subjects == {"nodes"}:
+                        change = find_fewest(chosen[0], steps[0]) or change
                     found.append((add_costs(steps), change))
                     enough.append(subjects)
                     break
