@@ -252,7 +252,8 @@ def shorten_time(text: str) -> str:
 def print_nodes(console: Console, nodes: Sequence["NodeHistory"], *, detailed: bool) -> None:
     """Print a row for each node; `detailed` adds the events of each that had any, the newest first."""
     titles = [{"hang": "hangs", "warning": "warnings"}.get(name, name) for name in _TROUBLES]
-    table = make_table(("node", *titles, "seen", "last trouble"), right=(*titles, "seen"))
+    trouble = "last trouble"  # the column that is narrowed: its texts are cut, not wrapped
+    table = make_table(("node", *titles, "seen", trouble), right=(*titles, "seen"), wrapped=[trouble])
     now = time.time()
     for node in nodes:
         counts = [(int(getattr(node, name)), _TROUBLE_COLOURS.get(name, "")) for name in _TROUBLES]
@@ -260,7 +261,8 @@ def print_nodes(console: Console, nodes: Sequence["NodeHistory"], *, detailed: b
         seen = "-" if node.last_seen is None else shorten_age(max(now - node.last_seen, 0.0))
         last = Text("-", "dim")
         if node.events:
-            last = Text(f"{node.events[0].kind}: {clean_text(node.events[0].text, _LONGEST)}")
+            words = f"{node.events[0].kind}: {clean_text(node.events[0].text, _LONGEST)}"
+            last = Text(words, no_wrap=True, overflow="ellipsis")
         table.add_row(clean_text(node.host), *cells, seen, last)
     console.print(table)
     for node in nodes if detailed else ():

@@ -266,7 +266,7 @@ def test_a_real_run_from_its_start_to_its_end(here: Path, launch: Launch, number
 def runs(here: Path) -> Path:
     """Three runs on nodes n0 to n11."""
     hosts: dict[str, Any] = {"hosts": [f"n{number}" for number in range(12)]}
-    finding = {"host": "n2", "level": "error", "subject": "limits", "what": "8 MiB\x1b[2J", "fix": ""}
+    finding = {"host": "n2", "level": "error", "subject": "limits", "what": "8 MiB\x1b[2J " * 40, "fix": ""}
     checked = {"findings": [finding], "sick": ["n2"]}
     make_run(here / "runs", "a", "20260801-120001", **hosts, preflight=checked)
     make_run(here / "runs", "a", "20260801-120002", "failed", **hosts, outcome={"lost": ["n11"]})
