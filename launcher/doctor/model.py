@@ -347,16 +347,16 @@ def choose_exit_code(findings: Collection[Finding]) -> int:
 class PreflightReport:
     """What preflight found on all nodes of a job."""
 
-    kind: str
+    kind: str = "light"
     """`light` or `deep`."""
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
     """All nodes that were asked, by their ranks."""
-    nodes: tuple[Facts, ...]
-    """Those that answered."""
-    findings: tuple[Finding, ...]
     silent: tuple[str, ...] = ()
     """Hosts that did not answer in time."""
     seconds: float = 0.0
+    nodes: tuple[Facts, ...] = ()
+    """Those that answered."""
+    findings: tuple[Finding, ...] = ()
 
     @property
     def sick(self) -> tuple[str, ...]:

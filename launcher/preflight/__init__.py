@@ -37,6 +37,7 @@ END_GRACE = 2.0
 """Seconds that the program has to end by itself once all answers are there, and again after SIGTERM."""
 ANSWER = "launch-preflight: "
 """How a line of an answer begins: then come the host, the line's number and how many there are, and JSON."""
+ANSWER_LINE = re.compile(rf"{ANSWER}(\S*) ([1-9]\d{{0,8}})/([1-9]\d{{0,8}}) ", re.ASCII)
 ANSWER_WIDTH = 1000
 """Bytes of such a line: srun cuts longer ones than 1,024 bytes (MAX_MSG_LEN of SLURM's io_hdr.h) to pieces,
 between which those of other nodes come."""
@@ -93,31 +94,6 @@ def render_answer(facts: Facts) -> str:
     size = ANSWER_WIDTH - len(head) - len("999/999 ")
     parts = [text[at : at + size] for at in range(0, len(text), size)]
     return "".join(f"{head}{number}/{len(parts)} {part}\n" for number, part in enumerate(parts, 1))
-
-
-class AnswerReader:
-    """Puts the answers of nodes together: their lines mix, but a node's own are in order."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, list[str]] = {}
-
-    def take(self, line: str) -> Facts | None:
-        """Take a line; return the answer that it is the last one of."""
-        if not line.startswith(ANSWER):
-            return None
-        host, _, rest = line.removeprefix(ANSWER).partition(" ")
-        place, _, part = rest.partition(" ")
-        number, _, count = place.partition("/")
-        parts = self._parts.pop(host, []) if number != "1" else []
-        if number != str(len(parts) + 1) or sum(map(len, parts)) > LONGEST_LINE:
-            return None
-        parts.append(part)
-        if number != count:
-            self._parts[host] = parts
-            return None
-        with contextlib.suppress(DecodeError):
-            return load(Facts, "".join(parts))
-        return None
 
 
 def make_request(
@@ -222,7 +198,8 @@ class Answers:
     """By host, the newest answer."""
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     """Last lines on stderr."""
-    reader: AnswerReader = field(default_factory=AnswerReader)
+    parts: dict[str, list[str]] = field(default_factory=dict)
+    """The lines so far of answers that are not whole: those of nodes mix, but a node's own are in order."""
     ended: bool = False
     """The program that carries them has ended by itself."""
     exit_code: int | None = None
@@ -238,13 +215,29 @@ class Answers:
         """Take a line; true if all nodes have answered."""
         if name == "err" and line.strip():
             self.errors.append(line.strip())
-        found = self.reader.take(line) if name == "out" else None
+        found = self._take_part(line) if name == "out" else None
         if found and found.host in self.request.hosts:
             before = self.facts.get(found.host)  # a node's first answer says when its facts were here
             answered = before.answered if before else time.time()
             rank, asked = self.request.hosts.index(found.host), self.request.asked
             self.facts[found.host] = replace(found, node_rank=rank, asked=asked, answered=answered)
         return not self.missing
+
+    def _take_part(self, line: str) -> Facts | None:
+        """Return the answer that a line is the last one of."""
+        if not (found := ANSWER_LINE.match(line)):
+            return None
+        host, number, count = found[1], int(found[2]), int(found[3])
+        parts = self.parts.pop(host, []) if number > 1 else []
+        if number != len(parts) + 1 or sum(map(len, parts)) > LONGEST_LINE:
+            return None
+        parts.append(line[found.end() :])
+        if number < count:
+            self.parts[host] = parts
+            return None
+        with contextlib.suppress(DecodeError):
+            return load(Facts, "".join(parts))
+        return None
 
     def judge(
         self,
@@ -268,7 +261,7 @@ class Answers:
         # What SLURM counts as GPUs is not NVIDIA's if no node has the driver: NVML cannot find them.
         has_driver = any(node.driver or node.gpus or node.lost_gpus for node in nodes)
         wanted = replace(self.request.wanted, gpus=gpus if has_driver else None)
-        report = Asked(self.request.kind, hosts, silent, self.seconds).judge(nodes, wanted)
+        report = judge_report(PreflightReport(self.request.kind, hosts, silent, self.seconds, nodes), wanted)
         reasons = {host: (ends or {}).get(host, "it printed no answer") for host in failed}
         problems = (
             found("checks.failed", "unknown", host, reason=f"its program ended: {reason}")
@@ -277,22 +270,12 @@ class Answers:
         return replace(report, findings=(*report.findings, *problems))
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What is known of a preflight beside the nodes' answers: the part of `report.json` that is read."""
-
-    kind: str = "light"
-    hosts: tuple[str, ...] = ()
-    silent: tuple[str, ...] = ()
-    seconds: float = 0.0
-
-    def judge(self, nodes: Sequence[Facts], wanted: Wanted) -> PreflightReport:
-        """Judge the nodes that answered, by their ranks, and those that did not."""
-        late = {"seconds": self.seconds, "limit": SECONDS.get(self.kind, 0.0)}
-        silent = tuple(found("checks.silent", "error", host, **late) for host in self.silent)
-        hosts = self.hosts or tuple(node.host for node in nodes)
-        findings = (*judge_nodes(nodes, wanted, hosts), *silent)
-        return PreflightReport(self.kind, hosts, tuple(nodes), findings, self.silent, self.seconds)
+def judge_report(report: PreflightReport, wanted: Wanted) -> PreflightReport:
+    """Return a report with the findings on the nodes that answered, and on those that did not."""
+    late = {"seconds": report.seconds, "limit": SECONDS.get(report.kind, 0.0)}
+    hosts = report.hosts or tuple(node.host for node in report.nodes)
+    silent = (found("checks.silent", "error", host, **late) for host in report.silent)
+    return replace(report, hosts=hosts, findings=(*judge_nodes(report.nodes, wanted, hosts), *silent))
 
 
 def run_checks(
@@ -381,15 +364,15 @@ def judge_stored(run_path: Path, wanted: Wanted) -> PreflightReport | None:
     """
     reports = [path for path in run_path.glob(f"{FOLDER}/*/{REPORT}") if path.parent.name.isdecimal()]
     for path in sorted(reports, key=lambda path: int(path.parent.name), reverse=True):
-        asked, nodes = None, list[Facts]()
+        report, nodes = PreflightReport(), list[Facts]()
         with contextlib.suppress(OSError, ValueError):
-            asked = load(Asked, read_file(path, LARGEST))
+            report = load(PreflightReport, read_file(path, LARGEST))
         for answer in path.parent.glob("node-*.json"):
             with contextlib.suppress(OSError, ValueError):
                 nodes.append(load(Facts, read_file(answer, LARGEST)))
-        if asked or nodes:
+        if report.hosts or nodes:
             nodes.sort(key=lambda node: (node.node_rank, node.host))
-            return (asked or Asked()).judge(nodes, wanted)
+            return judge_report(replace(report, nodes=tuple(nodes)), wanted)
     return None
 
 

@@ -6,7 +6,6 @@ child that is killed at its limit, and answers twice on stdout.
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
-from launcher.codec import DecodeError, convert, load, parse_json
+from launcher.codec import DecodeError, load
 from launcher.doctor.model import Facts, Unchecked
 from launcher.doctor.work import name_pair, plan_pairs
 from launcher.launch.signals import catch_signals
 from launcher.preflight import PreflightRequest, read_lines, render_answer, start_child
 from launcher.probe.node import read_node_facts
-from launcher.programs.measurement import Measurement
+from launcher.programs.measurement import Measurement, TorchBuild
 from launcher.protocol import name_host
 from launcher.text import escape_text
 
@@ -35,7 +34,6 @@ PAIR_SHARE = 0.5
 """Share of the time that pairs have at the end, if nodes are measured in pairs."""
 PORTS = 16
 """Pairs whose ports differ; more than that are on different machines, or not at the same time."""
-GPU = re.compile(r"GPU (\d{1,4})(?:-(\d{1,4}))?")
 BOOT = "import sys; sys.path.append(sys.argv.pop(1)); from launcher.programs.node_work import main; main()"
 """The ranks' interpreter may have no `launcher`: it finds this one, after all that it has itself."""
 PACKAGES = Path(__file__).parents[2]
@@ -74,6 +72,7 @@ def check_node(request: PreflightRequest, environ: Mapping[str, str], out: TextI
 def add_work(facts: Facts, request: PreflightRequest, deadline: float) -> Facts:
     """Do the work, with other nodes last, and add what it has found."""
     turns = [*list_turns(request, facts.host)] if request.kind == "deep" and request.endpoint else []
+    names = {gpu.uuid: f"GPU {gpu.index}" for gpu in facts.gpus if gpu.uuid}  # by NVML's numbers
     left = deadline - time.monotonic()
     first, length = deadline - left * PAIR_SHARE, left * PAIR_SHARE / max(1, len(turns))
     for number, options in enumerate(([], *turns)):
@@ -83,12 +82,12 @@ def add_work(facts: Facts, request: PreflightRequest, deadline: float) -> Facts:
         problem = (Unchecked(check, work.problem),) if work.problem else ()
         facts = replace(
             facts,
-            torch=facts.torch or work.torch,
-            torch_cuda=facts.torch_cuda or work.torch_cuda,
-            work=(*facts.work, *(_rename_gpus(one, work.gpus, facts) for one in work.results)),
+            torch=facts.torch or work.build.torch,
+            torch_cuda=facts.torch_cuda or work.build.torch_cuda,
+            work=(*facts.work, *(replace(one, where=names.get(one.uuid, one.where)) for one in work.results)),
             unchecked=(*facts.unchecked, *problem),
         )
-        if work.problem and not work.torch and not options:
+        if work.problem and not work.build.torch and not options:
             break
     return facts
 
@@ -109,10 +108,7 @@ class ChildWork:
     """What the child has found."""
 
     results: list[Measurement] = field(default_factory=list)
-    torch: str = ""
-    torch_cuda: str = ""
-    gpus: dict[str, str] = field(default_factory=dict)
-    """UUIDs by torch's numbers."""
+    build: TorchBuild = field(default_factory=TorchBuild)
     problem: str = ""
     """Why there is nothing, or not all."""
     last_error: str = ""
@@ -125,16 +121,10 @@ class ChildWork:
         if name == "err" and line.strip():
             self.last_error = line.strip()
         with contextlib.suppress(DecodeError):
-            value = parse_json(line) if name == "out" and line.startswith("{") else None
-            if not isinstance(value, dict):
-                return False
-            if "measure" in value:
-                self.results.append(convert(Measurement, value))
-            elif "gpus" in value:
-                self.gpus = convert(dict[str, str], value["gpus"])
-            else:
-                self.torch = convert(str, value.get("torch", self.torch))
-                self.torch_cuda = convert(str, value.get("torch_cuda", self.torch_cuda))
+            if name == "out" and '"measure"' in line:
+                self.results.append(load(Measurement, line))
+            elif name == "out" and '"torch"' in line:
+                self.build = load(TorchBuild, line)
         return False
 
 
@@ -169,16 +159,6 @@ def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()
     elif code:
         work.problem = f"it ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}{last}"
     return work
-
-
-def _rename_gpus(result: Measurement, gpus: Mapping[str, str], facts: Facts) -> Measurement:
-    """Return a result with NVML's number of the GPU, which is not torch's if the job has some of them."""
-    place = GPU.fullmatch(result.where)
-    if not place:
-        return result
-    by_uuid = {gpu.uuid: str(gpu.index) for gpu in facts.gpus}
-    named = [by_uuid.get(gpus.get(number, ""), number) for number in place.groups() if number]
-    return replace(result, where=f"GPU {'-'.join(named)}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """The torch that there is: the first line."""
+
+    torch: str = ""
+    """Its version, with the local part: `2.8.0+cu128`."""
+    torch_cuda: str = ""
+    """CUDA version that it was built for; empty for a CPU build."""
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """A measured piece of work."""
 
@@ -25,3 +35,5 @@ class Measurement:
     """Why it was not measured, if that says nothing of the device: no time was left."""
     device: str = ""
     """Kind of device, as `NVIDIA H100 80GB HBM3`: only the same kind is compared."""
+    uuid: str = ""
+    """Of a GPU: torch numbers those that are visible."""

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from launcher.programs.measurement import Measurement
+from launcher.programs.measurement import Measurement, TorchBuild
 
 SECONDS = {"light": 10.0, "deep": 60.0}
 DURATIONS = {
@@ -86,7 +86,7 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     begin, seconds = options.begin or time.monotonic(), options.seconds or SECONDS[options.kind]
     work = NodeWork(options.kind, begin + seconds, seconds, out)
-    work.print({"torch": torch.__version__, "torch_cuda": torch.version.cuda or ""})
+    work.print(TorchBuild(torch.__version__, torch.version.cuda or ""))
     try:
         processes = work.start(is_pair=bool(options.pair))
         if processes and options.pair:
@@ -117,6 +117,7 @@ class Device:
     index: int | None
     name: str = ""
     """Kind of device, once it is known."""
+    uuid: str = ""
 
     @property
     def where(self) -> str:
@@ -132,7 +133,8 @@ class Device:
         self, measure: str, value: float | None = None, unit: str = "GB/s", **more: str
     ) -> Measurement:
         """Return what was measured on it."""
-        return Measurement(measure, self.where, value, unit if value else "", device=self.name, **more)
+        more |= {"device": self.name, "uuid": self.uuid}
+        return Measurement(measure, self.where, value, unit if value else "", **more)
 
     def time(self, work: Callable[[], object]) -> float:
         """Return the seconds that it takes for what a function gives it to do."""
@@ -228,16 +230,16 @@ class NodeWork:
         """Return the seconds for a measurement; less in a short run."""
         return DURATIONS[self.kind][name] * min(1.0, max(0.05, self.seconds / ENOUGH[self.kind]))
 
-    def print(self, value: dict[str, object]) -> None:
+    def print(self, value: TorchBuild | Measurement) -> None:
         """Print a line of JSON."""
-        print(json.dumps(value), file=self.out, flush=True)
+        print(json.dumps(asdict(value)), file=self.out, flush=True)
 
     def report(self, found: Measurement, answer: Answer | None = None) -> None:
         """Print a result, or what was asked of a process whose answer has no value."""
         if answer is not None:
             problem = "" if answer.reason else answer.problem or "it has no result"
             found = replace(found, problem=problem, reason=answer.reason)
-        self.print(asdict(found))
+        self.print(found)
 
     def ask(
         self,
@@ -302,14 +304,11 @@ class NodeWork:
         processes = [WorkProcess(index) for index in range(count)]
         if not processes:
             return [WorkProcess(None, f"{name_processor()}, {len(os.sched_getaffinity(0))} CPUs")]
-        answers = self.ask(processes, start_gpu, grace=START)
-        told = [(one, *answer.value) for one, answer in zip(processes, answers, strict=True) if answer.value]
-        self.print({"gpus": {str(one.device.index): uuid for one, _, uuid in told}})
-        for one, name, _ in told:
-            one.device.name = name
-        for one, answer in zip(processes, answers, strict=True):
-            if not answer.value:
-                self.report(Measurement("matmul", one.device.where), answer)
+        for one, answer in zip(processes, self.ask(processes, start_gpu, grace=START), strict=True):
+            if answer.value:
+                one.device = answer.value
+            else:
+                self.report(one.device.result("matmul"), answer)
                 if not one.problem:
                     one.give_up(answer.problem or answer.reason)
         live = [one for one in processes if not one.problem]
@@ -368,8 +367,8 @@ def count_torch_gpus(_: object) -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def start_gpu(device: Device) -> tuple[str, str]:
-    """Make the GPU's context, on the CPUs next to it if those are known, and return its name and UUID."""
+def start_gpu(device: Device) -> Device:
+    """Make the GPU's context, on the CPUs next to it if those are known; return it with name and UUID."""
     torch.cuda.set_device(device.torch)
     found = torch.cuda.get_device_properties(device.torch)
     numbers = [getattr(found, name, 0) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
@@ -383,9 +382,9 @@ def start_gpu(device: Device) -> tuple[str, str]:
             os.sched_setaffinity(0, near)
     torch.zeros(1, device=device.torch)
     torch.cuda.synchronize()
-    device.name = found.name
-    uuid = str(getattr(found, "uuid", "")).removeprefix("GPU-")
-    return found.name, f"GPU-{uuid}" if uuid else ""
+    device.name, uuid = found.name, str(getattr(found, "uuid", "")).removeprefix("GPU-")
+    device.uuid = f"GPU-{uuid}" if uuid else ""
+    return device
 
 
 def name_processor() -> str:

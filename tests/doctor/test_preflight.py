@@ -227,15 +227,14 @@ def test_work_that_cannot_begin(tmp_path: Path) -> None:
 
 def test_results_before_the_end_count_by_nvmls_numbers(tmp_path: Path) -> None:
     """torch counts the GPUs that are visible; lines that are no results are left out."""
-    gpus = {str(at): f"GPU-{at + 4}" for at in range(4)}
-    names = ["GPU 1", "GPU 0-3", "node", "GPU 9", "GPU 99999"]
-    lines = ['{"torch": "2.9"}', json.dumps({"gpus": gpus}), '{"gpus": 7}', "NCCL INFO hello"]
+    names = {"GPU 1": "GPU-5", "node": "", "GPU 0": "", "GPU 9": "GPU-99"}
+    lines = ['{"torch": "2.9"}', '{"torch_cuda": "13"}', "NCCL INFO hello", "[1]"]
     lines += ['{"measure": "matmul", "where": "GPU 1", "value": NaN}']
-    lines += [json.dumps({"measure": "matmul", "where": name, "value": 1.0}) for name in names]
+    lines += [json.dumps({"measure": "matmul", "where": one, "uuid": uuid}) for one, uuid in names.items()]
     (tmp_path / "lines").write_text("\n".join(lines) + "\n")
     facts = work(make_interpreter(tmp_path, f"cat {tmp_path}/lines; sleep 60"), 3.5)
     assert facts.torch == "2.9" and facts.unchecked[0].reason == "it did not end in time"
-    assert [one.where for one in facts.work] == ["GPU 5", "GPU 4-7", "node", "GPU 9", "GPU 99999"]
+    assert [one.where for one in facts.work] == ["GPU 5", "node", "GPU 0", "GPU 9"]
 
 
 def test_the_programs_folder_is_found_by_an_interpreter_with_torch_and_no_launcher(tmp_path: Path) -> None:
