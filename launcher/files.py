@@ -35,14 +35,16 @@ class Descriptor(int):
         os.close(self)
 
 
-def open_directory(path: str | os.PathLike[str], *, at: int | None = None, flags: int = DIRECTORY) -> int:
+def open_directory(
+    path: str | os.PathLike[str], *, at: int | None = None, flags: int = DIRECTORY
+) -> Descriptor:
     """Open a directory; a symbolic link at its end is followed if this user or root made it.
 
     People keep runs on another filesystem by such a link. Links on the way are the kernel's to judge
     (fs.protected_symlinks of proc(5)). Raises OSError.
     """
     try:
-        return os.open(path, flags | os.O_NOFOLLOW, dir_fd=at)
+        return Descriptor(os.open(path, flags | os.O_NOFOLLOW, dir_fd=at))
     except OSError as error:
         if error.errno not in (ELOOP, ENOTDIR):
             raise
@@ -50,7 +52,7 @@ def open_directory(path: str | os.PathLike[str], *, at: int | None = None, flags
     if is_planted(link):
         owner = name_user(link.st_uid)
         raise PermissionError(EPERM, f"a symbolic link of {owner}, who can have it lead anywhere", str(path))
-    return os.open(path, flags, dir_fd=at)
+    return Descriptor(os.open(path, flags, dir_fd=at))
 
 
 def is_planted(status: os.stat_result) -> bool:

@@ -16,9 +16,8 @@ from launcher.config.program import render_program
 from launcher.config.start import plan_node, read_machine
 from launcher.config.words import quote_value
 from launcher.errors import MachineError, UsageError
-from launcher.files import LARGEST, ON_THE_WAY, read_file, write_whole
+from launcher.files import LARGEST, ON_THE_WAY, Descriptor, read_file, write_whole
 from launcher.plan.model import KIND, machine_to_json, plan_to_json
-from launcher.runs.run_directory import closing_descriptor
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +145,7 @@ def write_file(key: str, name: str, data: bytes) -> None:
             path.write_bytes(data)
         else:
             target = path.resolve()  # a link goes on pointing at the file
-            with closing_descriptor(os.open(target.parent, ON_THE_WAY)) as folder:
+            with Descriptor(os.open(target.parent, ON_THE_WAY)) as folder:
                 write_whole(folder, target.name, data, private=False, sync=True)
     except OSError as error:
         raise explain(key, name, error) from None

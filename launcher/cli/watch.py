@@ -21,7 +21,6 @@ from launcher.files import LARGEST, open_own, read_file, write_whole
 from launcher.plan.model import Plan, RankPlan, parse_machine, warn
 from launcher.protocol import name_plan_file, parse_plan_file
 from launcher.report.viewer import open_stream
-from launcher.runs.run_directory import closing_descriptor
 from launcher.runs.run_status import RunStatus
 from launcher.slurm.run_states import RunWatch, describe_run_state, find_run_states
 from launcher.text import print_text, redirect_log
@@ -180,7 +179,7 @@ def write_run_report(call: Call) -> int:
         write_file("save", config.save, page)
     else:  # into the run directory, for its owner alone
         try:
-            with closing_descriptor(open_own(path)) as at:
+            with open_own(path) as at:
                 write_whole(at, NAME, page)
         except PermissionError as error:
             reason = error.strerror or error

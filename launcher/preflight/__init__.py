@@ -27,7 +27,6 @@ from launcher.doctor.model import FAILING, Facts, Finding, PreflightReport, Want
 from launcher.files import LARGEST, open_below, read_file, write_whole
 from launcher.launch.processes import prepare_agent
 from launcher.launch.signals import FORWARDED
-from launcher.runs.run_directory import closing_descriptor
 
 SECONDS = {"light": 10.0, "deep": 60.0}
 """Seconds that a node's checks may take, from the start of its program, by their kind."""
@@ -351,7 +350,7 @@ def write_preflight_report(run_path: Path, attempt: int, report: PreflightReport
         # The name came from the node.
         name = "".join(char if char.isalnum() or char in "-_." else "_" for char in node.host)[:200]
         files[f"node-{name}.json"] = node
-    with closing_descriptor(open_below(run_path, FOLDER, str(attempt))) as at:
+    with open_below(run_path, FOLDER, str(attempt)) as at:
         for name, value in files.items():
             write_whole(at, name, dump({"schema": SCHEMA, **to_plain(value)}, indent=1).encode())
 

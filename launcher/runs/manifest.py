@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.files import ON_THE_WAY, open_directory, open_own, read_file, read_stat
-from launcher.runs.run_directory import RunDir, closing_descriptor, write_json
+from launcher.runs.run_directory import RunDir, write_json
 from launcher.runs.secrets import mask_words
 
 MOST_BYTES = 16 << 20
@@ -74,9 +74,7 @@ def read_own_manifest(path: Path) -> dict[str, Any]:
     the way from `runs_dir` leads there.
     """
     try:
-        with closing_descriptor(open_directory(path.parent, flags=ON_THE_WAY)) as above:
-            at = open_own(path.name, at=above)
-        with closing_descriptor(at):
+        with open_directory(path.parent, flags=ON_THE_WAY) as above, open_own(path.name, at=above) as at:
             return parse_manifest(read_file("manifest.json", MOST_BYTES, at=at, own=True))
     except PermissionError:
         raise

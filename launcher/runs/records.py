@@ -18,7 +18,7 @@ from launcher.files import LARGEST, open_below, read_file, write_whole
 from launcher.plan.model import Memory, RankPlan
 from launcher.protocol import name_applied_file, name_memory_file, name_plan_file, parse_plan_file
 from launcher.runs.manifest import take_dict, take_list
-from launcher.runs.run_directory import RunDir, closing_descriptor, write_private
+from launcher.runs.run_directory import RunDir, write_private
 from launcher.runs.secrets import mask_text
 from launcher.text import escape_text
 
@@ -101,7 +101,7 @@ def node_path(run_path: Path, attempt: int, host: str) -> Path:
 def write_node(run_path: Path, attempt: int, record: NodeRecord) -> None:
     """Write a node's record, whole or not at all; raises OSError."""
     text = json.dumps({"schema": 1, **asdict(record)}, indent=1) + "\n"
-    with closing_descriptor(open_below(run_path, "logs", str(attempt))) as at:
+    with open_below(run_path, "logs", str(attempt)) as at:
         write_whole(at, node_path(run_path, attempt, record.host).name, text.encode())
 
 

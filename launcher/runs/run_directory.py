@@ -11,6 +11,7 @@ from pathlib import Path
 from launcher.files import (
     DIRECTORY,
     ON_THE_WAY,
+    Descriptor,
     make_inner,
     open_directory,
     open_inner,
@@ -74,11 +75,11 @@ def create_run_dir(path: Path) -> RunDir:
     above, runs_dir = path.parent, path.parent.parent
     with contextlib.suppress(FileExistsError):
         runs_dir.mkdir(parents=True)
-    with full_names(runs_dir), closing_descriptor(open_directory(runs_dir, flags=ON_THE_WAY)) as at:
+    with full_names(runs_dir), open_directory(runs_dir, flags=ON_THE_WAY) as at:
         with contextlib.suppress(FileExistsError):
             os.mkdir(above.name, 0o700, dir_fd=at)
-        inner = open_own(above.name, at=at)
-    with closing_descriptor(inner), full_names(above):
+        above_at = open_own(above.name, at=at)
+    with above_at as inner, full_names(above):
         try:
             os.mkdir(path.name, 0o700, dir_fd=inner)
         except FileExistsError:
@@ -116,41 +117,32 @@ def list_logs(path: Path, *inner: str) -> list[str]:
     Empty if it cannot be read, as in a network filesystem's hiccup.
     """
     try:
-        at = open_directory(path)
+        found = open_directory(path)
         for name in (LOGS, *inner):
-            with closing_descriptor(at):
-                at = os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
-        with closing_descriptor(at), os.scandir(at) as entries:
+            with found as at:
+                found = Descriptor(os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=at))
+        with found as at, os.scandir(at) as entries:
             return [entry.name for entry in entries if not entry.is_symlink()]
     except (OSError, ValueError):
         return []
 
 
-def prepare_folders(at: int, path: Path) -> list[int]:
+def prepare_folders(run: Descriptor, path: Path) -> list[int]:
     """Close a run directory to others, make its folder for logs, and return the attempts that have one there.
 
     The descriptor is closed. Raises OSError, also for a link in the place of a log.
     """
-    with closing_descriptor(at):
+    found = []
+    with run as at:
         os.fchmod(at, 0o700)
         logs = make_inner(at, LOGS)
-    found = []
-    with closing_descriptor(logs), full_names(path / LOGS), os.scandir(logs) as entries:
+    with logs as at, full_names(path / LOGS), os.scandir(at) as entries:
         for entry in entries:
             name = entry.name
             if entry.is_symlink() and (name.isdecimal() or name.startswith(OURS)):
                 raise OSError(errno.ELOOP, "a symbolic link, which a run directory cannot have there", name)
             found += [int(name)] if name.isdecimal() else []
     return found
-
-
-@contextlib.contextmanager
-def closing_descriptor(descriptor: int) -> Iterator[int]:
-    """Close a descriptor in the end."""
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -165,7 +157,7 @@ def full_names(above: Path) -> Iterator[None]:
 
 def write_private(path: Path, text: str) -> None:
     """Write a file of a run directory, for its owner alone, whole or not at all; raises OSError."""
-    with full_names(path.parent), closing_descriptor(open_own(path.parent)) as at:
+    with full_names(path.parent), open_own(path.parent) as at:
         write_whole(at, path.name, text.encode("utf-8", "surrogateescape"))
 
 

@@ -27,7 +27,7 @@ from launcher.runs.manifest import (
 )
 from launcher.runs.progress import find_last_line, find_newest, find_printed_step, read_mtime
 from launcher.runs.rank_logs import list_attempts
-from launcher.runs.run_directory import FULL, RunDir, closing_descriptor, is_full
+from launcher.runs.run_directory import FULL, RunDir, is_full
 from launcher.text import describe_time
 
 STAMP = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
@@ -45,7 +45,7 @@ def list_runs(runs_dir: Path) -> Iterator[Path]:
 def _list_within(folder: Path) -> list[Path]:
     """Return the folders in a folder, another user's symbolic links left out; none if it cannot be read."""
     try:
-        with closing_descriptor(open_directory(folder)) as at, os.scandir(at) as entries:
+        with open_directory(folder) as at, os.scandir(at) as entries:
             found = [entry for entry in entries if entry.is_dir()]
             links = [e.name for e in found if e.is_symlink() and is_planted(e.stat(follow_symlinks=False))]
             return [folder / entry.name for entry in found if entry.name not in links]

@@ -26,7 +26,6 @@ from typing import Any, Generic, TypeVar
 from launcher.codec import dump, load
 from launcher.files import LARGEST, open_below, read_file, write_whole
 from launcher.runs.records import NodeRecord, read_nodes
-from launcher.runs.run_directory import closing_descriptor
 from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport, RankEvidence
 
 FOLDER = "watch"
@@ -69,7 +68,7 @@ def hang_path(run_path: Path, number: int) -> Path:
 
 def _write(run_path: Path, folder: str, name: str, data: str) -> float:
     """Write a file into a folder of the run, made if it is missing; return its time. Raises OSError."""
-    with closing_descriptor(open_below(run_path, folder)) as at:
+    with open_below(run_path, folder) as at:
         write_whole(at, name, (data.rstrip("\n") + "\n").encode("utf-8", "replace"))
         return os.stat(name, dir_fd=at).st_mtime
 
