@@ -40,7 +40,7 @@ _LONGEST, _LONGEST_NAME = 400, 16
 _MOST_LINES = 30
 """Last lines of a rank that are shown."""
 _DROPS = (
-    *("power", "clock", "net", "temp", "cpu", "own", "p99", "sm", "rss", "delay", "mem", "held by"),
+    *("power", "clock", "temp", "cpu", "own", "p99", "sm", "rss", "delay", "mem", "held by"),
     *("gpu", "p50", "xid", "data", "step", "others", "last", "phase"),
 )
 """Titles in the order in which columns are left out if the terminal is narrow."""
@@ -104,10 +104,10 @@ class Row:
 
 _ORDER = (
     *("rank", "node", "phase", "step", "last", "p50", "p99", "own", "data", "others", "cpu", "delay", "rss"),
-    *("gpu", "sm", "mem", "power", "temp", "clock", "held by", "xid", "net"),
+    *("gpu", "sm", "mem", "power", "temp", "clock", "held by", "xid"),
 )
 """Titles from left to right."""
-_WIDTHS = {"rank": 4, "node": 6, "phase": 8, "last": 4, "own": 5, "mem": 4, "held by": 8, "xid": 3, "net": 6}
+_WIDTHS = {"rank": 4, "node": 6, "phase": 8, "last": 4, "own": 5, "mem": 4, "held by": 8, "xid": 3}
 _WIDTHS |= {metric.title: metric.width for metric in METRICS}
 """Least characters of columns, so that they stay where they are."""
 _TEXTS = ("node", "phase", "held by")
@@ -174,9 +174,6 @@ def _make_row(view: NodeView, ranks: Sequence[Rank], *, is_node: bool) -> Row:
         cells["held by"] = Cell(clean_text(shown, _LONGEST_NAME), ("" if style else "~") + shown, style)
     if xids := dict.fromkeys(str(xid) for gpu in gpus for xid in gpu.xids):
         cells["xid"] = Cell(clean_text(",".join(xids), _LONGEST_NAME), -len(xids), ALARM)
-    if report.nic_rates:
-        rate = sum(rate for _, rate in report.nic_rates)
-        cells["net"] = Cell(f"{shorten_bytes(rate)}/s", rate)
     return Row(view, tuple(ranks), is_node, cells)
 
 

@@ -64,8 +64,6 @@ from launcher.watch.run_files import (
     Stored,
     hang_path,
     is_silent,
-    read_evidence,
-    watch_path,
     write_hang,
     write_value,
 )
@@ -106,7 +104,9 @@ class NodeWatcher:
             self.send("warning", text)
 
         job = {"run": settings.run, "run_dir": settings.run_dir, "host": host}
-        self.log = MetricsLog(run_path, host, watch.metrics_interval, warn)
+        self.log = MetricsLog(
+            run_path, host, watch.metrics_interval, self.files.worker.put, partial(self.warn, "metrics")
+        )
         self.notifier = Notifier(settings.notify, warn, **job, job_id=os.environ.get("SLURM_JOB_ID"))
         self.prometheus = Prometheus(settings.run, host, watch, warn)
         self.collectives = CollectiveReader(self.book.folder, settings.ranks * settings.nodes)
@@ -131,8 +131,8 @@ class NodeWatcher:
         self.next_sample = self.next_exchange = 0.0
         self.answered = 0
         """The last question that this node gathers evidence for."""
-        self.evidence: dict[str, NodeEvidence] = {}
-        """Of the question that is open, by host."""
+        self.evidence: tuple[NodeEvidence, ...] = ()
+        """This node's, of the last question."""
         self.stack_request = self.acted = 0
         """Numbers of the last request for a rank's stack, and of the last hang that is dealt with."""
         self.is_judge = False
@@ -216,7 +216,7 @@ class NodeWatcher:
         beats = self.book.list_beats()
         durations = [beat.durations for beat in beats.values()]
         limit = choose_limit(settings.watch.hang_seconds, durations, self.judge.longest_pause)
-        job = self.files.found.job if self.files.found else None
+        job = self.files.found.job
         waits = self.stragglers.waits or dict(job.value.wait_shares if job else ())
         ranks = self.book.list_ranks(self.sample, self.gpus.latest(), waits)
         stalled = [rank.idle or 0.0 for rank in list_stalled(ranks, limit)]
@@ -255,14 +255,14 @@ class NodeWatcher:
             text = f"{count_things(self.settings.ranks, 'rank')}{nodes}"
             self._record(MetricsEvent("start", own.time, text), "starting")
         self.log.add_report(own)
-        self.prometheus.take(own)
+        self.prometheus.report = own
         if state is not None and state.step != self.pinged:
             self.notifier.ping()
             self.pinged = state.step
         self.next_exchange = now + self.settings.watch.interval
         self.files.submit(own, state)
         # Somebody who looks at the run may have asked for a rank's stack.
-        request = self.files.found.request if self.files.found else None
+        request = self.files.found.request
         if request and request.value.number > self.stack_request and now - request.seen <= _REQUEST_PATIENCE:
             self.stack_request = request.value.number
             if ranks := [rank for rank in own.ranks if rank.rank == request.value.rank]:
@@ -275,26 +275,18 @@ class NodeWatcher:
         judge, view = self.judge, make_job_view(own, self.files.found, now)
         if word:
             judge.adopt(word.value)
-        missing = {report.host for report in view.fresh} - self.evidence.keys()
-        is_due = judge.asks and missing and len(view.fresh) > 1 and now > judge.asked_at + _TICK
-        if is_due and self.files.worker.wait_idle(0.0):
-            self.files.worker.put(partial(self._read_answers, judge.asks))
-        match judge.look(view, self.evidence, own.limit or 0.0, now):
+        answers = (*self.files.found.evidence, *self.evidence)
+        evidence = {node.host: node for node in answers if node.number == judge.asks}
+        match judge.look(view, evidence, own.limit or 0.0, now):
             case int(question):
                 self._answer(own, question)
             case str(notice):
                 self.send("note", notice)
             case Hang() as hang:
-                self._tell_hang(hang, (*view.ended, *self.evidence.values()))
+                self._tell_hang(hang, (*view.ended, *evidence.values()))
         self._act(judge.hangs, now)
         self.stragglers.start(view.fresh, now, self._tell_straggler)
         return self._describe_job(own, view)
-
-    def _read_answers(self, number: int) -> None:
-        """Read other nodes' evidence for a question, in the thread of the run directory."""
-        for node in read_evidence(watch_path(self.files.run_path), number, own=True):
-            if number == self.answered:
-                self.evidence.setdefault(node.host, node)
 
     def _describe_job(self, own: NodeReport, view: JobView) -> JobState:
         """Return what is to be written of the job."""
@@ -368,14 +360,14 @@ class NodeWatcher:
         The run directory, and even the number of the attempt, can be those of a job of yesterday: what was
         written before this watcher's start does not count. Ages are by the filesystem's clock.
         """
-        word = self.files.found.job if self.files.found else None
+        word = self.files.found.job
         if word is None or word.seen < self.begin or word.value.host == own.host:
             return None
         return word if word.value.attempt == own.attempt and word.value.state != "ended" else None
 
     def _answer(self, own: NodeReport, number: int) -> None:
         """Gather this node's evidence for a question."""
-        self.answered, self.evidence = number, {}
+        self.answered = number
         self._gather(own.ranks, number)
 
     def _gather(self, ranks: Sequence[Rank], number: int) -> None:
@@ -384,14 +376,9 @@ class NodeWatcher:
 
         def gather() -> None:
             found = gather_node(self.book.folder, ranks, beats, settings.host, settings.node_rank, number)
-
-            def keep() -> None:
-                if number in (0, self.answered):
-                    write_value(self.files.run_path, found)
-
-            if number and number == self.answered:
-                self.evidence[found.host] = found
-            self.files.worker.put(keep)
+            if number == self.answered:
+                self.evidence = (found,)
+            self.files.worker.put(partial(write_value, self.files.run_path, found))
 
         self.gathering = True
         thread = threading.Thread(target=gather, name="evidence", daemon=True)
@@ -417,8 +404,7 @@ class NodeWatcher:
                 self.send("note", f"stragglers: {slow}")
         self.files.submit(own, state)
         self.files.worker.wait_idle(seconds)
-        for output in (self.log, self.prometheus, self.notifier):
-            output.close(seconds)
+        self.notifier.close(seconds)
 
 
 def main() -> None:

@@ -47,9 +47,8 @@ class JobView:
         return [rank for report in self.fresh for rank in report.ranks]
 
 
-def make_job_view(own: NodeReport, found: Found | None, now: float) -> JobView:
+def make_job_view(own: NodeReport, found: Found, now: float) -> JobView:
     """Join this node's report of now with what the others have written; `now` is monotonic."""
-    found = found or Found()
     fresh, silent, ended = [own], [], []
     records = [record for record in found.ended if record.host != own.host]
     for record in records:
@@ -70,12 +69,12 @@ def make_job_view(own: NodeReport, found: Found | None, now: float) -> JobView:
     return JobView(tuple(fresh), tuple(silent), tuple(ended), found.hangs)
 
 
-def is_judge(own: NodeReport, found: Found | None, now: float) -> bool:
+def is_judge(own: NodeReport, found: Found, now: float) -> bool:
     """Tell whether this node judges: the first one does, and the first that is heard of if it is silent.
 
     Only a node whose own ranks stand still takes over.
     """
-    if own.node_rank == 0 or found is None or own.stalled_since is None:
+    if own.node_rank == 0 or not found.reports or own.stalled_since is None:
         return own.node_rank == 0
     told = found.job
     is_others = told and told.value.attempt == own.attempt and told.value.host != own.host

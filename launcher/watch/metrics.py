@@ -1,19 +1,19 @@
 """What is measured of a rank and of its GPU, as metrics.toml has it, and its ways out: Prometheus and a file.
 
-Prometheus is served on a port, or by a file for node_exporter's textfile collector. prometheus_client is an
-extra of this package's, so it is imported only if one of them is asked for. What fails is a warning: metrics
+Prometheus is served on a port. prometheus_client is an extra of this package's, so it is imported only if
+that is asked for. What fails is a warning: metrics
 are never a reason to end a job. Names and units are by the library's conventions
 (https://prometheus.io/docs/practices/naming/: base units, `_total`, `_ratio`).
 """
 
 import json
 import os
-import re
 import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import partial
 from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 from launcher.codec import DecodeError, convert, load
 from launcher.files import LARGEST, open_append, open_below, read_file
 from launcher.watch.model import PHASES, NodeReport, Rank, WatchSettings
-from launcher.watch.run_files import FOLDER, Worker, watch_path
+from launcher.watch.run_files import FOLDER, watch_path
 
 if TYPE_CHECKING:
     from prometheus_client import metrics_core
@@ -66,7 +66,7 @@ class Metric:
         if isinstance(found, str):
             return {one: float(one == found) for one in (*PHASES, found)}
         if isinstance(found, tuple):
-            return dict(found) if found and isinstance(found[0], tuple) else Counter(map(str, found))
+            return Counter(map(str, found))
         return {self.value: found * 1e6 if found is not None and self.unit == "MHz" else found}
 
 
@@ -78,44 +78,33 @@ METRICS = convert(tuple[Metric, ...], _TABLE["metric"])
 
 
 class Prometheus:
-    """Gives out the last report of a node: on a port, and in a file for node_exporter."""
+    """Gives out the last report of a node, on a port."""
 
     def __init__(self, run: str, host: str, settings: WatchSettings, warn: Callable[[str], None]) -> None:
-        """Begin with what the settings ask for, in threads; what cannot be is a warning."""
+        """Begin if the settings ask for it, in a thread; what cannot be is a warning."""
         self._labels = run, host
-        self._report: NodeReport | None = None
-        self._writer: Worker[None] | None = None
-        port, address, folder = settings.prometheus_port, settings.prometheus_address, settings.textfile
-        if port is None and not folder:
+        self.report: NodeReport | None = None
+        """What is given out."""
+        if (port := settings.prometheus_port) is None:
             return
         try:
-            from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
+            from prometheus_client import CollectorRegistry, start_http_server
         except ImportError:
             warn("metrics for Prometheus need its client: pip install 'launch-ranks[metrics]'")
             return
         registry = CollectorRegistry()
         registry.register(self)
-        if port is not None:
-            try:
-                start_http_server(port, address, registry)
-            except (OSError, OverflowError) as error:
-                warn(f"metrics are not served on {address}:{port} ({error}): choose watch.prometheus_port")
-        if folder:
-            path = Path(folder, re.sub(r"[^A-Za-z0-9_.-]+", "_", f"launch-{run}-{host}.prom"))
-
-            def tell(error: OSError) -> None:
-                warn(f"metrics could not be written into {folder} ({error}): see watch.textfile")
-
-            # In the end it is removed: Prometheus takes metrics that are gone as ended.
-            self._writer = Worker(
-                "textfile", lambda _: write_to_textfile(str(path), registry), 1, tell, path.unlink
-            )
+        try:
+            start_http_server(port, settings.prometheus_address, registry)
+        except (OSError, OverflowError) as error:
+            where = f"{settings.prometheus_address}:{port}"
+            warn(f"metrics are not served on {where} ({error}): choose watch.prometheus_port")
 
     def collect(self) -> "Iterator[metrics_core.Metric]":
         """Give all metrics that have a value, to prometheus_client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        if (report := self._report) is None:
+        if (report := self.report) is None:
             return
         ranks = [((*self._labels, str(one.rank), str(one.local_rank)), one) for one in report.ranks]
         owners: Mapping[str, Sequence[tuple[Sequence[str], object]]] = {
@@ -137,17 +126,6 @@ class Prometheus:
                         family.add_metric([*known, *([more] if metric.label else [])], value)
         yield from (family for family in families.values() if family.samples)
 
-    def take(self, report: NodeReport) -> None:
-        """Give out this report from now on."""
-        self._report = report
-        if self._writer:
-            self._writer.put(None)
-
-    def close(self, timeout: float) -> None:
-        """Remove the file, within so many seconds."""
-        if self._writer:
-            self._writer.close(timeout)
-
 
 # `RUN_DIR/watch/metrics-HOST.jsonl`: what a node's ranks did over time, and what happened to them. A line is
 # either a sample or an event:
@@ -167,8 +145,6 @@ _GROWTH = 24
 """After two minutes the interval grows with the age of the attempt: 5 s at 120 s, 30 s at 720 s."""
 _KEPT = 2000
 """The interval is at least the attempt's age by this: 43 s after a day, 5 min after a week."""
-WAITING = 256
-"""Lines that wait for a slow filesystem, at most; more are dropped."""
 _LEFT_OUT = ("notes", "neighbours", "collectives")
 _EPOCH = 1e8
 """Numbers from here on are times, of which milliseconds count."""
@@ -203,19 +179,25 @@ class NodeMetrics:
 
 
 class MetricsLog:
-    """Writes samples and events in a thread of its own: a stuck filesystem stops nothing else."""
+    """Writes samples and events."""
 
-    def __init__(self, run_path: Path, host: str, interval: float, warn: Callable[[str], None]) -> None:
-        """`interval` is watch.metrics_interval, 0 for no file; `warn` is told of the first failure."""
+    def __init__(
+        self,
+        run_path: Path,
+        host: str,
+        interval: float,
+        put: Callable[[Callable[[], object]], object],
+        warn: Callable[[str], None],
+    ) -> None:
+        """`interval` is watch.metrics_interval, 0 for no file; `warn` is told of failures.
+
+        `put` has the writing done, by a thread that may wait for the filesystem.
+        """
         self._run_path, self._name, self._interval = run_path, f"{_BEGINNING}{host}{_ENDING}", interval
+        self._put, self._warn = put, warn
         self._start = self._next_time = time.monotonic()
         self._is_broken = True
         """The file may end within a line: what another process has left, or a failure."""
-
-        def tell(error: OSError) -> None:
-            warn(f"{self._name} could not be written ({error}): metrics are missing in it")
-
-        self._worker = Worker("metrics", self._write, WAITING, tell) if interval > 0 else None
 
     def add_report(self, report: NodeReport) -> None:
         """Write a sample if one is due: often at first, then less and less often."""
@@ -228,21 +210,24 @@ class MetricsLog:
 
     def add(self, value: NodeReport | MetricsEvent) -> None:
         """Write a sample or an event."""
-        if self._worker:
-            self._worker.put(json.dumps(_compact(value), separators=(",", ":")).encode() + b"\n")
-
-    def close(self, timeout: float) -> None:
-        """Write what waits, for this many seconds at most."""
-        if self._worker:
-            self._worker.close(timeout)
+        if self._interval > 0:
+            self._put(
+                partial(self._write, json.dumps(_compact(value), separators=(",", ":")).encode() + b"\n")
+            )
 
     def _write(self, line: bytes) -> None:
-        """Append a line to the file, opened each time, since it may be moved away; raises OSError."""
-        with open_below(self._run_path, FOLDER) as at, os.fdopen(open_append(at, self._name), "ab") as file:
-            begin = b"\n" if self._is_broken and file.tell() else b""
-            self._is_broken = True
-            file.write(begin + line)
-        self._is_broken = False
+        """Append a line to the file, opened each time, since it may be moved away."""
+        try:
+            with (
+                open_below(self._run_path, FOLDER) as at,
+                os.fdopen(open_append(at, self._name), "ab") as file,
+            ):
+                begin = b"\n" if self._is_broken and file.tell() else b""
+                self._is_broken = True
+                file.write(begin + line)
+            self._is_broken = False
+        except OSError as error:
+            self._warn(f"{self._name} could not be written ({error}): metrics are missing in it")
 
 
 def _compact(value: object) -> object:

@@ -161,8 +161,6 @@ class CollectiveTimes:
 class NodeSample:
     """What the kernel says of a node since the last sample; None for what is not known (yet)."""
 
-    nic_rates: tuple[tuple[str, float], ...] = ()
-    """Bytes a second, received and sent, by device: RDMA devices, and physical network interfaces."""
     memory_pressure: float | None = None
     cpu_pressure: float | None = None
     io_pressure: float | None = None
@@ -423,7 +421,6 @@ class WatchSettings:
     metrics_interval: float = 30.0
     prometheus_port: int | None = None
     prometheus_address: str = "127.0.0.1"
-    textfile: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

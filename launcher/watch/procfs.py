@@ -1,5 +1,5 @@
 """What the kernel says of processes and their node, without their help: state, where they wait, CPU, memory,
-files, TCP, CPU quotas, network.
+files, TCP, CPU quotas.
 
 It is read from `/proc/PID` (proc(5)), by sock_diag(7) and from sysfs. What may not be read (another user's
 process, a kernel without `wchan`) is left out. A look never waits for the process itself, but reading can
@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -260,15 +260,15 @@ class Sampler:
     """Samples ranks; each call says what has been since the one before."""
 
     def __init__(self, find_cgroups: FindCgroups = lambda _: (), root: str = "") -> None:
-        """`root` is what /sys, /proc/pressure and cgroups are below."""
+        """`root` is what /proc/pressure and cgroups are below."""
         self._find_cgroups = find_cgroups
         self._root = root
         self._neighbours = _NeighbourFinder()
         self._trees: dict[int, dict[int, Process]] = {}
         """The ranks' processes at the last sample."""
         self._still: Collection[int] = ()
-        self._counts: Mapping[str, float] = {}
-        """Bytes by network device, and seconds held back by cgroup."""
+        self._throttled: Mapping[str, float] = {}
+        """Seconds held back by cgroup."""
         self._time = 0.0
 
     def sample(self, pids: Collection[int], still: Collection[int] = ()) -> Sample:
@@ -281,12 +281,11 @@ class Sampler:
         elapsed, self._time = max(now - self._time, 1e-3), now
         trees = {pid: tree for pid in pids if (tree := read_tree(pid, tcp=pid in still))}
         chains = {pid: self._find_cgroups(pid) for pid in trees}
-        devices = _count_bytes(Path(self._root or "/", "sys/class"))
         groups = {group for chain in chains.values() for group in chain}
-        counts = {**devices, **{group: _read_throttled(f"{self._root}/{group}") for group in groups}}
-        known, self._counts = self._counts, {key: one for key, one in counts.items() if one is not None}
+        read = {group: _read_throttled(f"{self._root}/{group}") for group in groups}
+        known, self._throttled = self._throttled, {key: one for key, one in read.items() if one is not None}
         rates = {
-            key: max(0.0, one - known[key]) / elapsed for key, one in self._counts.items() if key in known
+            key: max(0.0, one - known[key]) / elapsed for key, one in self._throttled.items() if key in known
         }
         neighbours = self._neighbours.find(trees)
         ranks, resting = dict.fromkeys(pids, RankSample()), set()
@@ -331,9 +330,8 @@ class Sampler:
             if is_seen and is_quiet:
                 resting.add(pid)
         self._trees, self._still = trees, still
-        nics = tuple((name, rates[name]) for name in devices if name in rates)
         pressures = {f"{name}_pressure": self._read_pressure(name) for name in ("memory", "cpu", "io")}
-        return Sample(ranks, NodeSample(nic_rates=nics, **pressures), resting)
+        return Sample(ranks, NodeSample(**pressures), resting)
 
     def _read_pressure(self, resource: str) -> float | None:
         """Return the share of the last 10 s that some task waited for a resource; None without PSI.
@@ -392,12 +390,6 @@ class _NeighbourFinder:
         return self.found
 
 
-# The node: CPU quotas and network
-
-_WORD = 4
-"""Bytes: the unit of port_rcv_data and port_xmit_data (InfiniBand specification, PortCountersExtended)."""
-
-
 def _read_throttled(folder: str) -> float | None:
     """Return the seconds that a quota has held back a cgroup in all; None if it has no such count.
 
@@ -406,24 +398,3 @@ def _read_throttled(folder: str) -> float | None:
     """
     found = re.search(r"^throttled_(time|usec) (\d+)$", read_kernel_text(f"{folder}/cpu.stat"), re.MULTILINE)
     return int(found[2]) / (1e9 if found[1] == "time" else 1e6) if found else None
-
-
-def _count_bytes(top: Path) -> dict[str, int]:
-    """Return the bytes that each network device has received and sent.
-
-    They are RDMA devices (InfiniBand and RoCE, which interfaces do not count; EFA has names of its own) and
-    physical interfaces, or all but the loopback if none is physical, as in a container. One whose counters
-    cannot be read is left out.
-    """
-    files: dict[str, tuple[Iterable[Path], int]] = {}
-    for device in sorted(top.glob("infiniband/*")):
-        words = [*device.glob("ports/*/counters/port_*_data")]
-        files[device.name] = (words, _WORD) if words else (device.glob("ports/*/hw_counters/[rt]x_bytes"), 1)
-    interfaces = [device for device in sorted(top.glob("net/*")) if device.name != "lo"]
-    for device in [one for one in interfaces if (one / "device").exists()] or interfaces:
-        files[device.name] = device.glob("statistics/[rt]x_bytes"), 1
-    found = {}
-    for name, (paths, unit) in files.items():
-        with suppress(ValueError):
-            found[name] = unit * sum(int(read_kernel_text(str(path))) for path in paths)
-    return found

@@ -223,7 +223,7 @@ STUCK = 10.0
 """Seconds in one call to a filesystem, after which it is said to hang."""
 _OLD = 6.0
 """Age in seconds of a report whose node may have ended."""
-_MOST_TASKS = 100
+_MOST_TASKS = 256
 """Tasks that wait, at most: while the filesystem hangs, further ones are dropped."""
 
 
@@ -239,6 +239,8 @@ class Found:
     """The highest number of a hang that has a folder."""
     ended: tuple[NodeRecord, ...] = ()
     """Nodes that have ended their part of this attempt, if reports are missing or old."""
+    evidence: tuple[NodeEvidence, ...] = ()
+    """What nodes have gathered for the question that is open, for the judging node."""
     request: Stored[StackRequest] | None = None
 
 
@@ -254,11 +256,9 @@ class Worker(Generic[T]):
         work: Callable[[T], object],
         most: int,
         warn: Callable[[OSError], object] | None = None,
-        finish: Callable[[], object] | None = None,
     ) -> None:
-        """`work` is called with each item, `finish` in the end; both raise OSError. `most` may wait."""
+        """`work` is called with each item, and may raise OSError; `most` may wait."""
         self._work = work
-        self._finish = finish
         self._warn = warn
         self._items: queue.Queue[tuple[T] | None] = queue.Queue(most)
         self.closing = threading.Event()
@@ -300,9 +300,6 @@ class Worker(Generic[T]):
                     self._warn = None
             self.busy_since = None
             self._items.task_done()
-        if self._finish:
-            with suppress(OSError):
-                self._finish()
 
 
 class SharedFiles:
@@ -310,13 +307,12 @@ class SharedFiles:
 
     def __init__(self, run_path: Path) -> None:
         self.run_path = run_path
-        self.found: Found | None = None
-        """None until something was written and read."""
+        self.found = Found()
         self.trouble = ""
         """Why the last exchange failed."""
         self._cache = ReportCache(run_path, own=True)
         self._next: tuple[NodeReport, JobState | None] | None = None
-        self.worker: Worker[Callable[[], None]] = Worker("run-directory", self._do, _MOST_TASKS)
+        self.worker: Worker[Callable[[], object]] = Worker("run-directory", self._do, _MOST_TASKS)
 
     def submit(self, report: NodeReport, state: JobState | None) -> None:
         """Have a report written, with the job's state by the node that judges, and what others wrote read.
@@ -331,7 +327,7 @@ class SharedFiles:
         since = self.worker.busy_since
         return since is not None and now - since > STUCK
 
-    def _do(self, task: Callable[[], None]) -> None:
+    def _do(self, task: Callable[[], object]) -> None:
         try:
             task()
         except Exception as error:  # this thread's end would look like a filesystem that hangs
@@ -353,5 +349,7 @@ class SharedFiles:
         ended = tuple(read_nodes(self.run_path, own.attempt)) if is_short else ()
         names = map(_HANG.fullmatch, os.listdir(self.run_path) if state else ())  # noqa: PTH208 - names alone
         hangs = max((int(name[1]) for name in names if name), default=0)
-        found = Found(job, reports, hangs, ended, cache.read(StackRequest, clock))
-        self.found, self.trouble = found, ""
+        asks = state.asks if state and reads_all else 0
+        evidence = read_evidence(cache.folder, asks, own=True) if asks else ()
+        request = cache.read(StackRequest, clock)
+        self.found, self.trouble = Found(job, reports, hangs, ended, evidence, request), ""

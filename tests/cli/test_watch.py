@@ -305,7 +305,7 @@ def test_without_a_terminal_it_is_printed_once(launch: Launch, run: Path) -> Non
     titles = (
         "rank node phase step last p50 p99 own data others cpu delay rss gpu sm mem power temp clock held by"
     )
-    assert " ".join(lines[4].split()) == f"{titles} net"
+    assert " ".join(lines[4].split()) == titles
     assert [int(line.split()[0]) for line in lines[5:]] == [5, 0, 1, 2, 3, 4, 6, 7]
     shown = launch("watch", "rank=5").out
     assert "rank 5 on n1" in shown and "data.py:88, read_shard" in shown and "reading shard 17" in shown
@@ -359,7 +359,7 @@ def test_damaged_files_are_left_out(launch: Launch, run: Path) -> None:
 def test_nothing_planted_acts_on_the_terminal(here: Path, run: Path) -> None:
     evil = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e"
     ranks = [make_rank(rank, rank - 4, phase=evil, notes=[evil]) for rank in range(4, 8)]
-    write_watch(run, make_report(1, ranks=ranks, notes=[evil], nic_rates=[[evil, 1.0]]))
+    write_watch(run, make_report(1, ranks=ranks, notes=[evil]))
     (hang,) = HANGING["hangs"]
     hang = {**hang, "verdict": {**hang["verdict"], "sentence": evil}}
     write_watch(run, {**HANGING, "notes": [evil], "hangs": [hang]}, "job.json")
@@ -453,7 +453,7 @@ def test_who_holds_the_others_up_comes_first_and_then_stragglers(launch: Launch,
 
 
 def test_one_rank_without_a_gpu_has_no_columns_of_gpus_nodes_and_nics(launch: Launch, here: Path) -> None:
-    make_job(here, {"wait_share": 0.22}, nic_rates=[])
+    make_job(here, {"wait_share": 0.22})
     titles, (row,) = read_table(launch)
     assert titles == [
         "rank",

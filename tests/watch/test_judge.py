@@ -76,7 +76,7 @@ def test_who_judges(case: dict[str, Any]) -> None:
         Stored(job(told["host"], attempt=told["attempt"]), 50.0 - told["age"]) if told else None,
         (Stored(report(0), 50.0 - case["first"]),) if "first" in case else (),
     )
-    assert is_judge(own, found if case.get("is_read", True) else None, 50.0) is case["judges"]
+    assert is_judge(own, found, 50.0) is case["judges"]
 
 
 @table("story")

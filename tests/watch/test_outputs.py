@@ -20,7 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from launcher.codec import convert
 from launcher.config.settings import NotifyConfig
-from launcher.files import open_below
 from launcher.launch.ending import describe_outcome, post_end
 from launcher.runs.run_directory import RunDir
 from launcher.watch.metrics import (
@@ -173,14 +172,14 @@ def test_what_cannot_be_given_out_is_a_warning_each_and_the_job_goes_on(tmp_path
         done = run_outside(
             [
                 *("nproc_per_node=1", "restarts=1", "watch.interval=1", "watch.metrics_interval=1"),
-                *(f"watch.prometheus_port={taken.getsockname()[1]}", f"watch.textfile={tmp_path}/none"),
+                f"watch.prometheus_port={taken.getsockname()[1]}",
                 *(f"notify.url={hook.url}", "notify.events=[start]", "--", program),
             ],
             tmp_path,
             {"no_proxy": "*"},
         )
     assert done.code == 0, done
-    for setting in ("watch.prometheus_port", "watch.textfile", "notify.url"):
+    for setting in ("watch.prometheus_port", "notify.url"):
         assert done.err.count(setting) == 1, (setting, done.err)
     assert "403" in done.err and SECRET not in done.err + done.out
     (file,) = tmp_path.glob("runs/*/*/watch/metrics-*.jsonl")
@@ -301,27 +300,18 @@ REPORT = convert(
         **HEAD,
         "ranks": [RANK, {**OTHER, "step_age": None}],
         "stalled_since": TIME - 30,
-        "nic_rates": [["mlx5_0", 25e9]],
         "io_pressure": 0.03,
     },
 )
 EVENT = MetricsEvent("hang", TIME, "rank 5 on n2 has not joined all_reduce #1042", 120, (5,), ("n2",), 1)
 
 
-def test_what_prometheus_gets_is_what_the_report_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_prometheus_gets_is_what_the_report_says(monkeypatch: pytest.MonkeyPatch) -> None:
     who = "gpt/7", 'n"1\n'
     port = find_port()
-    folder = tmp_path / "textfile"
-    folder.mkdir()
-    export = Prometheus(*who, WatchSettings(prometheus_port=port, textfile=str(folder)), pytest.fail)
-    export.take(replace(REPORT, host='n"1\n'))
+    export = Prometheus(*who, WatchSettings(prometheus_port=port), pytest.fail)
+    export.report = replace(REPORT, host='n"1\n')
     found = fetch(port)
-    wait_for(lambda: list(folder.glob("*.prom")), "the file", 20, lambda: "")
-    assert (folder / "launch-gpt_7-n_1_.prom").read_text() == found
-    export.close(20)
-    assert list(folder.iterdir()) == []
     labels = {"run": "gpt/7", "host": 'n"1\n', "rank": "8", "local_rank": "0"}
     assert find(found, "launch_rank_steps_total", **labels) == [120]
     assert find(found, "launch_rank_step_seconds", **labels, quantile="0.99") == [0.5]
@@ -332,7 +322,6 @@ def test_what_prometheus_gets_is_what_the_report_says(
     assert find(found, "launch_gpu_xid_errors_total", xid="79") == [2]
     assert find(found, "launch_gpu_clock_event", reason="sw_power_cap") == [1]
     assert find(found, "launch_gpu_pcie_replays_total") == [2]
-    assert find(found, "launch_node_network_bytes_per_second", device="mlx5_0") == [25e9]
     assert find(found, "launch_node_pressure_ratio") == [0.03]
     assert find(found, "launch_node_stalled_seconds", host='n"1\n') == [30]
 
@@ -346,7 +335,7 @@ def test_what_prometheus_gets_is_what_the_report_says(
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     for asked in (0, None):
-        Prometheus(*who, WatchSettings(prometheus_port=asked), warnings.append).take(REPORT)
+        Prometheus(*who, WatchSettings(prometheus_port=asked), warnings.append)
     assert len(warnings) == 1 and "pip install 'launch-ranks[metrics]'" in warnings[0]
 
 
@@ -354,11 +343,10 @@ def test_a_metrics_file_is_compact_and_ends_in_whole_lines(tmp_path: Path) -> No
     odd = replace(REPORT, ranks=(replace(REPORT.ranks[0], p50=1 / 3, cpu=float("nan"), notes=("x",)),))
     path = tmp_path / "watch/metrics-n2.jsonl"
     for report in (odd, REPORT):  # each by another process
-        log = MetricsLog(tmp_path, "n2", 30.0, pytest.fail)
+        log = MetricsLog(tmp_path, "n2", 30.0, lambda write: write(), pytest.fail)
         log.add_report(report)
         log.add_report(report)  # too soon
         log.add(EVENT)
-        log.close(10)
         if report is odd:
             path.write_bytes(path.read_bytes()[:-20])  # as one that has died leaves it
     (rank,) = json.loads(path.read_text().splitlines()[0])["ranks"]
@@ -366,33 +354,12 @@ def test_a_metrics_file_is_compact_and_ends_in_whole_lines(tmp_path: Path) -> No
     (found,) = read_metrics(tmp_path)
     assert found.rows[0].ranks[0].cpu is None and found.rows[1:] == (REPORT,)
     assert found.events == (EVENT,) and found.skipped == 1
-    MetricsLog(tmp_path / "none", "n2", 0, pytest.fail).add(EVENT)
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_file_that_cannot_be_written_is_one_warning_and_a_stuck_filesystem_stops_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, warnings = tmp_path / "watch/metrics-n2.jsonl", list[str]()
-    path.parent.mkdir(mode=0o700)
-    path.symlink_to(tmp_path / "elsewhere")  # others' files and links are not written to
-    log = MetricsLog(tmp_path, "n2", 30.0, warnings.append)
-    for _ in range(2):
-        log.add(EVENT)
-    log.close(10)
-    (warning,) = warnings
-    assert "metrics-n2.jsonl could not be written" in warning and not read_metrics(tmp_path)
+    MetricsLog(tmp_path / "none", "n2", 0, lambda write: write(), pytest.fail).add(EVENT)
     path.unlink()
-    stuck = threading.Event()
-    monkeypatch.setattr("launcher.watch.metrics.open_below", lambda *at: stuck.wait(60) and open_below(*at))
-    log = MetricsLog(tmp_path, "n2", 30.0, pytest.fail)
-    for _ in range(256 + 9):
-        log.add(EVENT)
-    log.close(0.01)
-    monkeypatch.undo()
-    stuck.set()
-    log.close(30)
-    assert 256 <= len(read_metrics(tmp_path)[0].events) < 256 + 9
+    path.symlink_to(tmp_path / "elsewhere")  # others' files and links are not written to
+    warnings: list[str] = []
+    MetricsLog(tmp_path, "n2", 30.0, lambda write: write(), warnings.append).add(EVENT)
+    assert "metrics-n2.jsonl could not be written" in warnings[0] and not read_metrics(tmp_path)
 
 
 def test_samples_are_left_out_evenly(tmp_path: Path) -> None:

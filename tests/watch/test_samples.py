@@ -153,38 +153,6 @@ def write(root: Path, files: dict[str, object]) -> None:
         path.write_text(f"{text}\n")
 
 
-def test_networks_are_rdma_devices_and_physical_interfaces_or_all(tmp_path: Path) -> None:
-    ib, efa, net = (
-        f"sys/class/{name}" for name in ("infiniband/mlx5_0/ports/1", "infiniband/efa_0/ports/1", "net")
-    )
-    files: dict[str, object] = {
-        f"{ib}/counters/port_rcv_data": 1000,
-        f"{ib}/counters/port_xmit_data": 500,
-        f"{efa}/hw_counters/rx_bytes": 10,
-        f"{efa}/hw_counters/tx_bytes": 20,
-    }
-    for name in ("eth0", "docker0", "lo"):
-        files |= {f"{net}/{name}/statistics/{word}_bytes": 100 for word in ("rx", "tx")}
-    write(tmp_path, files)
-    container, node = Sampler(root=str(tmp_path)), Sampler(root=str(tmp_path))
-    container.sample([])
-    names = [name for name, _ in container.sample([]).node.nic_rates]
-    assert names == ["efa_0", "mlx5_0", "docker0", "eth0"]
-    (tmp_path / net / "eth0/device").mkdir()
-    assert node.sample([]).node.nic_rates == ()
-    grown = {name: int(str(value)) + 1000 for name, value in files.items()}
-    write(tmp_path, {**grown, f"{net}/eth0/statistics/rx_bytes": 1})
-    time.sleep(0.1)
-    (efa, rate), (mlx, words), (eth, less) = node.sample([]).node.nic_rates
-    assert (efa, mlx, eth) == ("efa_0", "mlx5_0", "eth0")
-    # Words of four bytes; counters that were reset are no negative rate.
-    assert words == pytest.approx(4 * rate) and less == pytest.approx(rate * 901 / 2000) and rate > 0
-    write(tmp_path, files)
-    assert {rate for _, rate in node.sample([]).node.nic_rates} == {0.0}
-    (tmp_path / ib / "counters/port_rcv_data").write_text("")
-    assert [name for name, _ in node.sample([]).node.nic_rates] == ["efa_0", "eth0"]
-
-
 PSI = "some avg10={} avg60=0.00 avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=1"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher.watch.model import JobState, NodeReport
-from launcher.watch.run_files import SharedFiles
+from launcher.watch.run_files import Found, SharedFiles
 from tests.seam import QUICK_AGENT, Started, find_run, start, wait_for, write_program
 
 PROGRAMS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
@@ -116,10 +116,10 @@ def test_a_filesystem_that_hangs_is_noticed_and_goes_on_later(
     files.worker.put(read_dead_disk)
     files.submit(REPORT, STATE)
     wait_for(lambda: files.is_stuck(time.monotonic()), "the stuck call")
-    assert files.found is None and not files.worker.wait_idle(0.05)
+    assert files.found == Found() and not files.worker.wait_idle(0.05)
     answer.set()
     assert files.worker.wait_idle(10) and not files.is_stuck(time.monotonic())
-    assert files.found and [one.value for one in files.found.reports] == [REPORT]
+    assert [one.value for one in files.found.reports] == [REPORT]
 
 
 def test_what_fails_is_told_and_tried_again_and_no_exception_ends_the_thread(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_what_fails_is_told_and_tried_again_and_no_exception_ends_the_thread(tmp
     (tmp_path / "later").mkdir()
     files.submit(REPORT, STATE)
     assert files.worker.wait_idle(10) and files.trouble == ""
-    assert files.found and files.found.job is None
+    assert files.found.job is None
     assert {path.name for path in (tmp_path / "later/watch").iterdir()} == {"node-n0.json", "job.json"}
 
 
