@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from launcher.fit.counts import count_active_parameters, count_model_parameters, count_token_flops
-from launcher.fit.gpus import BLACKWELL, HOPPER, GpuType, find_gpu
+from launcher.fit.gpus import GpuType, find_gpu
 from launcher.fit.memory import count_kept
 from launcher.fit.training import Training
 from launcher.plan.resources import count_node_cores
@@ -226,27 +226,22 @@ class SpeedEstimate:
     gpu_hours: tuple[float, float] | None = None
 
 
-MFU_RANGES = (
+MFU_RANGES = {
     # torchtitan's Llama 3.1 8B 21% on B200 with a power limit (docs of mxfp8), 42% on GB200 (nvfp4);
     # Megatron-Bridge's Qwen3 235B 33%.
-    (BLACKWELL, 0.20, 0.48, "B200 and GB200 runs of torchtitan, Megatron-Bridge; H100's at the high end"),
+    "b200": (0.20, 0.48, "B200 and GB200 runs of torchtitan, Megatron-Bridge; H100's at the high end"),
     # llm-foundry 26 to 46%; Llama 3.1 405B 38 to 43% (arXiv:2407.21783, table 4); torchtitan's Llama 3.1 8B
     # 33 to 39% (benchmarks/llama3_h100_202412_torchtitan.md); Megatron Core up to 47% (its README).
-    (HOPPER, 0.26, 0.48, "H100 runs of llm-foundry, Llama 3.1, torchtitan, Megatron Core"),
+    "h100": (0.26, 0.48, "H100 runs of llm-foundry, Llama 3.1, torchtitan, Megatron Core"),
     # torchtune's Llama 3.2 3B, compiled, 68 to 69% (its README); MosaicML's llm-foundry 36 to 64%
     # (scripts/train/benchmarking/README.md); torchtitan 50.5 to 61.1%
     # (docs/performance.md); LLaMA 65B 49% (arXiv:2302.13971: 380 tokens/s/GPU); MT-NLG 530B 30.2%
     # (arXiv:2204.02311, table 3); Megatron-LM 33 to 39% (arXiv:2104.04473, table 1: 44 to 52% with
     # recomputation); Korthikanti et al. 42 to 56% (arXiv:2205.05198, table 5).
-    (("a100", "a800"), 0.30, 0.70, "A100 runs of torchtune, llm-foundry, torchtitan, LLaMA, Megatron-LM"),
-    (
-        ("v100", "t4"),
-        0.20,
-        0.35,
-        "V100 runs: GPT-3 21% (arXiv:2204.02311), Megatron-LM 30% (arXiv:1909.08053)",
-    ),
-)
-"""First words of GPUs' names, and the low and high MFU of published runs on them."""
+    "a100": (0.30, 0.70, "A100 runs of torchtune, llm-foundry, torchtitan, LLaMA, Megatron-LM"),
+    "v100": (0.20, 0.35, "V100 runs: GPT-3 21% (arXiv:2204.02311), Megatron-LM 30% (arXiv:1909.08053)"),
+}
+"""The low and high MFU of published runs, by `GpuType.runs`."""
 OTHER = (0.20, 0.50, "an assumption, since no published run on such a GPU is known here")
 FP8 = (0.115, 0.43, "fp8 runs of llm-foundry, torchtitan, DeepSeek-V3, Megatron-Bridge, of the fp8 peak")
 """llm-foundry 14 to 30% of the fp8 peak; torchtitan's Llama 3.1 8B 12% eager, 25 to 32% compiled; DeepSeek-V3
@@ -267,11 +262,11 @@ RECOMPUTING_SHARE = 0.92
 
 def _find_mfu_range(training: Training, gpu: GpuType) -> tuple[float, float, str] | None:
     """Return what published runs reach on such a GPU, and which; None for fp32, which nobody publishes."""
-    settings, first = training.settings, gpu.name.split()[0]
+    settings = training.settings
     if settings.precision == "fp32":
         return None
-    found = next(((low, high, source) for names, low, high, source in MFU_RANGES if first in names), OTHER)
-    low, high, source = FP8 if settings.precision == "fp8" and gpu.fp8 else found
+    is_fp8 = settings.precision == "fp8" and gpu.fp8
+    low, high, source = FP8 if is_fp8 else MFU_RANGES.get(gpu.runs, OTHER)
     low *= SMALL_SHARE if count_model_parameters(training.model) < SMALL else 1
     low *= MIXTURE_SHARE if training.model.experts else 1
     low *= SPLIT_SHARE if max(training.layout.tp, training.layout.cp) > 1 else 1

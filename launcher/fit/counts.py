@@ -12,7 +12,7 @@ from launcher.fit.training import (
     ATTENTION_MATRICES,
     MLP_MATRICES,
     NOTHING,
-    Lora,
+    Experts,
     ModelDimensions,
     Range,
     Training,
@@ -65,7 +65,7 @@ def find_widths(model: ModelDimensions) -> tuple[int, int, int, int, int]:
     return query, query, value, compressed, value
 
 
-def list_matrices(model: ModelDimensions, *, mixture: bool) -> list[Matrix]:
+def list_matrices(model: ModelDimensions, experts: Experts | None) -> list[Matrix]:
     """List the matrices of a layer: attention's, and those of the MLP, or of shared and routed experts.
 
     Down-projections of latent attention are whole on each GPU (arXiv:2405.04434, appendix C).
@@ -86,8 +86,8 @@ def list_matrices(model: ModelDimensions, *, mixture: bool) -> list[Matrix]:
         if rank:
             found.append(Matrix("q_proj", hidden, rank, model.qkv_bias, "whole"))
     found.append(Matrix("o_proj", out, hidden, bias or model.out_bias))
-    experts, kinds = model.experts, [(model.intermediate_size, "split", 1, 1)]
-    if mixture and experts is not None:
+    kinds = [(model.intermediate_size, "split", 1, 1)]
+    if experts:
         width, shared = experts.intermediate_size, experts.shared
         kinds = [(width, "split", shared, shared), (width, "routed", experts.count, experts.per_token)]
     for width, held, copies, passes in kinds:
@@ -97,38 +97,35 @@ def list_matrices(model: ModelDimensions, *, mixture: bool) -> list[Matrix]:
     return found
 
 
-def list_adapters(model: ModelDimensions, lora: Lora | None, *, mixture: bool) -> list[Matrix]:
-    """List a layer's matrices that have an adapter."""
-    names = lora.matrices if lora else ()
-    return [one for one in list_matrices(model, mixture=mixture) if one.name in names]
-
-
-def list_runs(model: ModelDimensions, first: int = 0, count: int | None = None) -> list[tuple[int, bool]]:
-    """List equal layers from one on: how many, and whether they are mixtures, which are the last."""
+def list_runs(
+    model: ModelDimensions, first: int = 0, count: int | None = None
+) -> list[tuple[int, Experts | None]]:
+    """List equal layers from one on: how many, and their experts, which the last ones of a mixture have."""
     last = model.layers if count is None else first + count
-    dense = model.layers if model.experts is None else model.experts.dense_layers
+    dense = model.experts.dense_layers if model.experts else model.layers
     middle = max(first, min(last, dense))
-    return [(size, mixture) for size, mixture in ((middle - first, False), (last - middle, True)) if size]
+    return [
+        (size, experts) for size, experts in ((middle - first, None), (last - middle, model.experts)) if size
+    ]
 
 
 def _count_norm(model: ModelDimensions) -> int:
     """Count the parameters of one norm of the hidden size: an RMSNorm has no bias."""
-    has_bias = model.bias if model.norm_bias is None else model.norm_bias
-    return model.hidden_size * (2 if model.norm == "layernorm" and has_bias else 1)
+    return model.hidden_size * (2 if model.norm == "layernorm" and model.bias else 1)
 
 
-def _count_layer(model: ModelDimensions, *, mixture: bool) -> dict[str, int]:
+def _count_layer(model: ModelDimensions, experts: Experts | None) -> dict[str, int]:
     """Count the parameters of a layer as `Matrix.held` names them; norms and the router are whole."""
-    latent, experts = model.latent_attention, model.experts
+    latent = model.latent_attention
     norms = model.norms_per_layer * _count_norm(model)
     if latent:
         norms += latent.kv_rank + (latent.query_rank or 0)
     elif model.qk_norm:
         norms += 2 * model.head_width
     found = {"split": 0, "whole": norms, "routed": 0}
-    for one in list_matrices(model, mixture=mixture):
+    for one in list_matrices(model, experts):
         found[one.held] += one.copies * one.parameters
-    if mixture and experts is not None:
+    if experts:
         outputs = experts.count + experts.shared_gate
         found["whole"] += model.hidden_size * outputs + experts.count * experts.router_bias
     return found
@@ -143,7 +140,7 @@ def _count_tables(model: ModelDimensions) -> tuple[int, int, int]:
 
 def count_model_parameters(model: ModelDimensions) -> int:
     """Count all parameters of a model; tied embeddings count once."""
-    layers = [count * sum(_count_layer(model, mixture=kind).values()) for count, kind in list_runs(model)]
+    layers = [count * sum(_count_layer(model, experts).values()) for count, experts in list_runs(model)]
     return sum(_count_tables(model)) + _count_norm(model) + sum(layers)
 
 
@@ -151,8 +148,8 @@ def count_active_parameters(model: ModelDimensions) -> int:
     """Count the parameters that a token passes: of the routed experts those that it is sent to."""
     idle = sum(
         count * max(0, one.copies - one.passes) * one.parameters
-        for count, mixture in list_runs(model)
-        for one in list_matrices(model, mixture=mixture)
+        for count, experts in list_runs(model)
+        for one in list_matrices(model, experts)
     )
     return count_model_parameters(model) - idle
 
@@ -182,8 +179,8 @@ def count_token_flops(
     if checkpointing == "selective":
         again = attention
     elif checkpointing == "full":
-        for count, mixture in list_runs(model) if early_stop else ():
-            downs = [one for one in list_matrices(model, mixture=mixture) if one.name == "down_proj"]
+        for count, experts in list_runs(model) if early_stop else ():
+            downs = [one for one in list_matrices(model, experts) if one.name == "down_proj"]
             last += count * sum(one.passes * one.inputs * one.outputs for one in downs)
         again = forward - 2 * head - 2 * last
     return (2 * forward + attention if is_frozen else 3 * forward) + again
@@ -228,12 +225,14 @@ def count_stage(
     model, layout, lora = training.model, training.layout, training.settings.lora
     folded = layout.ep > layout.replicas  # over tp, as Megatron Core does: then tp does not split them
     layers, adapters, rank = [], [], lora.rank if lora else 0
-    for size, mixture in list_runs(model, first, count):
-        parts = _count_layer(model, mixture=mixture)
+    for size, experts in list_runs(model, first, count):
+        parts = _count_layer(model, experts)
         routed = divide_up(parts["routed"], layout.ep if folded else layout.tp * layout.ep)
         layers.append((size, divide_up(parts["split"], layout.tp) + parts["whole"], routed))
         added = [0, 0]
-        for one in list_adapters(model, lora, mixture=mixture):
+        for one in list_matrices(model, experts) if lora else ():
+            if lora is None or one.name not in lora.matrices:
+                continue
             copies = divide_up(one.copies, layout.ep) if one.held == "routed" else one.copies
             added[one.held == "routed"] += copies * rank * (one.inputs + one.outputs)
         adapters.append((size, added[0], added[1]))
@@ -251,7 +250,7 @@ def count_stage(
 
 
 def count_layer_bytes(
-    training: Training, tokens: int, *, mixture: bool, recomputed: Collection[str] = ()
+    training: Training, tokens: int, experts: Experts | None = None, recomputed: Collection[str] = ()
 ) -> Range:
     """Count the bytes that a layer keeps on a GPU of some tokens for its backward pass.
 
@@ -277,69 +276,66 @@ def count_layer_bytes(
     inputs and half of the results more than its LoRA runs.
     """
     model, layout, settings, lora = training.model, training.layout, training.settings, training.settings.lora
-    hidden, heads, width = model.hidden_size, model.heads, settings.width
+    hidden, heads, width, is_bundled = model.hidden_size, model.heads, settings.width, training.is_bundled
     query, key, value, latent, out = find_widths(model)
-    trained = frozenset(ATTENTION_MATRICES + MLP_MATRICES) if lora is None else lora.matrices
-    autocast, rising = settings.autocast and training.is_bundled, 2 if model.mlp == "swiglu" else 1
+    matrices = list_matrices(model, experts)
+    trained = {one.name for one in matrices} if lora is None else lora.matrices
+    adapters = [one for one in matrices if lora and one.name in trained]
+    autocast, rising = settings.autocast and is_bundled, 2 if model.mlp == "swiglu" else 1
     fused, again = bool(settings.compile) or settings.framework == "megatron", {*recomputed}
     # Selective checkpointing computes the scores again (arXiv:2205.05198, section 5).
     is_default = settings.checkpointing == "selective" and not settings.recompute_modules
     flash = settings.flash_attention or is_default or "core_attn" in again
-    plain = training.is_bundled and has_plain_attention(training)
-    dropout = model.position == "learned" and not training.is_bundled
-
-    def count_mlp(inner: int) -> int:
-        tensors = (4 - fused if model.mlp == "swiglu" else 2) - ("down_proj" not in trained)
-        return tensors * width * inner
-
+    plain = is_bundled and has_plain_attention(training)
+    dropout = model.position == "learned" and not is_bundled
     statistics = 4 if model.norm == "rmsnorm" else 8
-    sequence = [("", Range.of(model.norms_per_layer * ((4 if autocast else width) * hidden + statistics)))]
-    sequence.append(("", Range(0, 0, 2 * hidden * dropout)))
-    for inputs, copies in ((ATTENTION_MATRICES[:-1], 3), (MLP_MATRICES[:-1], rising)):
-        if trained & {*inputs}:
-            sequence.append(("layernorm", Range.of((copies if autocast else 1) * width * hidden)))
-    if model.norm == "rmsnorm" and not fused and not training.is_bundled:
-        norms = model.norms_per_layer * (EAGER_NORM if lora is None else EAGER_NORM // 2) * hidden
-        sequence.append(("layernorm", Range(0, norms, norms)))
+    norm, copies = 4 if autocast else width, 3 if autocast else 1
+    eager = model.norm == "rmsnorm" and not fused and not is_bundled
+    norms = eager * model.norms_per_layer * (EAGER_NORM if lora is None else EAGER_NORM // 2) * hidden
+    scores = width * heads * settings.seq_len * (plain or not flash)
     up = "attention mla_up_proj" if model.latent_attention else "attention"
-    split = [(up, Range.of(width * (query + key + value)))]
-    split.append(("attention", Range.of(width * (latent + out) + 4 * heads * flash)))
-    if plain:
-        split.append(("attention", Range.of(width * (2 * query - key - value))))
-    elif training.is_bundled and width == 2 and model.position == "rope":
-        split.append(("attention", Range.of(width * query)))
-    if model.qk_norm:
-        split.append(("attention", Range.of(width * (query + key))))
-    if plain or not flash:
-        each = heads * settings.seq_len
-        split.append(
-            ("attention", Range.of(width * each, None, (2 * width + 1 if dropout else width) * each))
-        )
-    adapters = list_adapters(model, lora, mixture=mixture)
-    if lora:
-        sequence.append(("", Range.of(width * lora.rank * sum(one.passes for one in adapters))))
-    experts = model.experts if mixture else None
-    if experts is None:
-        split.append(("mlp", Range.of(count_mlp(model.intermediate_size))))
-    else:
+    of_inputs = bool(trained & {*ATTENTION_MATRICES[:-1]}) * copies
+    of_rising = bool(trained & {*MLP_MATRICES[:-1]}) * (rising if autocast else 1)
+    inner = width * ((4 - fused if rising == 2 else 2) - ("down_proj" not in trained))
+    routed = shared = 0
+    if experts:
         routed, shared = (count * experts.intermediate_size for count in (experts.per_token, experts.shared))
-        act = rising * width * routed if "moe_act" in again else count_mlp(routed)
-        split += [("moe", Range.of(act)), ("moe shared_experts", Range.of(count_mlp(shared)))]
+    sent = 2 * width * hidden * experts.per_token + 8 * experts.count if experts else 0
+    rank = lora.rank if lora else 0
+    sequence: list[tuple[str, float | Range]] = [
+        ("", model.norms_per_layer * (norm * hidden + statistics)),
+        ("", Range(0, 0, 2 * hidden * dropout)),
+        ("layernorm", of_inputs * width * hidden),
+        ("layernorm", of_rising * width * hidden),
+        ("layernorm", Range(0, norms, norms)),
+        ("", width * rank * sum(one.passes for one in adapters)),
         # Each token's copies, sent to and brought back from its experts, and the router's scores in fp32.
-        sequence.append(("moe", Range.of(2 * width * hidden * experts.per_token + 8 * experts.count)))
-    of_split, of_sequence = (
-        sum((size for by, size in rows if not again & {*by.split()}), NOTHING) for rows in (split, sequence)
-    )
-    pieces = layout.tp if layout.sequence_parallel else 1
-    found = of_split * (tokens / layout.tp) + of_sequence * (tokens / pieces)
-    if training.is_bundled:
+        ("moe", sent),
+    ]
+    split: list[tuple[str, float | Range]] = [
+        (up, width * (query + key + value)),
+        ("attention", width * (latent + out) + 4 * heads * flash),
+        ("attention", width * (2 * query - key - value) * plain),
+        ("attention", width * query * (is_bundled and not plain and width == 2 and model.position == "rope")),
+        ("attention", width * (query + key) * model.qk_norm),
+        ("attention", Range(scores, scores, scores + (scores // width) * (width + 1) * dropout)),
+        ("mlp", 0 if experts else inner * model.intermediate_size),
+        ("moe", (rising * width if "moe_act" in again else inner) * routed),
+        ("moe shared_experts", inner * shared),
+    ]
+    found = NOTHING
+    for rows, parts in ((split, layout.tp), (sequence, layout.tp if layout.sequence_parallel else 1)):
+        kept = NOTHING
+        for by, size in rows:
+            kept += NOTHING if again & {*by.split()} else size
+        found += kept * (tokens / parts)
+    if is_bundled:
         return Range.of(0.98 * found.low, found.expected, 1.02 * found.high)
     more = (width + 1) * sum(one.inputs * one.passes for one in adapters)
     given = 0
     if settings.quantization != "none":
-        every = list_adapters(model, Lora(1), mixture=mixture)
-        given = width * sum(one.inputs * one.passes for one in every)
-        more += width * sum((one.inputs + one.outputs) * one.passes for one in every)
+        given = width * sum(one.inputs * one.passes for one in matrices)
+        more += width * sum((one.inputs + one.outputs) * one.passes for one in matrices)
     found += Range(0, given, more) * tokens
     # In fp8 the inputs of matrices may be kept in 8 bits (Transformer Engine).
     low = 0.6 if settings.precision == "fp8" else 1

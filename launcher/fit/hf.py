@@ -5,6 +5,7 @@ src/transformers/models/*/configuration_*.py); a file leaves out what equals its
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from launcher.codec import DecodeError, parse_json
@@ -15,7 +16,6 @@ SHOWN = 60
 """Characters of a value in an error."""
 GEMMA = {"tied_embeddings": True, "head_width": 256}
 LAYERNORM = {"norm": "layernorm", "mlp": "gelu"}
-GPT = {**LAYERNORM, "position": "learned", "bias": True, "tied_embeddings": True, "inner": "n_inner"}
 DEEPSEEK_V3 = {"experts": True, "latent": True, "router_bias": True}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     **{name: {} for name in ("llama", "mistral", "ministral", "granite", "phi3")},
@@ -31,42 +31,26 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"experts": True, "latent": True},
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
-    "gpt2": GPT,
-    "gpt_bigcode": GPT,
+    "gpt2": {**LAYERNORM, "position": "learned", "bias": True, "tied_embeddings": True},
     "gpt_neox": {**LAYERNORM, "bias": True},
     "starcoder2": {**LAYERNORM, "bias": True, "tied_embeddings": True},
-    "stablelm": {"norm": "layernorm", "norm_bias": True},
-    "falcon": {**LAYERNORM, "tied_embeddings": True, "norm_bias": True, "inner": "ffn_hidden_size"},
 }
-"""What a `model_type` has without saying so in its file, by fields of ModelDimensions; `inner` is the field
-of the width inside the MLP, whose default is 4 hidden sizes if it is not `intermediate_size`."""
+"""What a `model_type` has without saying so in its file, by fields of ModelDimensions."""
 
 
-class _Fields:
-    """The fields of a JSON object, by any of their names."""
+def _read(values: Mapping[str, object], names: str, default: int | None = None, *, least: int = 1) -> Any:  # noqa: ANN401 - of the default's type
+    """Read the first that there is of some fields: true or false if the default is, else a whole number.
 
-    def __init__(self, values: Mapping[str, object]) -> None:
-        self.values = values
-
-    def has(self, name: str) -> bool:
-        """Tell whether a field is there; null counts as absent."""
-        return self.values.get(name) is not None
-
-    def read(self, names: str, default: int | None = None, *, least: int = 1) -> Any:  # noqa: ANN401 - of the default's type
-        """Read the first that there is of some fields: true or false if the default is, else a whole number.
-
-        Raises UsageError for what it cannot be, and if there is none and no default.
-        """
-        every = names.split()
-        name = next(filter(self.has, every), every[0])
-        value = self.values[name] if self.has(name) else default
-        is_flag = isinstance(default, bool)
-        if isinstance(value, bool) is is_flag and isinstance(value, int) and (is_flag or value >= least):
-            return value
-        wanted = "true or false" if is_flag else f"a whole number of at least {least}"
-        if value is None:
-            raise UsageError(f"{' or '.join(every)} is missing: add it, {wanted}")
-        raise UsageError(f"{name} is {_show(value)}: give {wanted}")
+    Raises UsageError for what it cannot be, and if there is none and no default.
+    """
+    name = next((name for name in names.split() if name in values), "")
+    value, is_flag = values.get(name, default), isinstance(default, bool)
+    if isinstance(value, bool) is is_flag and isinstance(value, int) and (is_flag or value >= least):
+        return value
+    wanted = "true or false" if is_flag else f"a whole number of at least {least}"
+    if not name:
+        raise UsageError(f"{' or '.join(names.split())} is missing: add it, {wanted}")
+    raise UsageError(f"{name} is {_show(value)}: give {wanted}")
 
 
 def _show(value: object) -> str:
@@ -82,53 +66,39 @@ def parse_model_config(text: str, name: str) -> ModelDimensions:
     A bias in the MLP alone is not counted.
     """
     try:
-        values = parse_json(text)
+        data = parse_json(text)
     except DecodeError as error:
         raise UsageError(f"it is no JSON ({error}): name a model's config.json") from None
-    if not isinstance(values, dict):
+    if not isinstance(data, dict):
         raise UsageError("it has no JSON object at its top: name a model's config.json")
-    inner = values.get("text_config")
-    fields = _Fields(inner if isinstance(inner, dict) and "hidden_size" not in values else values)
-    kind = fields.values.get("model_type")
+    inner = data.get("text_config")
+    data = inner if isinstance(inner, dict) and "hidden_size" not in data else data
+    values = {key: value for key, value in data.items() if value is not None}
+    kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         known, problem = ", ".join(sorted(FAMILIES)), f"is {_show(kind)}, which is not known"
         raise UsageError(f"model_type {problem}: use the one whose layers it has, of {known}")
-    read, default = fields.read, family.get
-    hidden, heads = read("hidden_size n_embd d_model"), read("num_attention_heads n_head")
-    of_input = read("attention_bias use_qkv_bias", default("qkv_bias", False))
+    read, default = partial(_read, values), family.get
+    hidden, heads = read("hidden_size n_embd"), read("num_attention_heads n_head")
     out_bias = read("attention_bias", False)
-    bias = (out_bias and read("mlp_bias", False)) or read("bias use_bias", default("bias", False))
-    is_new = kind == "falcon" and read("new_decoder_architecture", False)
-    if kind == "gpt_bigcode" or (kind == "falcon" and not is_new):  # one head of keys for all queries
-        kv_heads = 1 if read("multi_query", True) else heads
-    else:
-        kv_heads = read("num_key_value_heads num_kv_heads", heads)
-    if (
-        hidden % heads
-        and "head_width" not in family
-        and "latent" not in family
-        and not fields.has("head_dim")
-    ):
+    bias = (out_bias and read("mlp_bias", False)) or read("use_bias", default("bias", False))
+    if hidden % heads and not family.keys() & {"head_width", "latent"} and "head_dim" not in values:
         raise UsageError(f"hidden_size is {hidden}, not divisible by {heads} heads: give head_dim")
-    head_width, latent = read("head_dim", default("head_width", max(1, hidden // heads))), None
+    kv_heads, latent = read("num_key_value_heads", heads), None
+    head_width = read("head_dim", default("head_width", max(1, hidden // heads)))
     if "latent" in family:
         latent = LatentAttention(
-            query_rank=read("q_lora_rank") if fields.has("q_lora_rank") else None,
+            query_rank=read("q_lora_rank") if "q_lora_rank" in values else None,
             kv_rank=read("kv_lora_rank"),
             rope_width=read("qk_rope_head_dim"),
             plain_width=read("qk_nope_head_dim"),
             value_width=read("v_head_dim"),
         )
         kv_heads, head_width = heads, latent.plain_width + latent.rope_width
-    norms = default("norms_per_layer", 2)  # attention and MLP side by side can share one
-    if kind == "stablelm" and read("use_parallel_residual", False):
-        norms = 1
-    elif kind == "falcon" and read("parallel_attn", True):
-        norms = read("num_ln_in_parallel_attn", 2) if is_new else 1
     # A table of learned positions has as many rows as the context, so it has to be known.
-    context = None if "position" in family else 2048
-    same = ("norm", "mlp", "position", "qk_norm", "norm_bias")
+    is_learned = "position" in family
+    same = ("norm", "mlp", "position", "qk_norm", "norms_per_layer")
     return ModelDimensions(
         name=name,
         vocab_size=read("vocab_size"),
@@ -137,46 +107,43 @@ def parse_model_config(text: str, name: str) -> ModelDimensions:
         heads=heads,
         kv_heads=kv_heads,
         head_width=head_width,
-        intermediate_size=read(
-            default("inner", "intermediate_size"), 4 * hidden if "inner" in family else None
-        ),
-        max_seq_len=read("max_position_embeddings n_positions n_ctx", context),
+        intermediate_size=read("intermediate_size n_inner", 4 * hidden if is_learned else None),
+        max_seq_len=read("max_position_embeddings n_positions n_ctx", None if is_learned else 2048),
         bias=bias,
-        qkv_bias=of_input and not bias,
+        qkv_bias=read("attention_bias", default("qkv_bias", False)) and not bias,
         tied_embeddings=read("tie_word_embeddings", default("tied_embeddings", False)),
-        experts=_read_experts(fields, str(kind)) if "experts" in family else None,
+        experts=_read_experts(values, str(kind)) if "experts" in family else None,
         latent_attention=latent,
         out_bias=out_bias and not bias,
-        norms_per_layer=norms,
         **{each: family[each] for each in same if each in family},
     )
 
 
-def _read_experts(fields: _Fields, kind: str) -> Experts | None:
+def _read_experts(values: Mapping[str, object], kind: str) -> Experts | None:
     """Read a mixture of experts, in every layer but the first; None if the file of DeepSeek-V2 has none."""
-    counts = "num_local_experts num_experts n_routed_experts"
-    if kind == "deepseek_v2" and not any(map(fields.has, counts.split())):
+    read, counts = partial(_read, values), "num_local_experts num_experts n_routed_experts"
+    if kind == "deepseek_v2" and not values.keys() & {*counts.split()}:
         return None
     for name in ("decoder_sparse_step", "moe_layer_freq"):
-        if (step := fields.read(name, 1)) != 1:
+        if (step := read(name, 1)) != 1:
             raise UsageError(f"{name} is {_show(step)}: only mixtures in every layer but the first are known")
-    plain = fields.values.get("mlp_only_layers") or []
+    plain = values.get("mlp_only_layers") or []
     if not isinstance(plain, list):
         raise UsageError(f"mlp_only_layers is {_show(plain)}: give a list of layers, or leave it out")
-    width = fields.read("moe_intermediate_size" + " intermediate_size" * (kind == "mixtral"))
+    width = read("moe_intermediate_size" + " intermediate_size" * (kind == "mixtral"))
     is_wide = kind == "qwen2_moe"  # one expert for all tokens, as wide as several routed ones
-    shared = fields.read("n_shared_experts", 0, least=0)
+    shared = read("n_shared_experts", 0, least=0)
     if is_wide:
-        shared, rest = divmod(fields.read("shared_expert_intermediate_size", 0, least=0), width)
+        shared, rest = divmod(read("shared_expert_intermediate_size", 0, least=0), width)
         if rest:
             what = "shared_expert_intermediate_size is no multiple of moe_intermediate_size"
             raise UsageError(f"{what} ({width}): give one")
     return Experts(
-        count=fields.read(counts),
-        per_token=fields.read("num_experts_per_tok num_experts_per_token"),
+        count=read(counts),
+        per_token=read("num_experts_per_tok num_experts_per_token"),
         intermediate_size=width,
         shared=shared,
-        dense_layers=fields.read("first_k_dense_replace", 0, least=0) + len(plain),
+        dense_layers=read("first_k_dense_replace", 0, least=0) + len(plain),
         shared_gate=is_wide,
         router_bias="router_bias" in FAMILIES[kind],
     )

@@ -26,6 +26,7 @@ from launcher.fit.counts import (
 from launcher.fit.training import (
     NOTHING,
     Estimate,
+    Experts,
     MemoryPart,
     ParallelLayout,
     Range,
@@ -189,7 +190,7 @@ class Stage:
         """One tensor of the hidden size."""
         self.table = divide_up(model.vocab_size * model.hidden_size, layout.tp)
         """Parameters of the output layer on a GPU."""
-        self.largest_matrix = max(one.parameters for one in list_matrices(model, mixture=bool(model.experts)))
+        self.largest_matrix = max(one.parameters for one in list_matrices(model, model.experts))
         quantized = settings.quantization
         each = self.width if quantized == "none" else QUANTIZED[quantized][1]
         self.layer = round(each * self.parameters.largest_layer)
@@ -303,33 +304,25 @@ class Stage:
         self.outer = self.stream + tokens * (self.width * model.hidden_size // layout.tp + 16) + angles
         by_operator = settings.checkpointing == "selective" and not settings.recompute_modules
         self.kept, again, working = NOTHING, NOTHING, NOTHING
-        for count, mixture in self.runs:
-            one = layer = count_layer_bytes(self.training, tokens, mixture=mixture)
+        for count, experts in self.runs:
+            one = layer = count_layer_bytes(self.training, tokens, experts)
             if settings.checkpointing == "full":
                 one = Range.of(self.stream)
             elif by_operator:
-                one = self._keep_selected(layer, mixture=mixture)
+                one = self._keep_selected(layer, experts)
             elif settings.checkpointing == "selective":
-                modules = settings.recompute_modules
-                one = count_layer_bytes(self.training, tokens, mixture=mixture, recomputed=modules)
+                one = count_layer_bytes(self.training, tokens, experts, settings.recompute_modules)
             self.kept += one * count
             again = max(again, layer - one, key=lambda each: each.expected)
             if by_operator and not settings.flash_attention:  # the scores of one layer, with dropout's mask
                 again += Range.of(5 * tokens * model.heads * settings.seq_len / layout.tp)
-            working = max(working, self._count_working(mixture=mixture), key=lambda each: each.expected)
+            working = max(working, self._count_working(experts), key=lambda each: each.expected)
         if settings.quantization != "none":  # 16-bit weights to compute with, of a matrix, of a layer at most
             matrix = 2 * divide_up(self.largest_matrix, layout.tp)
             again += Range.of(matrix, 2 * matrix, max(2 * matrix, 2 * self.parameters.largest_layer))
         self.working = working + again
 
-    def _find_inner(self, *, mixture: bool) -> int:
-        """Give the width inside a layer's MLP, of all experts that a token passes."""
-        experts = self.model.experts if mixture else None
-        if experts is None:
-            return self.model.intermediate_size
-        return (experts.per_token + experts.shared) * experts.intermediate_size
-
-    def _keep_selected(self, layer: Range, *, mixture: bool) -> Range:
+    def _keep_selected(self, layer: Range, experts: Experts | None) -> Range:
         """Give what selective checkpointing by operator keeps of a layer's activations, without scores.
 
         The layer's input, attention's result, and the result of each matrix (the bundled program) or of every
@@ -338,12 +331,10 @@ class Stage:
         settings, model, layout, width = self.settings, self.model, self.layout, self.width
         if self.framework == "megatron":
             return Range.of(MEGATRON_SELECTIVE * layer.low, layer.expected, layer.high)
-        every, hidden, sent = 1 if self.training.is_bundled else 2, model.hidden_size, 0
+        every, hidden = 1 if self.training.is_bundled else 2, model.hidden_size
         stream, (*made, out) = 4 if settings.autocast else width, find_widths(model)
-        inner = self._find_inner(mixture=mixture)
-        if mixture and model.experts:
-            inner -= model.experts.per_token * model.experts.intermediate_size
-            sent = hidden * model.experts.per_token
+        inner = experts.shared * experts.intermediate_size if experts else model.intermediate_size
+        sent = hidden * experts.per_token if experts else 0
         results = sum(made) + (2 if model.mlp == "swiglu" else 1) * inner
         sequence = stream * hidden + width * (2 * hidden / every + sent)
         split = width * (out + results / every) + 4 * model.heads
@@ -351,25 +342,27 @@ class Stage:
         if self.training.is_bundled:
             return Range.of(0.98 * each, each, 1.02 * each)
         low, expected, high = (share * each for share in SELECTED[settings.compile])
-        if mixture:
+        if experts:
             low, high = 0.5 * low, CROWD * high
         if settings.precision == "fp8" and settings.compile is False:
             # torchao's eager fp8 took 81.8 GiB where bf16 took 49.6 (torchtitan's 2271b6386), compiled 47.8.
             expected, high = 0.8 * layer.expected, layer.high
         return Range.of(low, expected, high)
 
-    def _count_working(self, *, mixture: bool) -> Range:
+    def _count_working(self, experts: Experts | None) -> Range:
         """Count the bytes of gradients of activations inside a layer: in its MLP, half of what that keeps.
 
         torch's plain attention has gradients of its scores and of their softmax. The high end has what flash
         attention's backward takes inside its kernel: the query's gradient in fp32, and repeated keys.
         """
         model, tokens, stream, width = self.model, self.tokens, self.stream, self.width
-        inner = self._find_inner(mixture=mixture)
+        inner = model.intermediate_size
+        if experts:
+            inner = (experts.per_token + experts.shared) * experts.intermediate_size
         kept = tokens * (4 if model.mlp == "swiglu" else 2) * width * inner / self.layout.tp
         if not self.training.is_bundled:
-            crowd = CROWD if mixture else 1
-            return Range.of(0.25 * kept, 0.5 * kept + stream, 0.75 * kept * crowd + 2 * stream)
+            most = 0.75 * kept * (CROWD if experts else 1) + 2 * stream
+            return Range.of(0.25 * kept, 0.5 * kept + stream, most)
         found = 0.5 * kept + stream + tokens * width * model.hidden_size
         if has_plain_attention(self.training):
             found = max(found, 2 * tokens * width * model.heads * self.settings.seq_len - kept + stream)

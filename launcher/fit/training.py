@@ -77,8 +77,6 @@ class ModelDimensions:
     latent_attention: LatentAttention | None = None
     out_bias: bool = False
     """A bias in the attention's output layer, without biases everywhere."""
-    norm_bias: bool | None = None
-    """Biases in a layernorm; None is as `bias`."""
     norms_per_layer: int = 2
     """Norms of the hidden size in a layer: 4 with norms after attention and MLP too (Gemma 2)."""
 

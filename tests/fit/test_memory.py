@@ -40,7 +40,7 @@ def count_korthikanti(model: str, layout: dict[str, Any], checkpointing: str) ->
     """Bytes a token that a layer keeps, with dropout, fused norms and without flash attention."""
     settings = {"framework": "megatron", "seq_len": 2048, "flash_attention": False}
     request = ask(model, layout=layout, settings={**settings, "checkpointing": checkpointing})
-    return count_layer_bytes(request, 1, mixture=False).high / 1.05
+    return count_layer_bytes(request, 1).high / 1.05
 
 
 @pytest.mark.parametrize("model", GPTS)
@@ -98,7 +98,7 @@ def test_measured_copies_of_the_stream_are_in_the_range(shape: Any, qk_norm: boo
     model = dict(zip((*names, "max_seq_len"), shape, strict=True))
     settings = {"framework": "fsdp", "seq_len": 4096}
     request = ask({**model, "qk_norm": qk_norm}, layout={"dp": 8, "zero": 3}, settings=settings)
-    kept = count_layer_bytes(request, 1, mixture=False) * (1 / 2 / model["hidden_size"] * 1000)
+    kept = count_layer_bytes(request, 1) * (1 / 2 / model["hidden_size"] * 1000)
     low, expected, high = (value / 1000 for value in (kept.low, kept.expected, kept.high))
     assert low <= published <= 1.1 * high
     assert expected == pytest.approx(published, rel=0.15)
@@ -139,7 +139,7 @@ def test_a_matrix_without_an_adapter_does_not_keep_its_input() -> None:
     """34 sbh of a layer with GELU less 2 for each input that nobody needs: of attention's and MLP's four."""
 
     def keep(**settings: Any) -> int:
-        return count_layer_bytes(ask("7.5B", settings=settings), 1, mixture=False).low
+        return count_layer_bytes(ask("7.5B", settings=settings), 1).low
 
     whole, rank = keep(), 2  # bytes of an adapter's low-rank result
     for name, less in (("all-linear", 0), ("q_proj", 10), ("up_proj", 10), ("down_proj", 4)):

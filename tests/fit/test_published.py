@@ -91,7 +91,7 @@ class Published:
         return each / speed.step_seconds[1], each / speed.step_seconds[0]
 
 
-def read_request(name: str, words: dict[str, Any]) -> Training:
+def read_request(model: str | dict[str, Any], words: dict[str, Any]) -> Training:
     """What keys of the command line ask; with keys of `program`, of the bundled one."""
     sections: dict[str, dict[str, Any]] = {"fit": {}, "parallel": {}, "program": {}, "": {}}
     for key, value in words.items():
@@ -102,7 +102,9 @@ def read_request(name: str, words: dict[str, Any]) -> Training:
     config = replace(Settings(), fit=fit, parallel=parallel, program=program)
     node, expandable = replace(REQUEST.node, num_workers=0), top.get("expandable_segments", True)
     job = FitJob(config, None, top["nodes"], bool(program), top["nproc_per_node"], (), node, expandable)
-    found = make_training(replace(job, model=MODELS.get(name) or read_dimensions({"config": name})))
+    found = make_training(
+        replace(job, model=MODELS[model] if isinstance(model, str) else read_dimensions(model))
+    )
     assert found is not None
     return found
 
@@ -112,9 +114,11 @@ def read_published(folder: Path, name: str) -> list[Published]:
     models = every[TRAININGS]["models"] | every[ADAPTERS]["models"]
     found = []
     for row in every[name]["trainings"]:
-        path = folder / f"{row['model']}.json"
-        path.write_text(json.dumps(models[row["model"]]))
-        request, weak = read_request(str(path), row["settings"]), row.get("weak", False)
+        model = models[row["model"]]
+        if "model_type" in model:
+            (folder / "config.json").write_text(json.dumps(model))
+            model = {"config": str(folder / "config.json")}
+        request, weak = read_request(model, row["settings"]), row.get("weak", False)
         is_judged = row.get("memory_scored", True) and not weak
         is_selective = request.settings.checkpointing == "selective"
         found.append(Published(row["id"], row["truth"], is_judged, weak, is_selective, assess(request)))
