@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from launcher.fit.counts import count_active_parameters, count_model_parameters, count_token_flops
 from launcher.fit.gpus import GpuType, find_gpu
 from launcher.fit.memory import count_kept
-from launcher.fit.training import Training
+from launcher.fit.training import Training, read_rules
 from launcher.plan.resources import count_node_cores
 
 GIB = 1 << 30
@@ -128,36 +128,30 @@ class Advice:
 
 def advise(training: Training) -> tuple[Advice, ...]:
     """Give advice, warnings first."""
-    rows = [*_judge_shapes(training), *_judge_parallelism(training)]
-    found = [Advice("warning" if is_warning else "note", what, fix) for is_warning, what, fix in rows]
+    parts = {name: getattr(training, name) for name in ("model", "layout", "settings", "device")}
+    found = []
+    for rule, values in _find_faults(training):
+        texts = read_rules()["advice"][rule]
+        found.append(Advice(*(texts[name].format(**parts, **values) for name in ("level", "what", "fix"))))
     return tuple(sorted(found, key=lambda one: one.level != "warning"))
 
 
-def _judge_shapes(training: Training) -> Iterator[tuple[bool, str, str]]:
-    """Give what is wrong with shapes and the precision: whether it is a warning, what, and the fix.
-
-    By efficient shapes a step is up to 39% faster (arXiv:2401.14489); by a vocabulary of 50304 in place of
-    50257 GPT-2's 25% (A. Karpathy, nanoGPT); attention by a flash kernel 2 to 4 times (arXiv:2205.14135).
-    """
-    model, settings, tp, name = training.model, training.settings, training.layout.tp, training.device.name
-    experts, precision, length = model.experts, settings.precision, settings.seq_len
-    if length > model.max_seq_len:
-        what = f"fit.seq_len={length} is more than model.max_seq_len={model.max_seq_len}"
-        yield True, what, f"fit.seq_len={model.max_seq_len}, or a model whose frequencies are scaled"
-    if not settings.flash_attention and length >= LONG_SEQUENCE:
-        what = f"without flash attention each layer keeps heads * seq_len^2 ({length}) weights"
-        yield True, what, "torch's scaled_dot_product_attention, or fit.flash_attention=true"
-    if not training.on_gpu:
-        return
-    gpu = find_gpu(name)
-    if gpu and precision == "fp8" and gpu.fp8 is None:
-        yield True, f"fit.precision=fp8, and a {name} computes no fp8", "fit.precision=mixed"
-    if gpu and precision in ("bf16", "mixed") and gpu.tf32 is None:  # both came with the same generation
-        what = f"fit.precision={precision}, and a {name} has no fast bf16"
-        yield True, what, "fp16 with loss scaling, which needs the same memory"
-    if gpu and gpu.tf32 and precision == "fp32":
-        fix = 'torch.set_float32_matmul_precision("high") for TF32, or fit.precision=mixed'
-        yield False, "fit.precision=fp32 leaves tensor cores unused", fix
+def _find_faults(training: Training) -> Iterator[tuple[str, dict[str, object]]]:
+    """Give the rules that shapes, the precision, groups of GPUs or the pipeline break, with their values."""
+    model, settings, layout, device = training.model, training.settings, training.layout, training.device
+    gpu, precision, experts = find_gpu(device.name), settings.precision, model.experts
+    tp, steps, chunks, idle = layout.tp, settings.accumulation, layout.virtual_stages, layout.pp - 1
+    if settings.seq_len > model.max_seq_len:
+        yield "long", {}
+    if not settings.flash_attention and settings.seq_len >= LONG_SEQUENCE:
+        yield "no_flash", {}
+    if gpu and training.on_gpu:
+        if precision == "fp8" and gpu.fp8 is None:
+            yield "no_fp8", {}
+        if precision in ("bf16", "mixed") and gpu.tf32 is None:  # both came with the same generation
+            yield "no_bf16", {}
+        if precision == "fp32" and gpu.tf32:
+            yield "no_tensor_cores", {}
     widths = {
         "vocab_size": (model.vocab_size, tp),
         "hidden_size": (model.hidden_size, 1),
@@ -167,40 +161,27 @@ def _judge_shapes(training: Training) -> Iterator[tuple[bool, str, str]]:
         widths["experts.intermediate_size"] = (experts.intermediate_size, 1)
     if experts is None or experts.dense_layers:
         widths["intermediate_size"] = (model.intermediate_size, tp)
-    for key, (width, parts) in widths.items():
-        multiple = TILE * parts
+    for key, (width, pieces) in widths.items() if training.on_gpu else ():
+        multiple = TILE * pieces
+        values = {"key": key, "width": width, "multiple": multiple, "near": -(-width // multiple) * multiple}
+        values["of_tp"] = f" (64 * parallel.tp={pieces})" if pieces > 1 else ""
+        values["level"] = "warning" if width % (LEAST_MULTIPLE * pieces) else "note"
         if width % multiple:
-            of_tp = f" (64 * parallel.tp={parts})" if parts > 1 else ""
-            what = f"model.{key}={width} is no multiple of {multiple}{of_tp}"
-            yield bool(width % (LEAST_MULTIPLE * parts)), what, f"{key}={-(-width // multiple) * multiple}"
-
-
-def _judge_parallelism(training: Training) -> Iterator[tuple[bool, str, str]]:
-    """Give what is wrong with groups that cross nodes or NVLink's domain, and with the pipeline's bubble.
-
-    Megatron-LM keeps tp within a node (arXiv:2104.04473, section 5); DeepSeek-V3 overlaps the all-to-alls of
-    its experts, which take as long as the computation (arXiv:2412.19437, 3.2.1). The bubble is
-    (pp - 1) / (v m + pp - 1) of a step (arXiv:2104.04473, section 2.2).
-    """
-    layout, each, tp = training.layout, training.gpus_per_node, training.layout.tp
-    domain, steps = training.device.nvlink_domain or each, training.settings.accumulation
-    for name, size, inner, what in (
+            yield "width", values
+    domain = device.nvlink_domain or training.gpus_per_node
+    for name, size, inner, exchanged in (
         ("tp", tp, 1, "four all-reduces of each layer"),
         ("ep", layout.ep, tp, "the all-to-alls of experts"),
         ("cp", layout.cp, tp, "the exchange of keys and values"),
     ):
+        values = {"name": name, "size": size, "gpus": size * inner, "domain": domain, "exchanged": exchanged}
+        values |= {"level": "note" if name == "cp" else "warning", "most": max(1, domain // inner)}
         if size > 1 and size * inner > domain:
-            spans = f"spans {size * inner} GPUs, and NVLink or a node connects {domain}"
-            crossing = f"parallel.{name}={size} {spans}: {what} go over slower links"
-            yield name != "cp", crossing, f"parallel.{name}={max(1, domain // inner)} or less"
-    chunks, idle = layout.virtual_stages, layout.pp - 1
-    bubble = idle / (chunks * steps + idle)
-    if bubble > LARGEST_BUBBLE:
-        what = f"the pipeline of {layout.pp} stages idles {bubble:.0%} of a step (accumulation={steps})"
-        yield True, what, f"fit.accumulation={-(-idle * 9 // chunks)}, or more parallel.virtual_stages"
+            yield "crossing", values
+    if (bubble := idle / (chunks * steps + idle)) > LARGEST_BUBBLE:
+        yield "bubble", {"bubble": bubble, "enough": -(-idle * 9 // chunks)}
     if layout.pp > 1 and chunks > 1 and steps % layout.pp:
-        what = f"fit.accumulation={steps} is no multiple of parallel.pp={layout.pp}, as Megatron-LM needs"
-        yield True, what, f"fit.accumulation={-(-steps // layout.pp) * layout.pp}"
+        yield "interleaved", {"even": -(-steps // layout.pp) * layout.pp}
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from launcher.fit.training import (
     Training,
     check_layout,
     find_framework,
+    read_rules,
 )
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -347,37 +348,6 @@ MOST_ESTIMATES = 1000
 MOST_NODES = 4096
 HALVING, TENSOR_SPLIT, MORE_NODES = 0.03, 0.1, 0.4
 """Cost of half the micro-batch, of twice the GPUs that share a layer, of twice the nodes."""
-SHARDED = "sharded over the replicas: up to {:.0%} slower"
-IN_CPU_MEMORY = "in CPU memory: bound by PCIe and the CPU, often half as fast"
-CHANGES: dict[str, tuple[tuple[int | str, float, str], ...]] = {
-    "fit.checkpointing": (
-        ("selective", 0.04, "all but products and attention is computed again in backward: about 4% slower"),
-        ("full", 0.33, "each block is computed again in backward: about 33% slower"),
-    ),
-    "parallel.zero": (
-        (1, 0.02, f"optimizer states are {SHARDED}"),
-        (2, 0.04, f"optimizer states and gradients are {SHARDED}"),
-        (3, 0.1, f"weights, gradients and optimizer states are {SHARDED}"),
-    ),
-    # No time, but other numbers.
-    "fit.optimizer": (
-        ("adamw8bit", 0.05, "AdamW's moments in 8 bits (bitsandbytes, torchao): as fast, other rounding"),
-    ),
-    "fit.offload": (
-        ("optimizer", 0.5, f"optimizer states {IN_CPU_MEMORY}"),
-        ("parameters", 1.0, f"weights and optimizer states {IN_CPU_MEMORY}"),
-    ),
-    # litgpt's nf4 runs take 1.1 to 2 times as long.
-    "fit.quantization": (("nf4", 0.3, "the frozen weights in 4 bits (QLoRA): slower products"),),
-    # Next to nothing if the copies hide behind recomputation (torchtune's README).
-    "fit.activation_offload": (
-        (True, 0.05, "the blocks' inputs are in CPU memory between forward and backward: bound by PCIe"),
-    ),
-    "fit.optimizer_in_backward": (
-        (True, 0.02, "each gradient is freed at once: none is clipped by the norm of all"),
-    ),
-}
-"""Values of a key, the one that saves least first, with cost and reason; in braces the added cost."""
 SHOWN = (
     *("nodes", "parallel.tp", "parallel.dp", "parallel.framework", "parallel.zero", "fit.optimizer"),
     *("fit.offload", "fit.quantization", "fit.activation_offload", "fit.optimizer_in_backward"),
@@ -471,7 +441,7 @@ def _list_ladders(training: Training) -> list[list[_Step]]:
         "fit.optimizer_in_backward": not is_bundled and settings.accumulation == 1 and not settings.lora,
     }
     ladders = []
-    for key, rows in CHANGES.items():
+    for key, rows in read_rules()["changes"].items():
         current = find_value(training, key)
         base = next((cost for value, cost, _ in rows if value == current), 0.0)
         steps = [_Step(key, value, cost - base, why) for value, cost, why in rows if cost > base and may[key]]

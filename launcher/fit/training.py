@@ -5,7 +5,10 @@ and `solve_batch` raise UsageError with the value, the rule, and settings that w
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 from math import gcd, prod
+from pathlib import Path
+from typing import Any
 
 from launcher.errors import UsageError
 
@@ -366,11 +369,19 @@ def solve_batch(
     )
 
 
+@cache
+def read_rules() -> dict[str, Any]:
+    # Most starts do without.
+    import tomllib  # noqa: PLC0415
+
+    return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+
+
 def _propose_divisors(key: str, value: int, number: int) -> str:
-    """Return settings of a key with the divisors of a number that are nearest to a value."""
+    """Return settings of a key of `parallel` with the divisors of a number that are nearest to a value."""
     divisors = [one for one in range(1, min(number, MOST_NEAR) + 1) if number % one == 0]
     near = sorted(divisors, key=lambda one: abs(one - value))[:2]
-    return " or ".join(f"{key}={one}" for one in near)
+    return " or ".join(f"parallel.{key}={one}" for one in near)
 
 
 def check_layout(training: Training) -> None:
@@ -380,71 +391,51 @@ def check_layout(training: Training) -> None:
     (Megatron-LM and torchtitan alike), so 2 * cp divides it. Sequence parallelism splits that further over
     tp. Megatron Core folds ep over tp: the experts' GPUs are those of a pipeline stage.
     """
-    model, layout, settings = training.model, training.layout, training.settings
-    experts, ranks = model.experts, training.gpus_per_node * training.nodes
+    model, layout, settings, each = training.model, training.layout, training.settings, training.gpus_per_node
+    experts, ranks, size = model.experts, each * training.nodes, layout.world_size
     tp, pp, ep, zero, replicas = layout.tp, layout.pp, layout.ep, layout.zero, layout.replicas
     framework, length, group = settings.framework, settings.seq_len, layout.shard_size
-
-    def refuse(what: str, fix: str) -> None:
-        raise UsageError(f"{what}: set {fix}")
-
-    if layout.world_size != ranks:
-        sizes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")}
-        given = " * ".join(f"{name} {value}" for name, value in sizes.items() if value > 1) or "one GPU"
-        split, fixes = layout.world_size // layout.dp, []
-        if layout.world_size % training.gpus_per_node == 0:
-            fixes.append(f"nodes={layout.world_size // training.gpus_per_node}")
-        fixes.append(f"parallel.dp={ranks // split}" if ranks % split == 0 else "others of these")
-        refuse(f"parallel: {given} is {layout.world_size} GPUs, and the job has {ranks}", " or ".join(fixes))
-    sizes = {"heads": model.heads}
+    widths = {"heads": model.heads}
     if model.latent_attention is None:
-        sizes["kv_heads"] = model.kv_heads
+        widths["kv_heads"] = model.kv_heads
     if experts is None or experts.dense_layers:
-        sizes["intermediate_size"] = model.intermediate_size
-    for name, size in sizes.items():
-        if size % tp:
-            fix = _propose_divisors("parallel.tp", tp, gcd(*sizes.values()))
-            refuse(f"parallel.tp={tp} does not divide model.{name}={size}", fix)
-    if pp * layout.virtual_stages > model.layers:
-        stages = f"parallel.pp={pp} * parallel.virtual_stages={layout.virtual_stages}"
-        fix = f"parallel.virtual_stages={model.layers // pp}" if pp <= model.layers else ""
-        fix = f"{fix or f'parallel.pp={model.layers}'} or less"
-        refuse(f"{stages} is more than model.layers={model.layers}", fix)
-    if ep > 1 and experts is None:
-        fix = "parallel.ep=1, or choose a mixture such as model=mixtral8x7b"
-        refuse(f"parallel.ep={ep}, but {model.name} has no experts", fix)
-    folds = framework == "megatron" and replicas * tp % ep == 0
-    if experts is not None and (experts.count % ep or (replicas % ep and not folds)):
-        what = (
-            f"parallel.ep={ep} does not divide model.experts.count={experts.count} and dp * cp ({replicas})"
-        )
-        refuse(what, _propose_divisors("parallel.ep", ep, gcd(experts.count, replicas)))
-    if model.position == "learned" and length > model.max_seq_len:
-        what = f"fit.seq_len={length} is more than the rows of the model's table"
-        refuse(what, f"fit.seq_len={model.max_seq_len} or less (model.max_seq_len)")
+        widths["intermediate_size"] = model.intermediate_size
+    is_folded = framework == "megatron" and replicas * tp % ep == 0
     pieces = {"2 * parallel.cp": 2 * layout.cp if layout.cp > 1 else 1}
     pieces["parallel.tp"] = tp if layout.sequence_parallel else 1
-    if length % (step := prod(pieces.values())):
-        product = " * ".join(name for name, number in pieces.items() if number != 1)
-        near = [one for one in (length // step * step, length // step * step + step) if one]
-        fix = " or ".join(f"fit.seq_len={one}" for one in near)
-        refuse(f"fit.seq_len={length} is not divisible by {product} ({step})", fix)
-    if zero not in SHARDED_BY[framework]:
-        stage = min(SHARDED_BY[framework], key=lambda one: abs(one - zero))
-        what = f"parallel.zero={zero} is nothing that parallel.framework={framework} does"
-        refuse(what, f"parallel.zero={stage}, or another framework")
-    if framework == "zero" and pp > 1 and zero > 1:
-        what = f"parallel.zero={zero} with parallel.pp={pp}: DeepSpeed's pipeline keeps gradients whole"
-        refuse(what, "parallel.zero=1, or parallel.framework=fsdp")
-    if group is not None and zero == 0:
-        refuse(
-            f"parallel.shard_size={group} with parallel.zero=0, which shards nothing",
-            "parallel.zero=1, or leave it out",
-        )
-    if group is not None and replicas % group:
-        what = f"parallel.shard_size={group} does not divide dp * cp ({replicas})"
-        refuse(what, _propose_divisors("parallel.shard_size", group, replicas))
-    if settings.optimizer_in_backward and settings.accumulation > 1:
-        what = f"fit.optimizer_in_backward=true cannot accumulate (fit.accumulation={settings.accumulation})"
-        refuse(what, "fit.accumulation=1")
+    step = prod(pieces.values())
+    broken = {
+        "ranks": size != ranks,
+        **{name: width % tp for name, width in widths.items()},
+        "stages": pp * layout.virtual_stages > model.layers,
+        "no_experts": ep > 1 and experts is None,
+        "experts": experts and (experts.count % ep or (replicas % ep and not is_folded)),
+        "positions": model.position == "learned" and length > model.max_seq_len,
+        "pieces": length % step,
+        "zero": zero not in SHARDED_BY[framework],
+        "pipeline": framework == "zero" and pp > 1 and zero > 1,
+        "not_sharded": group is not None and zero == 0,
+        "shard_size": group is not None and replicas % group,
+        "in_backward": settings.optimizer_in_backward and settings.accumulation > 1,
+    }
+    for rule in (name for name, is_broken in broken.items() if is_broken):
+        sizes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")}
+        split = size // layout.dp
+        fixes = [] if size % each else [f"nodes={size // each}"]
+        fixes.append("others of these" if ranks % split else f"parallel.dp={ranks // split}")
+        lengths = (length // step * step, length // step * step + step)
+        key, most = ("virtual_stages", model.layers // pp) if pp <= model.layers else ("pp", model.layers)
+        values = {
+            "given": " * ".join(f"{name} {value}" for name, value in sizes.items() if value > 1) or "one GPU",
+            "fixes": " or ".join(fixes),
+            "tp": _propose_divisors("tp", tp, gcd(*widths.values())),
+            "ep": _propose_divisors("ep", ep, gcd(experts.count, replicas) if experts else 1),
+            "shard_size": _propose_divisors("shard_size", group or 1, replicas),
+            "stages": f"parallel.{key}={most}",
+            "product": " * ".join(name for name, number in pieces.items() if number != 1),
+            "lengths": " or ".join(f"fit.seq_len={one}" for one in lengths if one),
+            "zero": min(SHARDED_BY[framework], key=lambda one: abs(one - zero)),
+        }
+        parts = {"model": model, "layout": layout, "settings": settings, "ranks": ranks, "step": step}
+        raise UsageError(read_rules()["layout"][rule].format(**parts, **values))
     solve_batch(settings.micro_batch, layout.dp, settings.accumulation, training.global_batch)

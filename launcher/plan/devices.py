@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.plan.model import Gpu, Machine, Nic, PlanWarning, Request, warn
-from launcher.plan.topology import UNREACHABLE, Topology
+from launcher.plan.topology import UNREACHABLE, Placement, Topology
 from launcher.protocol import LAUNCH_NIC
 
 CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
@@ -136,24 +136,6 @@ def spread_devices(
     return replace(visible, devices=tuple(devices[at] for at in chosen), gpu_variables=variables)
 
 
-@dataclass(frozen=True, slots=True)
-class RankNic:
-    """A rank's NIC."""
-
-    nic: Nic
-    why: str
-    """Where it is, for people: `on one PCI switch with the GPU`."""
-
-    @property
-    def is_verbs(self) -> bool:
-        """Whether NCCL reaches it by InfiniBand verbs, and so by `NCCL_IB_HCA`; EFA goes by libfabric.
-
-        EFA's devices have a link layer of their own, and are named `efa_0` by the kernel, `rdmap16s27` by
-        udev.
-        """
-        return bool(self.nic.link_layer) or not self.nic.name.startswith(("efa", "rdma"))
-
-
 class NicChoice:
     """The NICs nearest to each GPU of a machine, and the one that it would have if all were in use."""
 
@@ -165,18 +147,20 @@ class NicChoice:
         self.preferred = self._deal(Counter(self.nearest.keys()), {})
         """By the GPU's name, a number of `nics`."""
 
-    def choose(self, machine: Machine, gpus: Sequence[Gpu | None]) -> tuple[RankNic | None, ...]:
-        """NIC of each rank, given its GPU; None without a GPU, or if no NIC is active.
+    def choose(self, machine: Machine, ranks: Sequence[Placement]) -> None:
+        """Give each rank a NIC, unless it has no GPU, or no NIC is active.
 
         Ranks of one GPU share its NIC. If several would do, a GPU gets the one that it would have if all of
         the machine's GPUs were in use, so that jobs side by side on a node keep apart.
         """
-        if self.user:
-            nic = next((nic for nic in machine.nics if nic.name == self.user), Nic(self.user, "", None))
-            return (RankNic(nic, "set by the user"),) * len(gpus)
-        names = [_name_gpu(gpu) if gpu and self.nics else None for gpu in gpus]
+        names = [_name_gpu(rank.gpu) if rank.gpu and self.nics else None for rank in ranks]
         dealt = self._deal(Counter(filter(None, names)), self.preferred)
-        return tuple(name and RankNic(self.nics[dealt[name]], self.nearest[name][0]) for name in names)
+        for rank, name in zip(ranks, names, strict=True):
+            if self.user:
+                known = (nic for nic in machine.nics if nic.name == self.user)
+                rank.nic, rank.nic_why = next(known, Nic(self.user, "", None)), "set by the user"
+            elif name:
+                rank.nic, rank.nic_why = self.nics[dealt[name]], self.nearest[name][0]
 
     def _deal(self, ranks: Counter[GpuName], preferred: Mapping[GpuName, int]) -> dict[GpuName, int]:
         """Give each GPU one of its nearest NICs: that with fewest ranks, first to those with least choice.

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from launcher.cpulist import format_cpulist
 from launcher.errors import MachineError, UsageError
@@ -12,7 +12,6 @@ from launcher.plan.resources import (
     MIN_CORES_PER_RANK,
     ROUNDING,
     Cores,
-    Placement,
     WorkerBudget,
     build_rank_plan,
     choose_memory,
@@ -21,8 +20,8 @@ from launcher.plan.resources import (
     count_requested_workers,
 )
 from launcher.plan.topology import (
+    Placement,
     Topology,
-    assign_ranks,
     build_topology,
     find_usable,
     gather_pus,
@@ -47,37 +46,32 @@ def plan(machine: Machine, request: Request) -> Plan:
     if request.devices == "spread":
         visible = spread_devices(machine, topology, visible, request, enough)
     devices = visible.devices
-    ranks = range(request.nproc_per_node or len(devices) or len(topology.cores))
+    count = request.nproc_per_node or len(devices) or len(topology.cores)
     # Programs choose device `local_rank` modulo their number.
-    gpus = [devices[rank % len(devices)] if devices else None for rank in ranks]
-    assignment = assign_ranks(topology, gpus, enough if binding == "exclusive" else 0)
-    sets = place_ranks(binding, topology, assignment)
-    links = NicChoice(machine, topology, request.environ).choose(machine, gpus)
-    local = assignment.local_nodes_by_rank
-    memories = [choose_memory(machine, topology, sets[rank].node, local[rank]) for rank in ranks]
-    placements = [
-        Placement(gpus[rank], local[rank], sets[rank], memories[rank], links[rank]) for rank in ranks
-    ]
-    placed = _NodePlacement(machine, topology, binding, placements)
-    shortfalls = [*placed.find_shortfalls(request.binding.reserve_cores)]
+    gpus = [devices[rank % len(devices)] if devices else None for rank in range(count)]
+    ranks = place_ranks(binding, topology, gpus, enough)
+    NicChoice(machine, topology, request.environ).choose(machine, ranks)
+    for rank in ranks:
+        rank.memory = choose_memory(machine, topology, rank)
+    shortfalls = [*_find_shortfalls(machine, topology, request, ranks)]
     if request.binding.strict and shortfalls:
         raise MachineError(str(shortfalls[0]))
-    cores = count_cores(topology, sets)
+    cores = count_cores(ranks)
     quota = machine.limits.cpus
-    within = [have.within(None if quota is None else quota / len(ranks)) for have in cores]
+    within = [have.within(None if quota is None else quota / count) for have in cores]
     budget = WorkerBudget(request, machine, within)
     made = tuple(
         build_rank_plan(
             request,
             machine.kernel,
+            number,
             rank,
-            placements[rank],
-            visible.gpu_variables[rank % len(devices)] if devices else None,
-            cores=within[rank],
-            workers=budget.choose(within[rank]),
+            visible.gpu_variables[number % len(devices)] if devices else None,
+            cores=within[number],
+            workers=budget.choose(within[number]),
             why=why,
         )
-        for rank, why in enumerate(placed.explain())
+        for number, (rank, why) in enumerate(zip(ranks, _explain(topology, ranks), strict=True))
     )
     warnings = (
         *(warn("machine", text=text) for text in machine.warnings),
@@ -89,124 +83,92 @@ def plan(machine: Machine, request: Request) -> Plan:
     return Plan(machine, made, warnings)
 
 
-@dataclass(frozen=True, slots=True)
-class _NodePlacement:
-    """The placement of all ranks of a node."""
+def _explain(topology: Topology, ranks: Sequence[Placement]) -> Iterator[str]:
+    """A sentence for each rank: GPU and node, cores, caches, workers' cores, memory, NIC."""
+    peers, users = Counter(rank.node for rank in ranks), defaultdict[int, set[int]](set)
+    """Ranks of a node, and the ranks by last-level cache."""
+    for number, rank in enumerate(ranks):
+        for core in rank.own:
+            users[core.l3].add(number)
+    for number, rank in enumerate(ranks):
+        gpu, node, memory = rank.gpu, rank.node, rank.memory.nodes
+        parts = ["no GPU"]
+        if gpu is not None:
+            name = f"GPU {gpu.index} ({gpu.pci})"
+            unknown = f"the firmware names no NUMA node for {name}"
+            parts = [unknown if gpu.node is None else f"{name} is on NUMA node {gpu.node}"]
+        if node is not None and (gpu is None or gpu.node != node):
+            far = f" (distance {topology.distance(gpu.node, node)})" if gpu and gpu.node is not None else ""
+            parts.append(f"it runs on node {node}{far}")
+        if rank.why:
+            parts.append(f"it has {rank.why}")
+        else:
+            own, total = len({core.id for core in rank.own}), len(topology.cores[node or 0])
+            among = f", as one of {peers[node]} ranks there" if peers[node] > 1 else ""
+            parts.append(f"it has {own} of the node's {_count_noun(total, 'usable core')}{among}")
+            if sharers := set().union(*(users[core.l3] for core in rank.own)) - {number}:
+                parts.append(f"it shares last-level caches with ranks {format_cpulist(sharers)}")
+        lent = sorted(Counter(core.node for core in rank.lent).items())
+        if lent:
+            more = [f"{_count_noun(size, 'core')} of node {other}" for other, size in lent]
+            parts.append(f"its workers also have {', '.join(more)}")
+        if node is None:
+            parts.append("no memory policy")
+        else:
+            source = f"from node {format_cpulist(memory)}" if memory else "wherever the kernel finds it"
+            parts.append(f"memory {source}")
+        if rank.nic:
+            parts.append(f"NIC {rank.nic.name}, {rank.nic_why}")
+        yield "; ".join(parts)
 
-    machine: Machine
-    topology: Topology
-    binding: str
-    ranks: Sequence[Placement]
-    """In the order of local ranks."""
 
-    def group_by_node(self) -> dict[int, set[int]]:
-        """Local ranks by NUMA node."""
-        groups = defaultdict[int, set[int]](set)
-        for rank, placement in enumerate(self.ranks):
-            if placement.sets.node is not None:
-                groups[placement.sets.node].add(rank)
-        return groups
+def _find_shortfalls(
+    machine: Machine, topology: Topology, request: Request, ranks: Sequence[Placement]
+) -> Iterator[PlanWarning]:
+    """What the machine could not give.
 
-    def explain(self) -> Iterator[str]:
-        """A sentence for each rank: GPU and node, cores, caches, workers' cores, memory, NIC."""
-        core_of, on_node = self.topology.core_of, self.group_by_node()
-        users = defaultdict[int, set[int]](set)
-        """Ranks by last-level cache."""
-        for rank, placement in enumerate(self.ranks):
-            for pu in placement.sets.cpus:
-                users[core_of[pu].l3].add(rank)
-        for rank, placement in enumerate(self.ranks):
-            sets, gpu, link, memory = placement.sets, placement.gpu, placement.link, placement.memory.nodes
-            parts = ["no GPU"]
-            if gpu is not None:
-                name = f"GPU {gpu.index} ({gpu.pci})"
-                unknown = f"the firmware names no NUMA node for {name}"
-                parts = [unknown if gpu.node is None else f"{name} is on NUMA node {gpu.node}"]
-            if sets.node is not None and (gpu is None or gpu.node != sets.node):
-                far = gpu is not None and gpu.node is not None
-                distance = self.topology.distance(gpu.node or 0, sets.node) if gpu and far else 0
-                parts.append(f"it runs on node {sets.node}{f' (distance {distance})' if far else ''}")
-            if sets.why:
-                parts.append(f"it has {sets.why}")
-            else:
-                total, peers = len(self.topology.cores[sets.node or 0]), len(on_node[sets.node or 0])
-                own = len({core_of[pu] for pu in sets.cpus})
-                among = f", as one of {peers} ranks there" if peers > 1 else ""
-                parts.append(f"it has {own} of the node's {_count_noun(total, 'usable core')}{among}")
-                sharers = set().union(*(users[core_of[pu].l3] for pu in sets.cpus)) - {rank}
-                if sharers:
-                    parts.append(f"it shares last-level caches with ranks {format_cpulist(sharers)}")
-            extra = Counter(core.node for core in {core_of[pu] for pu in sets.worker_cpus - sets.cpus})
-            if extra:
-                lent = [f"{_count_noun(extra[node], 'core')} of node {node}" for node in sorted(extra)]
-                parts.append(f"its workers also have {', '.join(lent)}")
-            if sets.node is None:
-                parts.append("no memory policy")
-            else:
-                source = f"from node {format_cpulist(memory)}" if memory else "wherever the kernel finds it"
-                parts.append(f"memory {source}")
-            if link:
-                parts.append(f"NIC {link.nic.name}, {link.why}")
-            yield "; ".join(parts)
-
-    def find_shortfalls(self, reserve: int) -> Iterator[PlanWarning]:
-        """What the machine could not give."""
-        if self.binding != "none":
-            yield from self._find_remote()
-            yield from self._find_left_over(reserve)
-        for node, ranks in self.group_by_node().items() if self.binding == "exclusive" else ():
-            cores = self.topology.cores[node]
-            if len(ranks) > len(cores):
-                yield warn("crowded", ranks=ranks, count=len(cores), cpus=gather_pus(cores), node=node)
-        if self.binding == "exclusive":
-            yield from self._find_uneven()
-
-    def _find_remote(self) -> Iterator[PlanWarning]:
-        """Ranks whose cpuset has no CPU next to their GPU, or not the memory of their node."""
-        machine, usable = self.machine, frozenset(self.topology.core_of)
-        by_node = defaultdict[int | None, set[int]](set)
-        for cpu in machine.cpus:
-            by_node[cpu.node].add(cpu.id)
-        wanted = defaultdict[frozenset[int], set[int]](set)
-        for rank, placement in enumerate(self.ranks):
-            if gpu := placement.gpu:
-                wanted[frozenset(by_node.get(gpu.node, gpu.local_cpus))].add(rank)
-        for local_cpus, ranks in wanted.items():
-            if local_cpus and local_cpus.isdisjoint(usable):
-                yield warn("remote", ranks=ranks, wanted=local_cpus, usable=usable)
-        there = {entry.id for entry in machine.nodes if entry.normal and entry.memory_kib}
-        for node, found in self.group_by_node().items():
-            ranks = {rank for rank in found if node in self.ranks[rank].local_nodes}
-            if node in there - machine.allowed_mems and ranks:
-                allowed = machine.allowed_mems or "none"
-                yield warn("foreign_memory", ranks=ranks, node=node, allowed=allowed)
-
-    def _find_left_over(self, reserve: int) -> Iterator[PlanWarning]:
-        """A job that may use isolated CPUs only, and reserved cores that could not be kept back."""
-        machine, usable = self.machine, find_usable(self.machine)
-        if usable <= machine.isolated:
-            yield warn("isolated", usable=usable)
-        total = len({cpu.core for cpu in machine.cpus if cpu.id in usable})
-        kept = total - sum(map(len, self.topology.cores.values()))
-        if kept < reserve:
-            yield warn("reserve", reserve=reserve, kept=kept, total=total)
-
-    def _find_uneven(self) -> Iterator[PlanWarning]:
-        """Ranks that have few cores next to their GPUs, and at most half as many as others.
-
-        Nothing if there are more ranks than cores, which `crowded` tells.
-        """
-        sizes = {node: len(cores) for node, cores in self.topology.cores.items()}
-        groups = defaultdict[frozenset[int], set[int]](set)
-        for rank, placement in enumerate(self.ranks):
-            groups[placement.local_nodes].add(rank)
-        cores = {local_nodes: sum(sizes[node] for node in local_nodes) for local_nodes in groups}
-        each = {local_nodes: cores[local_nodes] / len(ranks) for local_nodes, ranks in groups.items()}
-        largest = max(each.values())
-        for nodes, ranks in groups.items() if sum(sizes.values()) >= len(self.ranks) else ():
-            if each[nodes] < MIN_CORES_PER_RANK and 2 * each[nodes] <= largest:
-                values = {"cores": cores[nodes], "each": each[nodes], "largest": largest}
-                yield warn("uneven", ranks=ranks, nodes=nodes, **values)
+    Ranks whose cpuset has no CPU next to their GPU, or not the memory of their node; a job that may use
+    isolated CPUs only; reserved cores that could not be kept back; more ranks than cores; else ranks that
+    have few cores next to their GPUs, and at most half as many as others.
+    """
+    binding, reserve = request.binding.policy, request.binding.reserve_cores
+    if binding == "none":
+        return
+    wanted, by_node, by_local = (defaultdict[Any, set[int]](set) for _ in range(3))
+    """Local ranks by the CPUs next to their GPU, by their node and by its local nodes."""
+    for number, rank in enumerate(ranks):
+        by_node[rank.node].add(number)
+        by_local[rank.local_nodes].add(number)
+        if gpu := rank.gpu:
+            beside = frozenset(cpu.id for cpu in machine.cpus if cpu.node == gpu.node)
+            wanted[beside or gpu.local_cpus].add(number)
+    usable = gather_pus(core for cores in topology.cores.values() for core in cores)
+    for local_cpus, found in wanted.items():
+        if local_cpus and local_cpus.isdisjoint(usable):
+            yield warn("remote", ranks=found, wanted=local_cpus, usable=usable)
+    there = {entry.id for entry in machine.nodes if entry.normal and entry.memory_kib}
+    for node, found in by_node.items():
+        near = {number for number in found if node in ranks[number].local_nodes}
+        if node in there - machine.allowed_mems and near:
+            yield warn("foreign_memory", ranks=near, node=node, allowed=machine.allowed_mems or "none")
+    possible = find_usable(machine)
+    if possible <= machine.isolated:
+        yield warn("isolated", usable=possible)
+    total = len({cpu.core for cpu in machine.cpus if cpu.id in possible})
+    sizes = {node: len(cores) for node, cores in topology.cores.items()}
+    if (kept := total - sum(sizes.values())) < reserve:
+        yield warn("reserve", reserve=reserve, kept=kept, total=total)
+    for node, found in by_node.items() if binding == "exclusive" else ():
+        if len(found) > sizes[node]:
+            cpus = gather_pus(topology.cores[node])
+            yield warn("crowded", ranks=found, count=sizes[node], cpus=cpus, node=node)
+    cores = {local_nodes: sum(sizes[node] for node in local_nodes) for local_nodes in by_local}
+    each = {local_nodes: cores[local_nodes] / len(found) for local_nodes, found in by_local.items()}
+    has_enough = sum(sizes.values()) >= len(ranks)
+    for nodes, found in by_local.items() if binding == "exclusive" and has_enough else ():
+        if each[nodes] < MIN_CORES_PER_RANK and 2 * each[nodes] <= (largest := max(each.values())):
+            values = {"cores": cores[nodes], "each": each[nodes], "largest": largest}
+            yield warn("uneven", ranks=found, nodes=nodes, **values)
 
 
 def _find_advice(

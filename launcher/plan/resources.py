@@ -6,10 +6,10 @@ The rules of thumb are shared with the doctor and `launch fit`; each has its sou
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from launcher.plan.devices import RankNic
-from launcher.plan.model import DataloaderConfig, Gpu, Machine, Memory, PlanWarning, RankPlan, Request, warn
-from launcher.plan.topology import CpuSets, Topology, find_usable
+from launcher.plan.model import DataloaderConfig, Machine, Memory, PlanWarning, RankPlan, Request, warn
+from launcher.plan.topology import Placement, Topology, find_usable
 from launcher.plan.variables import (
     HONOURED,
     is_kept,
@@ -96,24 +96,20 @@ class Cores:
         )
 
 
-def count_cores(topology: Topology, sets: Sequence[CpuSets]) -> tuple[Cores, ...]:
+def count_cores(ranks: Sequence[Placement]) -> list[Cores]:
     """Cores of each rank; one that n ranks share counts 1/n for each."""
-    masks = {mask for each in sets for mask in (each.cpus, each.worker_cpus)}
-    cores = {mask: frozenset(topology.core_of[pu].id for pu in mask) for mask in masks}
-    own_counts, worker_counts, users = Counter[int](), Counter[int](), Counter[int]()
-    extra = [cores[each.worker_cpus] - cores[each.cpus] for each in sets]
-    for each, more in zip(sets, extra, strict=True):
-        own_counts.update(cores[each.cpus])
-        worker_counts.update(more)
-        users.update(each.cpus)
-    return tuple(
+    own = [{core.id for core in rank.own} for rank in ranks]
+    lent = [{core.id for core in rank.lent} for rank in ranks]
+    own_users, lent_users = Counter(chain(*own)), Counter(chain(*lent))
+    users = Counter(pu for rank in ranks for pu in rank.cpus)
+    return [
         Cores(
-            own_cores=sum(1 / own_counts[core] for core in cores[each.cpus]),
-            worker_cores=sum(1 / worker_counts[core] for core in more),
-            cpus=sum(1 / users[pu] for pu in each.cpus),
+            own_cores=sum(1 / own_users[core] for core in mine),
+            worker_cores=sum(1 / lent_users[core] for core in more),
+            cpus=sum(1 / users[pu] for pu in rank.cpus),
         )
-        for each, more in zip(sets, extra, strict=True)
-    )
+        for rank, mine, more in zip(ranks, own, lent, strict=True)
+    ]
 
 
 def count_memory_kib(machine: Machine) -> int:
@@ -219,33 +215,19 @@ def count_requested_workers(request: Request) -> int:
     return request.dataloader.num_workers if asked is None else asked
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a rank is, before it has workers, threads and variables."""
-
-    gpu: Gpu | None
-    local_nodes: frozenset[int]
-    """NUMA nodes nearest to its GPU."""
-    sets: CpuSets
-    memory: Memory
-    link: RankNic | None
-
-
-def choose_memory(
-    machine: Machine, topology: Topology, node: int | None, local_nodes: frozenset[int]
-) -> Memory:
+def choose_memory(machine: Machine, topology: Topology, rank: Placement) -> Memory:
     """Prefer the rank's node; if the job may not use its memory, the nearest that it may.
 
-    Only ordinary memory counts. The nodes nearest to the GPU (`local_nodes`) come first.
+    Only ordinary memory counts. The nodes nearest to the GPU come first.
     """
     normal = [entry for entry in machine.nodes if entry.normal and entry.id in machine.allowed_mems]
     # Sizes are all 0 if the probe could not read them.
     targets = {entry.id for entry in normal if entry.memory_kib} or {entry.id for entry in normal}
-    preferred = targets & local_nodes or targets
-    if node is None or not preferred:
+    preferred = targets & rank.local_nodes or targets
+    if rank.node is None or not preferred:
         return Memory("default")
-    nearest = topology.find_nearest(node, preferred)
-    return Memory("preferred", frozenset((node if node in nearest else min(nearest),)))
+    nearest = topology.find_nearest(rank.node, preferred)
+    return Memory("preferred", frozenset((rank.node if rank.node in nearest else min(nearest),)))
 
 
 def build_rank_plan(
@@ -269,7 +251,7 @@ def build_rank_plan(
     the affinity, which ranks that share their CPUs have as a whole
     (github.com/pytorch/pytorch/issues/190941).
     """
-    environ, gpu, link = request.environ, placement.gpu, placement.link
+    environ, gpu, nic = request.environ, placement.gpu, placement.nic
     num_workers, notes = workers[0], [why, workers[1]]
     # The rank's own cores, less those that workers need beyond the spare ones; at least one.
     spare = int(cores.worker_cores + ROUNDING)
@@ -285,7 +267,7 @@ def build_rank_plan(
         LAUNCH_LOADER_DEFAULT: "1" if request.dataloader.default else "",
         "NUMEXPR_NUM_THREADS": str(max_threads) if threads > max_threads else "",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID" if gpu and gpu.vendor != "amd" else "",
-        LAUNCH_NIC: link.nic.name if link else "",
+        LAUNCH_NIC: nic.name if nic else "",
         # PyTorch's compilers keep there what they have made; a node's ranks share it.
         "TORCHINDUCTOR_CACHE_DIR": f"{request.caches}/inductor" if request.caches else "",
         "TRITON_CACHE_DIR": f"{request.caches}/triton" if request.caches else "",
@@ -293,12 +275,15 @@ def build_rank_plan(
     env = {name: value for name, value in env.items() if value}
     if gpu_variable is not None and has_own:
         env[gpu_variable[0]] = gpu_variable[1]
-    if link is not None and request.binding.nic and link.is_verbs:
-        # `=` is the form for an exact name: `mlx5_1` alone is a prefix that selects mlx5_10 too (NCCL's
-        # documentation, "Environment Variables").
-        env["NCCL_IB_HCA"] = f"={link.nic.name}"
-    elif link is not None and request.binding.nic:
-        notes.append(f"NCCL_IB_HCA is not set: NCCL reaches {link.nic.name}, an EFA device, by libfabric")
+    if nic and request.binding.nic:
+        # EFA goes by libfabric. Its devices have a link layer of their own, and are named `efa_0` by the
+        # kernel, `rdmap16s27` by udev.
+        if nic.link_layer or not nic.name.startswith(("efa", "rdma")):
+            # `=` is the form for an exact name: `mlx5_1` alone is a prefix that selects mlx5_10 too (NCCL's
+            # documentation, "Environment Variables").
+            env["NCCL_IB_HCA"] = f"={nic.name}"
+        else:
+            notes.append(f"NCCL_IB_HCA is not set: NCCL reaches {nic.name}, an EFA device, by libfabric")
     for variables, more in (set_allocator(request, gpu, kernel), set_malloc(request)):
         env |= variables
         notes += more
@@ -308,12 +293,12 @@ def build_rank_plan(
     return RankPlan(
         local_rank=local_rank,
         gpu=gpu,
-        cpus=placement.sets.cpus,
-        worker_cpus=placement.sets.worker_cpus,
+        cpus=placement.cpus,
+        worker_cpus=placement.worker_cpus,
         memory=placement.memory,
         num_workers=num_workers,
         omp_num_threads=threads,
-        nic=link.nic.name if link else None,
+        nic=nic.name if nic else None,
         env=tuple(env.items()),
         notes=tuple(notes),
         variables=list_variables(request, env),

@@ -4,10 +4,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import TypeVar
 
 from launcher.errors import MachineError
-from launcher.plan.model import Cpu, Gpu, Machine
+from launcher.plan.model import Gpu, Machine, Memory, Nic
 
+K = TypeVar("K")
+T = TypeVar("T")
 UNREACHABLE = 255
 """SLIT distance if the table has no entry."""
 SAME_CLASS = 0.85
@@ -37,8 +40,6 @@ class Topology:
     cores: Mapping[int, tuple[Core, ...]]
     """By NUMA node, in ascending order; nodes with usable cores only. Within a node the cores under one
     last-level cache are consecutive."""
-    core_of: Mapping[int, Core]
-    """By usable PU."""
     distances: Mapping[int, Mapping[int, int]]
 
     def distance(self, node: int, other: int) -> int:
@@ -59,10 +60,8 @@ class Topology:
         if node is not None and (node in self.cores or node in self.distances):
             return self.find_nearest(node, self.cores)
         local = gpu.local_cpus if gpu else frozenset()
-        touched = (
-            node for node, cores in self.cores.items() if any(local.intersection(c.pus) for c in cores)
-        )
-        return frozenset(touched) or frozenset(self.cores)
+        touched = [node for node, cores in self.cores.items() if local & gather_pus(cores)]
+        return frozenset(touched or self.cores)
 
 
 def build_topology(machine: Machine, reserve: int = 0) -> Topology:
@@ -74,10 +73,7 @@ def build_topology(machine: Machine, reserve: int = 0) -> Topology:
     usable = find_usable(machine)
     if not usable:
         raise MachineError("this job may use none of the online CPUs: check the cpuset of its cgroup")
-    pus: dict[int, list[Cpu]] = {}
-    for cpu in sorted(machine.cpus, key=lambda cpu: cpu.id):
-        if cpu.id in usable:
-            pus.setdefault(cpu.core, []).append(cpu)
+    cpus = [cpu for cpu in sorted(machine.cpus, key=lambda cpu: cpu.id) if cpu.id in usable]
     found_cores = [
         Core(
             first.id,
@@ -87,9 +83,9 @@ def build_topology(machine: Machine, reserve: int = 0) -> Topology:
             first.capacity,
             (first.id, *(cpu.id for cpu in rest)),
         )
-        for first, *rest in pus.values()
+        for first, *rest in group_by(cpus, lambda cpu: cpu.core).values()
     ]
-    by_node = group_cores(sorted(found_cores, key=lambda core: (core.node, core.id)), lambda core: core.node)
+    by_node = group_by(sorted(found_cores, key=lambda core: (core.node, core.id)), lambda core: core.node)
     for _ in range(reserve):
         largest = max(by_node, key=lambda node: (len(by_node[node]), -node))
         if len(by_node[largest]) == 1:
@@ -97,10 +93,9 @@ def build_topology(machine: Machine, reserve: int = 0) -> Topology:
         del by_node[largest][0]
     cores = {}
     for node, found in by_node.items():
-        caches = group_cores(found, lambda core: core.l3)
+        caches = group_by(found, lambda core: core.l3)
         cores[node] = tuple(core for cache in caches.values() for core in cache)
-    core_of = {pu: core for found in cores.values() for core in found for pu in core.pus}
-    return Topology(cores, core_of, {node.id: dict(node.distances) for node in machine.nodes})
+    return Topology(cores, {node.id: dict(node.distances) for node in machine.nodes})
 
 
 def find_usable(machine: Machine) -> frozenset[int]:
@@ -109,11 +104,11 @@ def find_usable(machine: Machine) -> frozenset[int]:
     return allowed - machine.isolated or allowed
 
 
-def group_cores(cores: Iterable[Core], key_of: Callable[[Core], int]) -> dict[int, list[Core]]:
-    """Cores by a property of theirs, in their order."""
-    groups: dict[int, list[Core]] = {}
-    for core in cores:
-        groups.setdefault(key_of(core), []).append(core)
+def group_by(items: Iterable[T], key_of: Callable[[T], K]) -> dict[K, list[T]]:
+    """Items by a property of theirs, in their order."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key_of(item), []).append(item)
     return groups
 
 
@@ -133,18 +128,36 @@ def gather_pus(cores: Iterable[Core]) -> frozenset[int]:
     return frozenset(pu for core in cores for pu in core.pus)
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """The NUMA node of each rank, and how many cores each should have."""
+@dataclass(slots=True)
+class Placement:
+    """Where a rank is, before it has workers, threads and variables."""
 
-    local_nodes_by_rank: tuple[frozenset[int], ...]
-    """The nodes nearest to each rank's GPU."""
-    nodes: tuple[int, ...]
-    """The node of each rank, another than its local ones only if these have no core left."""
-    order: tuple[int, ...]
-    """Ranks in the order in which they take CPUs."""
-    goal: int
-    """Cores that every rank and its DataLoader workers should have; 0 if ranks share cores."""
+    gpu: Gpu | None
+    local_nodes: frozenset[int]
+    """NUMA nodes nearest to its GPU."""
+    node: int | None = None
+    """NUMA node whose memory it should have, another than its local ones only if these have no core left;
+    None for no preference."""
+    own: list[Core] = field(default_factory=list)
+    """Cores, or parts of them, of its own process."""
+    lent: list[Core] = field(default_factory=list)
+    """Cores for its DataLoader workers alone."""
+    why: str = ""
+    """What its cores are, for people; empty for `exclusive`, which the planner describes."""
+    memory: Memory = field(default_factory=lambda: Memory("default"))
+    nic: Nic | None = None
+    nic_why: str = ""
+    """Where its NIC is, for people: `on one PCI switch with the GPU`."""
+
+    @property
+    def cpus(self) -> frozenset[int]:
+        """CPU set of its own process."""
+        return gather_pus(self.own)
+
+    @property
+    def worker_cpus(self) -> frozenset[int]:
+        """CPU set of its DataLoader workers."""
+        return self.cpus | gather_pus(self.lent)
 
 
 @dataclass(slots=True)
@@ -169,7 +182,7 @@ class _Locality:
 
     local_nodes: tuple[int, ...]
     """Those nodes in ascending order."""
-    ranks: tuple[int, ...]
+    ranks: Sequence[Placement]
     """In the order of their GPUs."""
     counts: Counter[int] = field(default_factory=Counter)
     """Ranks on each node."""
@@ -180,45 +193,71 @@ _Ways = Mapping[int, tuple[_Locality, int | None]]
 """Nodes that can take one more rank: the locality whose rank comes, and the node that the rank leaves."""
 
 
-def assign_ranks(topology: Topology, gpus: Sequence[Gpu | None], each: int) -> Assignment:
-    """Assign each rank to one of the nodes nearest to its GPU, in proportion to their cores.
+def place_ranks(binding: str, topology: Topology, gpus: Sequence[Gpu | None], each: int) -> list[Placement]:
+    """Place ranks, given the GPU of each, by a value of `binding`.
 
-    `each` is the number of cores that every rank should have to itself; 0 if ranks share them. If there are
-    cores for all, no node gets more ranks than cores, and a rank whose nearest nodes are full goes elsewhere.
+    `exclusive`: whole cores; `each` is the number that every rank should have to itself. `numa` and `socket`:
+    all usable cores of the rank's NUMA node, or of the package that this is in. `l3`: one last-level cache,
+    of which a node's ranks take the largest first; one that spans NUMA nodes counts as one for each of them.
+    `none`: every usable core, and no memory policy.
 
     Ranks take CPUs in the order of their GPUs, so that those of one GPU (MPS, MIG) come to be neighbours.
     """
-    nodes = {
-        node: _Node(node, len(cores), cores[0].package, list(Counter(core.l3 for core in cores).values()))
-        for node, cores in topology.cores.items()
-    }
-    goal = min(each, sum(node.cores for node in nodes.values()) // len(gpus))
-    places = [(-1, -1) if gpu is None else (-1 if gpu.node is None else gpu.node, gpu.index) for gpu in gpus]
-    order = sorted(range(len(gpus)), key=lambda rank: (places[rank], rank))
-    local_nodes_by_rank = tuple(map(topology.find_local_nodes, gpus))
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in order:
-        groups.setdefault(tuple(sorted(local_nodes_by_rank[rank])), []).append(rank)
-    narrow_first = sorted(groups, key=lambda local_nodes: (len(local_nodes), local_nodes))
-    localities = [_Locality(local_nodes, tuple(groups[local_nodes])) for local_nodes in narrow_first]
-    _fill_nodes(topology, nodes, localities, goal)
-    assigned: dict[int, int] = {}
-    for locality in localities:
-        elements = sorted(
-            locality.counts.elements(), key=lambda node: (node not in locality.local_nodes, node)
-        )
-        assigned.update(zip(locality.ranks, elements, strict=True))
-    by_rank = tuple(assigned[rank] for rank in range(len(gpus)))
-    return Assignment(local_nodes_by_rank, by_rank, tuple(order), goal)
+    is_exclusive = binding == "exclusive"
+    goal = min(each, sum(map(len, topology.cores.values())) // len(gpus)) if is_exclusive else 0
+    ranks = [Placement(gpu, topology.find_local_nodes(gpu)) for gpu in gpus]
+    order = sorted(ranks, key=_order_rank)
+    _assign_nodes(topology, order, goal)
+    by_node = group_by(order, lambda rank: rank.node)
+    every = [core for cores in topology.cores.values() for core in cores]
+    for node, placed in by_node.items():
+        cores = list(topology.cores[node or 0])
+        if is_exclusive:
+            _divide_node(cores, placed)
+        caches = sorted(group_by(cores, lambda core: core.l3).values(), key=len, reverse=True)
+        for turn, rank in enumerate(placed if not is_exclusive else ()):
+            if binding == "numa":
+                rank.own, rank.why = cores, f"all of NUMA node {node}"
+            elif binding == "socket":
+                package = cores[0].package
+                rank.own = [core for core in every if core.package == package]
+                rank.why = f"all of package {package}"
+            elif binding == "l3":
+                rank.own = caches[turn % len(caches)]
+                what = f"one of the {len(caches)} last-level caches" if caches[1:] else "the last-level cache"
+                rank.why = f"{what} of NUMA node {node}"
+            else:
+                rank.node, rank.own = None, every
+                rank.why = "all CPUs for this job, since no binding was asked for"
+    if is_exclusive:
+        placed = [rank for found in by_node.values() for rank in found]
+        _lend_idle(topology, placed)
+        _level_up(topology, placed, goal)
+    return ranks
 
 
-def _fill_nodes(topology: Topology, nodes: _Nodes, localities: Sequence[_Locality], goal: int) -> None:
-    """Count the ranks of each locality on each node.
+def _order_rank(rank: Placement) -> tuple[int, int]:
+    gpu = rank.gpu
+    return (-1, -1) if gpu is None else (-1 if gpu.node is None else gpu.node, gpu.index)
+
+
+def _assign_nodes(topology: Topology, order: Sequence[Placement], goal: int) -> None:
+    """Assign each rank to one of the nodes nearest to its GPU, in proportion to their cores.
+
+    `goal` is the number of cores that every rank should have to itself; 0 if ranks share them. If there are
+    cores for all, no node gets more ranks than cores, and a rank whose nearest nodes are full goes elsewhere.
 
     Ranks come one by one. Each takes the node that has most left for it, if need be by moving a rank of an
     overlapping locality on to another node of its own. These are shortest augmenting paths of a flow with a
     convex cost for each node, so that the total is least (Ahuja, Magnanti, Orlin: Network Flows, chapter 14).
     """
+    nodes = {
+        node: _Node(node, len(cores), cores[0].package, list(Counter(core.l3 for core in cores).values()))
+        for node, cores in topology.cores.items()
+    }
+    groups = group_by(order, lambda rank: tuple(sorted(rank.local_nodes)))
+    narrow_first = sorted(groups, key=lambda local_nodes: (len(local_nodes), local_nodes))
+    localities = [_Locality(local_nodes, groups[local_nodes]) for local_nodes in narrow_first]
     _set_quotas(nodes, localities)
     listed = [node for locality in localities for node in locality.local_nodes]
     # Quotas make shares even within a locality, but not quite if localities overlap.
@@ -234,6 +273,12 @@ def _fill_nodes(topology: Topology, nodes: _Nodes, localities: Sequence[_Localit
     for locality in displaced:
         target = _pick_elsewhere(topology, nodes, locality.local_nodes, goal)
         _move_ranks({target.id: (locality, None)}, target)
+    for locality in localities:
+        far_last = sorted(
+            locality.counts.elements(), key=lambda node: (node not in locality.local_nodes, node)
+        )
+        for rank, node in zip(locality.ranks, far_last, strict=True):
+            rank.node = node
 
 
 def _set_quotas(nodes: _Nodes, localities: Sequence[_Locality]) -> None:
@@ -305,58 +350,6 @@ def _pick_elsewhere(topology: Topology, nodes: _Nodes, local_nodes: Sequence[int
     return min(free, key=score_node)
 
 
-Shares = dict[int, list[Core]]
-"""Cores of each rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class CpuSets:
-    """The CPU sets of a rank and of its DataLoader workers."""
-
-    node: int | None
-    """NUMA node whose memory the rank should have; None for no preference."""
-    cpus: frozenset[int]
-    worker_cpus: frozenset[int]
-    why: str = ""
-    """What the CPUs are, for people; empty for `exclusive`, which the planner describes."""
-
-
-def place_ranks(binding: str, topology: Topology, assignment: Assignment) -> list[CpuSets]:
-    """The CPU sets of all ranks, in the order of their local ranks, by a value of `binding`.
-
-    `numa` and `socket`: all usable CPUs of the rank's NUMA node, or of the package that this is in. `l3`: one
-    last-level cache, of which a node's ranks take the largest first; one that spans NUMA nodes counts as one
-    for each of them. `none`: every usable CPU, and no memory policy.
-    """
-    if binding == "exclusive":
-        by_rank = _place_exclusive(topology, assignment)
-        return [by_rank[rank] for rank in range(len(assignment.nodes))]
-    every = [core for cores in topology.cores.values() for core in cores]
-    packages = group_cores(every, lambda core: core.package)
-    turns = Counter[int]()
-    sets: dict[int, CpuSets] = {}
-    for rank in assignment.order:
-        node: int | None = assignment.nodes[rank]
-        cores: Sequence[Core] = topology.cores[assignment.nodes[rank]]
-        package = cores[0].package
-        match binding:
-            case "numa":
-                why = f"all of NUMA node {node}"
-            case "socket":
-                cores, why = packages[package], f"all of package {package}"
-            case "l3":
-                caches = sorted(group_cores(cores, lambda core: core.l3).values(), key=len, reverse=True)
-                cores = caches[turns[assignment.nodes[rank]] % len(caches)]
-                turns[assignment.nodes[rank]] += 1
-                what = f"one of the {len(caches)} last-level caches" if caches[1:] else "the last-level cache"
-                why = f"{what} of NUMA node {node}"
-            case _:
-                cores, node, why = every, None, "all CPUs for this job, since no binding was asked for"
-        mask = gather_pus(cores)
-        sets[rank] = CpuSets(node, mask, mask, why)
-    return [sets[rank] for rank in range(len(sets))]
-
-
 def cut_evenly(blocks: Sequence[Hashable], totals: Sequence[int]) -> list[slice]:
     """Cut a list into consecutive shares that are as even as can be, one for each entry of `totals`.
 
@@ -407,36 +400,22 @@ def order_sizes(total: int, count: int, edges: frozenset[int]) -> list[int]:
     return sizes
 
 
-def _place_exclusive(topology: Topology, assignment: Assignment) -> dict[int, CpuSets]:
-    """Whole cores for each rank; workers also get cores of nodes without ranks, and spare cores of others."""
-    nodes, order = assignment.nodes, assignment.order
-    own_cores: Shares = {}
-    lent_cores: Shares = {}
-    for node in dict.fromkeys(nodes[rank] for rank in order):
-        ranks = [rank for rank in order if nodes[rank] == node]
-        shares, small = _divide_node(topology.cores[node], len(ranks))
-        own_cores.update(zip(ranks, shares, strict=True))
-        lent_cores.update(zip(ranks, small, strict=True))
-    _lend_idle(topology, nodes, own_cores, lent_cores)
-    _level_up(topology, assignment, own_cores, lent_cores)
-    cpus = {rank: gather_pus(own_cores[rank]) for rank in order}
-    return {
-        rank: CpuSets(nodes[rank], cpus[rank], cpus[rank] | gather_pus(lent_cores[rank])) for rank in order
-    }
+def _divide_node(cores: Sequence[Core], ranks: Sequence[Placement]) -> None:
+    """Give ranks a node's cores, whole ones if there are enough.
 
-
-def _divide_node(cores: Sequence[Core], count: int) -> tuple[list[list[Core]], list[list[Core]]]:
-    """Cores of each of `count` ranks on a node, and the cores that each rank's workers get besides.
-
-    On hybrid nodes each class is dealt by itself; ranks run on the most capable if there are enough.
+    On hybrid nodes each class is dealt by itself; ranks run on the most capable if there are enough, and
+    their workers get the others besides.
     """
-    none: list[list[Core]] = [[] for _ in range(count)]
-    if len(cores) < count:
-        return _divide_threads(cores, count), none
+    none: list[list[Core]] = [[] for _ in ranks]
     classes = split_classes(cores)
-    if len(classes[0]) >= count:
-        return _deal_cores(classes[:1], none), _deal_cores(classes[1:], none)
-    return _deal_cores(classes, none), none
+    has_enough = len(classes[0]) >= len(ranks)
+    if len(cores) < len(ranks):
+        shares = _divide_threads(cores, len(ranks))
+    else:
+        shares = _deal_cores(classes[:1] if has_enough else classes, none)
+    lent = _deal_cores(classes[1:] if has_enough else (), none)
+    for rank, own, more in zip(ranks, shares, lent, strict=True):
+        rank.own, rank.lent = own, more
 
 
 def _deal_cores(classes: Sequence[Sequence[Core]], dealt: Sequence[Sequence[Core]]) -> list[list[Core]]:
@@ -459,34 +438,38 @@ def _divide_threads(cores: Sequence[Core], count: int) -> list[list[Core]]:
     return [[replace(core, pus=(pu,)) for core, pu in pus[cut]] for cut in cuts]
 
 
-def _lend_idle(topology: Topology, nodes: Sequence[int], own_cores: Shares, lent_cores: Shares) -> None:
-    """Deal the cores of nodes without ranks to the ranks nearest by distance, adding to `lent_cores`."""
-    idle: dict[frozenset[int], list[Core]] = {}
-    for node in topology.cores.keys() - set(nodes):
-        idle.setdefault(topology.find_nearest(node, set(nodes)), []).extend(topology.cores[node])
+def _lend_idle(topology: Topology, ranks: Sequence[Placement]) -> None:
+    """Deal the cores of nodes without ranks to the workers of the ranks nearest by distance."""
+    used = {rank.node for rank in ranks if rank.node is not None}
+    idle = group_by(topology.cores.keys() - used, lambda node: topology.find_nearest(node, used))
     for nearest in sorted(idle, key=lambda nearest: (len(nearest), sorted(nearest))):
-        ranks = [rank for rank in lent_cores if nodes[rank] in nearest]
-        cores = sorted(idle[nearest], key=lambda core: core.node)
-        totals = [len({core.id for core in own_cores[rank]}) + len(lent_cores[rank]) for rank in ranks]
-        for rank, cut in zip(ranks, cut_evenly([core.l3 for core in cores], totals), strict=True):
-            lent_cores[rank].extend(cores[cut])
+        near = [rank for rank in ranks if rank.node in nearest]
+        cores = [core for node in sorted(idle[nearest]) for core in topology.cores[node]]
+        totals = [len({core.id for core in rank.own}) + len(rank.lent) for rank in near]
+        for rank, cut in zip(near, cut_evenly([core.l3 for core in cores], totals), strict=True):
+            rank.lent.extend(cores[cut])
 
 
-def _level_up(topology: Topology, assignment: Assignment, own_cores: Shares, lent_cores: Shares) -> None:
+def _level_up(topology: Topology, ranks: Sequence[Placement], goal: int) -> None:
     """Give ranks with less than the goal, for their workers, cores of ranks that have more.
 
     Cores that are for workers already come first, then near ones, then those of the rank that has most.
     """
-    have = {rank: len(own_cores[rank]) + len(lent_cores[rank]) for rank in own_cores}
-    for poor in sorted(have, key=lambda rank: have[rank]):
-        while have[poor] < assignment.goal:
-            spare = {
-                rank: (lent_cores[rank] or own_cores[rank])[-1]
-                for rank in have
-                if have[rank] > assignment.goal
-            }
-            far = {rank: topology.distance(core.node, assignment.nodes[poor]) for rank, core in spare.items()}
-            giver = min(spare, key=lambda rank: (not lent_cores[rank], far[rank], -have[rank]))
-            (lent_cores[giver] or own_cores[giver]).pop()
-            lent_cores[poor].append(spare[giver])
-            have[poor], have[giver] = have[poor] + 1, have[giver] - 1
+
+    def count(rank: Placement) -> int:
+        return len(rank.own) + len(rank.lent)
+
+    def list_spare(rank: Placement) -> list[Core]:
+        return rank.lent or rank.own
+
+    for poor in sorted(ranks, key=count):
+        while count(poor) < goal:
+            giver = min(
+                (rank for rank in ranks if count(rank) > goal),
+                key=lambda rank: (
+                    not rank.lent,
+                    topology.distance(list_spare(rank)[-1].node, poor.node or 0),
+                    -count(rank),
+                ),
+            )
+            poor.lent.append(list_spare(giver).pop())
