@@ -84,11 +84,11 @@ def show_topo(call: Call) -> int:
         machine = read_machine(config.machine)
     else:
         check_target("image", image)
-        from launcher.report.machine import render_machine
+        from launcher.report.charts import draw_machine
 
         plan = plan_node(config, call.environ)
         machine, picture = plan.machine, Path(image).suffix[1:].lower()
-        write_file("image", image, render_machine(plan, f"binding={config.binding.policy}", picture))
+        write_file("image", image, draw_machine(plan, f"binding={config.binding.policy}", picture))
         for warning in plan.warnings:
             logger.warning(f"{warning}")
         logger.info(f"the machine is drawn in {image}, with the ranks on it")

@@ -22,8 +22,7 @@ from launcher.doctor.machine import BindingTrial, Case, judge_plan, judge_run_re
 from launcher.doctor.model import Facts, Finding, found
 from launcher.files import LARGEST, read_file
 from launcher.plan.model import Plan
-from launcher.report.charts import Chart, Charts, Event, inline_svg
-from launcher.report.machine import DRAWS, render_machine
+from launcher.report.charts import DRAWS, Chart, Charts, Event, draw_machine, make_chart
 from launcher.report.tables import shorten_time
 from launcher.report.watch import describe_process
 from launcher.runs.manifest import read_manifest, read_time, take_dict, take_list
@@ -338,5 +337,5 @@ def _draw_machine(plans: Mapping[str, Plan]) -> Chart | None:
     host, plan = next(iter(plans.items()))
     more = f"; of {count_things(len(plans), 'node')}, one is drawn" if len(plans) > 1 else ""
     title = f"{count_things(len(plan.ranks), 'rank')} on {clean_text(host)}{more}"
-    about = f"{title}: NUMA nodes, caches, cores, GPUs and NICs in the colours of their ranks."
-    return Chart(title, about, inline_svg(render_machine(plan, "", "svg"), "machine", about))
+    about = f"{title}: NUMA nodes, cores, GPUs and NICs in the colours of their ranks."
+    return make_chart("machine", title, about, draw_machine(plan, "", "svg"))

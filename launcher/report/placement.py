@@ -80,7 +80,7 @@ def _print_variables(console: Console, ranks: Sequence[RankPlan]) -> None:
 def _print_ranks(console: Console, plan: Plan, *, full: bool) -> None:
     """Print the rows, and the legend if it is asked for."""
     marks = _BLOCKS if console.encoding.startswith("utf") else _LETTERS
-    rows = [_make_row(rank, plan.machine) for rank in plan.ranks]
+    rows = [cells | {_BAR: cells["node"]} for cells in (list_cells(one, plan.machine) for one in plan.ranks)]
     same = all(row["memory"] == f"node {row['node']}" for row in rows)
     sizes = measure_columns(rows)
     if _BAR in sizes:
@@ -103,8 +103,8 @@ def _print_ranks(console: Console, plan: Plan, *, full: bool) -> None:
         console.print("  ".join(parts), style="dim", markup=False, highlight=False)
 
 
-def _make_row(rank: RankPlan, machine: Machine) -> dict[str, str]:
-    """Return the cells of one rank by their titles; a column that is empty for all ranks is left out."""
+def list_cells(rank: RankPlan, machine: Machine) -> dict[str, str]:
+    """Return what a rank has, by the titles of columns; empty for nothing, and for the bar."""
     gpu = rank.gpu
     nodes = {cpu.node for cpu in machine.cpus if cpu.id in rank.cpus}
     return {
@@ -113,7 +113,7 @@ def _make_row(rank: RankPlan, machine: Machine) -> dict[str, str]:
         "pci": gpu.pci if gpu else "",
         "mig": gpu.uuid[:12] if gpu and gpu.uuid.startswith("MIG-") else "",
         "node": shorten_cpulist(nodes),
-        _BAR: "bar" if nodes else "",
+        _BAR: "",
         "cpus": shorten_cpulist(rank.cpus),
         "workers also on": shorten_cpulist(rank.worker_cpus - rank.cpus),
         "memory": f"node {shorten_cpulist(rank.memory.nodes)}" if rank.memory.nodes else "any",
