@@ -219,17 +219,19 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
         write(ended=stamp_time(), outcome=outcome)
         return status
     if isinstance(report, str):
-        logger.warning(f"preflight: this machine was not checked: {report}")
-        write(preflight={"kind": settings.kind, "problem": report})
+        problem = f"this machine was not checked: {report}"
+        logger.warning(f"preflight: {problem}")
+        write(preflight={"kind": settings.kind, "problem": report, "lines": [problem]})
         return 0
-    for line in list_preflight_lines(report):
+    lines = list_preflight_lines(report)
+    for line in lines:
         logger.info(f"preflight: {line}")
     stops = bool(report.sick) and settings.on_failure != "report"
     if stops and job.cluster.kind == "manual":
         stops = False
         logger.info("preflight: this node starts all the same: the job's others wait for it")
     action = "stop" if stops else "start"
-    write(report, preflight={**describe_report(report), "action": action, "left_out": []})
+    write(report, preflight={**describe_report(report), "action": action, "left_out": [], "lines": lines})
     if stops:
         reason = f"preflight found this machine sick (preflight.on_failure={settings.on_failure})"
         outcome = {"state": "failed", "cause": "sick_node", "exit_code": EXIT_MACHINE, "reason": reason}

@@ -138,24 +138,24 @@ def parse_config(argv: Sequence[str] | None = None) -> Config:
             self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
     what = "Train a LLaMA-architecture language model on text, by itself or under torchrun."
-    parser = OneLineParser(prog="train", description=what, allow_abbrev=False)
+    with_defaults = argparse.ArgumentDefaultsHelpFormatter
+    parser = OneLineParser("train", description=what, allow_abbrev=False, formatter_class=with_defaults)
     for prefix, section in reversed(_SECTIONS.items()):
         group, hints = parser.add_argument_group(prefix.rstrip(".") or "training"), get_type_hints(section)
         for item in fields(section):
             kind = (get_args(hints[item.name]) or (hints[item.name],))[0]  # of `int | None`: int
-            choices, metavar = item.metadata["choices"], kind.__name__.upper()
-            settings = {"type": kind, "choices": choices, "metavar": None if choices else metavar}
+            settings: dict[str, Any] = {"type": kind, "choices": item.metadata["choices"]}
             if kind is bool:
                 settings = {"action": argparse.BooleanOptionalAction}
-            shown = "" if item.default is None else f" (default: {item.default})"
-            settings |= {"default": item.default, "help": item.metadata["help"] + shown}
+            settings |= {"default": item.default, "help": item.metadata["help"]}
             name = f"--{prefix}{item.name}" if prefix else f"--{item.name.replace('_', '-')}"
             group.add_argument(name, dest=prefix + item.name, **settings)
     given, sections = vars(parser.parse_args(argv)), []
     for prefix, section in _SECTIONS.items():
-        sections.append(section(**{item.name: given[prefix + item.name] for item in fields(section)}))
+        values = {item.name: given[prefix + item.name] for item in fields(section)}
+        sections.append(section(**values))
         for item in fields(section):
-            value, least = given[prefix + item.name], item.metadata["least"]
+            value, least = values[item.name], item.metadata["least"]
             if None not in (value, least) and not value >= least:  # nan is no number to compare
                 parser.error(f"{prefix}{item.name}={value} must be at least {least}")
     config = Config(*sections)

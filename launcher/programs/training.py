@@ -67,54 +67,59 @@ def run(config: Config) -> None:
         sys.exit(status)
 
 
-class Ranks:
-    """One rank among the others, as torchrun's variables say it; without them rank 0 of 1.
+def join_ranks(wanted: str) -> torch.device:
+    """Join the other ranks, as torchrun's variables say, and return this one's device; else it is 0 of 1.
 
-    Gradients cross GPUs by NCCL, and what CPUs agree on goes by gloo.
+    Gradients cross GPUs by NCCL, and what CPUs agree on goes by gloo. Raises OptionError for a device that
+    cannot be.
     """
+    visible = torch.cuda.device_count() if wanted != "cpu" else 0
+    if wanted == "cuda" and not visible:
+        raise OptionError("--device cuda, but torch sees no GPU: give --device cpu")
+    alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
+    backends = "cpu:gloo,cuda:nccl" if visible else "gloo"
+    dist.init_process_group(backends, **({} if "RANK" in os.environ else alone))
+    if not visible:
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())) % visible)
+    torch.cuda.set_device(device)
+    uuids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(uuids, str(torch.cuda.get_device_properties(device).uuid))
+    # A rank that sees all GPUs of its node has its own.
+    if len(set(uuids)) < len(uuids) and visible < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        raise OptionError("NCCL needs a GPU for each rank: start fewer, or give --device cpu")
+    return device
 
-    def __init__(self, device: str) -> None:
-        """Join the others; raises OptionError for a device that cannot be."""
-        visible = torch.cuda.device_count() if device != "cpu" else 0
-        if device == "cuda" and not visible:
-            raise OptionError("--device cuda, but torch sees no GPU: give --device cpu")
-        alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
-        backends = "cpu:gloo,cuda:nccl" if visible else "gloo"
-        dist.init_process_group(backends, **({} if "RANK" in os.environ else alone))
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.device, self.backend = torch.device("cpu"), "gloo"
-        if visible:
-            local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
-            self.device, self.backend = torch.device("cuda", local_rank % visible), "nccl"
-            torch.cuda.set_device(self.device)
-            uuids: list[Any] = [None] * self.world_size
-            dist.all_gather_object(uuids, str(torch.cuda.get_device_properties(self.device).uuid))
-            # A rank that sees all GPUs of its node has its own.
-            if len(set(uuids)) < self.world_size and visible < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-                raise OptionError("NCCL needs a GPU for each rank: start fewer, or give --device cpu")
 
-    def average(self, value: Tensor) -> float:
-        """Average a scalar over the ranks."""
-        total = value.detach().to("cpu", torch.float32, copy=True)
-        dist.all_reduce(total)
-        return total.item() / self.world_size
+def average(value: Tensor) -> float:
+    """Average a scalar over the ranks."""
+    total = value.detach().to("cpu", torch.float32, copy=True)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
-    def share(self, train: TrainConfig) -> TrainConfig:
-        """Return rank 0's settings, with a type and as many micro-steps as come nearest to the global batch.
 
-        Nodes of several kinds may each have been given others.
-        """
-        dtype, accumulation = train.dtype, train.grad_accumulation
-        if dtype == "auto":
-            # CPUs with bf16 instructions lose more in autocast's conversions than they gain on small models.
-            bf16 = self.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-            dtype = "bf16" if bf16 else "fp32"
-        if train.global_batch:
-            accumulation = max(1, round(train.global_batch / (train.batch_size * self.world_size)))
-        found: list[Any] = [replace(train, dtype=dtype, grad_accumulation=accumulation)]
-        dist.broadcast_object_list(found, src=0)
-        shared: TrainConfig = found[0]
-        return shared
+def share_settings(train: TrainConfig, device: torch.device) -> TrainConfig:
+    """Return rank 0's settings, with a type and as many micro-steps as come nearest to the global batch.
+
+    Nodes of several kinds may each have been given others.
+    """
+    dtype, accumulation = train.dtype, train.grad_accumulation
+    if dtype == "auto":
+        # CPUs with bf16 instructions lose more in autocast's conversions than they gain on small models.
+        bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bf16" if bf16 else "fp32"
+    if train.global_batch:
+        accumulation = max(1, round(train.global_batch / (train.batch_size * dist.get_world_size())))
+    found: list[Any] = [replace(train, dtype=dtype, grad_accumulation=accumulation)]
+    dist.broadcast_object_list(found, src=0)
+    shared: TrainConfig = found[0]
+    return shared
+
+
+def tell(text: str) -> None:
+    """Print a line on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
 
 
 def shard_model(model: Transformer, device: torch.device, *, bf16: bool) -> None:
@@ -183,11 +188,11 @@ class Trainer:
         shards. `model` is the bare one, `module` is called in training.
         """
         self.windows = Windows(config.data.path, config.seq_len, config.data.val_fraction)
-        self.ranks = ranks = Ranks(config.train.device)
-        self.config = config = replace(config, train=ranks.share(config.train))
+        self.device, self.world_size = join_ranks(config.train.device), dist.get_world_size()
+        self.config = config = replace(config, train=share_settings(config.train, self.device))
         train = config.train
         self.bf16 = train.dtype == "bf16"
-        self.parallel = train.parallel if train.parallel == "fsdp" or ranks.world_size > 1 else "none"
+        self.parallel = train.parallel if train.parallel == "fsdp" or self.world_size > 1 else "none"
         with torch.device("meta"):
             self.model = model = Transformer(config.model, recompute=train.activation_checkpointing)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -198,21 +203,21 @@ class Trainer:
         for block in model.blocks if train.compile else ():
             block.compile()
         if self.parallel == "fsdp":
-            shard_model(model, ranks.device, bf16=self.bf16)
-        model.to_empty(device=ranks.device)
+            shard_model(model, self.device, bf16=self.bf16)
+        model.to_empty(device=self.device)
         # Shards differ between ranks, replicas must not.
-        seed = train.seed * 1_000_003 + (ranks.rank if self.parallel == "fsdp" else 0)
-        initialise(model, torch.Generator(ranks.device).manual_seed(seed))
-        self.module = wrap_ddp(model, ranks.device) if self.parallel == "ddp" else model
+        seed = train.seed * 1_000_003 + (dist.get_rank() if self.parallel == "fsdp" else 0)
+        initialise(model, torch.Generator(self.device).manual_seed(seed))
+        self.module = wrap_ddp(model, self.device) if self.parallel == "ddp" else model
         self.optimizer = make_optimizer(self.model, config.lr, train.weight_decay)
         self.progress = Progress()
         self.peak = train.peak_tflops
         """TFLOPS that MFU is measured against, None if unknown: a CPU has none, since training would exceed a
         product of small matrices."""
-        if self.peak is None and ranks.device.type == "cuda":
-            gpu = find_gpu(torch.cuda.get_device_name(ranks.device))
+        if self.peak is None and self.device.type == "cuda":
+            gpu = find_gpu(torch.cuda.get_device_name(self.device))
             self.peak = gpu.bf16 if gpu else None
-        self.sequences = train.batch_size * train.grad_accumulation * ranks.world_size
+        self.sequences = train.batch_size * train.grad_accumulation * self.world_size
         """That all ranks consume in an optimizer step."""
         self.tokens, self.clock = 0, time.perf_counter()
         """Tokens of all ranks since the clock's time, for the speed."""
@@ -234,10 +239,10 @@ class Trainer:
             self.progress.consumed,
             max(0, train.steps - self.progress.step) * train.grad_accumulation,
             train.batch_size,
-            self.ranks.rank,
-            self.ranks.world_size,
+            dist.get_rank(),
+            self.world_size,
         )
-        batches = iter(schedule.make_loader(self.config.workers, pin=self.ranks.device.type == "cuda"))
+        batches = iter(schedule.make_loader(self.config.workers, pin=self.device.type == "cuda"))
         self.tokens, self.clock = 0, time.perf_counter()
         for step in range(first, train.steps + 1):
             loss = self.take_step(step, batches)
@@ -255,17 +260,17 @@ class Trainer:
                 return EXIT_RESTART
         if votes:
             votes.finish()
-        if self.ranks.device.type == "cuda":
+        if self.device.type == "cuda":
             # In use is also what is not torch's: CUDA's context, NCCL's buffers, other processes.
-            free, total = torch.cuda.mem_get_info(self.ranks.device)
+            free, total = torch.cuda.mem_get_info(self.device)
             allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            self._print(
+            tell(
                 f"memory  {allocated / 2**30:.2f} GiB allocated, {reserved / 2**30:.2f} reserved at most, "
                 f"{(total - free) / 2**30:.2f} of {total / 2**30:.2f} in use"
             )
         validates = train.eval_batches and self.windows.validation
         validation = f" val_loss {self._validate():.4f}" if validates else ""
-        self._print(
+        tell(
             f"done step {self.progress.step}/{train.steps} loss {self.progress.loss:.4f}{validation} "
             f"sequences {self.progress.consumed} seconds {time.perf_counter() - begun:.1f}"
         )
@@ -274,7 +279,7 @@ class Trainer:
     def take_step(self, step: int, batches: Iterator[Tensor]) -> Tensor:
         """Take one optimizer step; return its loss, averaged over this rank's micro-steps."""
         train = self.config.train
-        total = torch.zeros((), device=self.ranks.device)
+        total = torch.zeros((), device=self.device)
         for micro_step in range(train.grad_accumulation):
             # DDP's gradients cross the ranks on the last micro-step alone. FSDP's are reduced on each: else
             # every rank would keep whole ones, 26 GiB for 7 billion parameters.
@@ -294,24 +299,24 @@ class Trainer:
     def _compute_loss(self, batch: Tensor) -> Tensor:
         """Return the mean cross-entropy, in nats a byte, of (batch, seq_len + 1) bytes."""
         # Bytes cross to the device, an eighth of what token numbers take.
-        tokens = batch.to(self.ranks.device, non_blocking=True).long()
+        tokens = batch.to(self.device, non_blocking=True).long()
         # FSDP has its own policy.
         mixed = self.bf16 and self.parallel != "fsdp"
-        with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=mixed):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
             loss: Tensor = self.module(tokens[:, :-1], tokens[:, 1:])
         return loss
 
     @torch.no_grad()
     def _validate(self) -> float:
         """Return the loss on the held-out windows, averaged over batches and ranks."""
-        train, ranks, windows = self.config.train, self.ranks, self.windows
-        total = torch.zeros((), device=ranks.device)
+        train, windows = self.config.train, self.windows
+        total = torch.zeros((), device=self.device)
         for number in range(train.eval_batches):
-            start = (number * ranks.world_size + ranks.rank) * train.batch_size
+            start = (number * self.world_size + dist.get_rank()) * train.batch_size
             indices = [(start + index) % windows.validation for index in range(train.batch_size)]
             # Read here: a second loader with workers beside the first has hung programs.
             total += self._compute_loss(torch.stack([windows[windows.training + index] for index in indices]))
-        return ranks.average(total / train.eval_batches)
+        return average(total / train.eval_batches)
 
     def _resume(self) -> Path | None:
         """Go on from the newest checkpoint, which any number of ranks may have saved, and return it.
@@ -319,7 +324,7 @@ class Trainer:
         Raises OptionError on all ranks.
         """
         found: list[Any] = [None, None]
-        if self.ranks.rank == 0:
+        if dist.get_rank() == 0:
             try:
                 found[0] = prepare_directory(Path(self.config.train.checkpoint_dir or ""), self.config.model)
             except OptionError as error:
@@ -352,30 +357,30 @@ class Trainer:
         """
         from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415 - slow import
 
-        self.progress.loss = self.ranks.average(loss)
+        self.progress.loss = average(loss)
         begun = time.perf_counter()
         path = Path(self.config.train.checkpoint_dir or "", f"step-{self.progress.step:08}")
         part = path.with_suffix(".part")
         save(self._collect_state(), checkpoint_id=part)
-        if self.ranks.rank == 0:
+        if dist.get_rank() == 0:
             (part / "model.json").write_text(json.dumps(asdict(self.config.model)))
             part.rename(path)
             for old in list_complete(path.parent)[:-MAX_KEPT]:
                 shutil.rmtree(old)
         dist.barrier()  # the other ranks go on once the rename is done
         cause = ("", " on SIGUSR2", " on SIGTERM")[agreed]
-        self._print(f"checkpoint step {self.progress.step} {path} {time.perf_counter() - begun:.1f} s{cause}")
+        tell(f"checkpoint step {self.progress.step} {path} {time.perf_counter() - begun:.1f} s{cause}")
         self.tokens, self.clock = 0, time.perf_counter()
 
     def _log(self, step: int, loss: Tensor) -> None:
         """Print the line of a step; progress displays parse it."""
         # This waits for the device, so that the speed is that of work which is done.
-        self.progress.loss = self.ranks.average(loss)
+        self.progress.loss = average(loss)
         rate = self.tokens / (time.perf_counter() - self.clock)
         self.tokens, self.clock = 0, time.perf_counter()
-        tera = rate / self.ranks.world_size / 1e12
+        tera = rate / self.world_size / 1e12
         mfu = f" mfu {self.flops * tera / self.peak:.1%}" if self.peak else ""
-        self._print(
+        tell(
             f"step {step}/{self.config.train.steps} loss {self.progress.loss:.4f} "
             f"lr {compute_learning_rate(self.config, step):.2e} tokens/s {rate:.0f} "
             f"tflops {self.flops_done * tera:.4g}{mfu}"
@@ -383,30 +388,27 @@ class Trainer:
 
     def _describe(self, start: str) -> None:
         """Print what is run, a line for each subject."""
-        config, train, model, ranks = self.config, self.config.train, self.config.model, self.ranks
-        parallel = "" if self.parallel == "none" else f" {self.parallel} over {ranks.backend},"
-        origin = config.data.path or "Python {}.{}'s standard library".format(*sys.version_info)
-        is_gpu = ranks.device.type == "cuda"
-        name = torch.cuda.get_device_name(ranks.device) if is_gpu else f"{torch.get_num_threads()} threads"
-        self._print(
+        config, train, model, windows = self.config, self.config.train, self.config.model, self.windows
+        over = "nccl" if self.device.type == "cuda" else "gloo"
+        parallel = "" if self.parallel == "none" else f" {self.parallel} over {over},"
+        name = f"{torch.get_num_threads()} threads"
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+        tell(
             f"model   {model.name}: {self.parameters:,} parameters, {model.layers} layers, "
             f"hidden {model.hidden_size}, {model.heads} heads ({model.kv_heads} kv), "
             f"{model.vocab_size} tokens\n"
-            f"data    {origin}: {self.windows.size:,} bytes, {self.windows.training:,} sequences of "
-            f"{config.seq_len}, {self.windows.validation:,} more held out\n"
-            f"device  {ranks.device} ({name}), {ranks.world_size} rank{'s' * (ranks.world_size > 1)},"
+            f"data    {config.data.path or 'the standard library of Python'}: {windows.size:,} bytes, "
+            f"{windows.training:,} sequences of {config.seq_len}, {windows.validation:,} more held out\n"
+            f"device  {self.device} ({name}), {self.world_size} rank{'s' * (self.world_size > 1)},"
             f"{parallel} {train.dtype}, {config.workers} DataLoader workers a rank\n"
             f"batch   {self.sequences * config.seq_len:,} tokens per step: {train.batch_size} sequences x "
-            f"{config.seq_len} x {ranks.world_size} ranks x {train.grad_accumulation} micro-steps"
+            f"{config.seq_len} x {self.world_size} ranks x {train.grad_accumulation} micro-steps"
         )
         if self.peak:
             again = "; tflops count recomputation, mfu does not" if self.flops_done > self.flops else ""
-            self._print(f"peak    {self.peak:.4g} TFLOPS a rank{again}")
-        self._print(f"start   {start}")
-
-    def _print(self, text: str) -> None:
-        if self.ranks.rank == 0:
-            print(text, flush=True)
+            tell(f"peak    {self.peak:.4g} TFLOPS a rank{again}")
+        tell(f"start   {start}")
 
 
 def list_complete(directory: Path) -> list[Path]:

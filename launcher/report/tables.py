@@ -232,8 +232,9 @@ def _list_details(run: "RunStatus") -> Iterator[tuple[str, ...]]:
         lines = failure.get("last_lines")
         for line in lines if isinstance(lines, list) else ():
             yield "", f"| {line}"
-    if run.preflight:
-        yield "preflight", describe_preflight(run.preflight)
+    lines = (run.preflight or {}).get("lines")
+    for number, line in enumerate(lines if isinstance(lines, list) else ()):
+        yield "" if number else "preflight", str(line)
     if run.watch and run.state == "running":
         yield "watch", f"launch watch {quote_word(run.path)}"
     if run.last_line:
@@ -287,18 +288,3 @@ def _date_event(event: "NodeEvent") -> str:
         return "?" if event.time is None else f"{datetime.fromtimestamp(event.time):%Y-%m-%d %H:%M}"
     except (ValueError, OverflowError, OSError):
         return "?"
-
-
-def describe_preflight(account: Mapping[str, object]) -> str:
-    """Return a manifest's account in a line; what is odd in it is left out."""
-    if problem := account.get("problem"):
-        return f"{account.get('kind')}: the nodes were not checked: {problem}"
-    seconds, findings, sick = account.get("seconds"), account.get("findings"), account.get("sick")
-    took = f" in {describe_time(seconds)}" if isinstance(seconds, int | float) else ""
-    listed = [each for each in findings if isinstance(each, dict)] if isinstance(findings, list) else []
-    shown = "; ".join(f"{each.get('host')}: {each.get('subject')}: {each.get('what')}" for each in listed[:3])
-    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    state = f"{len(sick)} sick" if isinstance(sick, list) and sick else "none sick"
-    nodes = account.get("nodes")
-    what = f": {shown}{more}" if shown else ""
-    return f"{account.get('kind')} checks of {nodes} {'node' if nodes == 1 else 'nodes'}{took}: {state}{what}"

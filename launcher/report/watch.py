@@ -118,6 +118,8 @@ def _share(share: float) -> str:
     return f"{share * 100:.0f}%"
 
 
+_GONE = ("ended", "exited", "unwatched")
+"""Phases of ranks that do no more."""
 _SHOW: Mapping[str, Callable[[float], str]] = {
     "": str,
     "share": _share,
@@ -137,12 +139,14 @@ def _measure_own(rank: Rank) -> float | None:
     return None if rank.p50 is None else rank.p50 * (1 - min(1.0, rank.wait_share or 0.0))
 
 
-def _make_row(view: NodeView, ranks: Sequence[Rank], *, is_node: bool) -> Row:
-    """Return the row of a rank, or of a node with the worst of its ranks' figures."""
+def _make_row(view: NodeView, ranks: Sequence[Rank], *, is_node: bool, mark: str = "") -> Row:
+    """Return the row of a rank, or of a node with the worst of its ranks' figures.
+
+    `mark` is the style of its rank, or its node, if that stands out.
+    """
     report = view.report
-    cells = {"node": Cell(clean_text(report.host, _LONGEST_NAME), report.node_rank)}
+    cells = {"node": Cell(clean_text(report.host, _LONGEST_NAME), report.node_rank, mark)}
     cells["phase"] = Cell("no ranks", "", "dim")
-    gpus = [rank.gpu for rank in ranks if rank.gpu]
     for metric in METRICS if ranks else ():
         values = [value for rank in ranks if (value := metric.read(rank)) is not None]
         if metric.title and values and (metric.title != "step" or any(values)):
@@ -150,10 +154,9 @@ def _make_row(view: NodeView, ranks: Sequence[Rank], *, is_node: bool) -> Row:
             style = ALARM if value >= metric.alarm else WARN if value >= metric.warn else ""
             cells[metric.title] = Cell(_SHOW[metric.unit](value), value, style)
     if ranks:
-        cells["rank"] = Cell(str(ranks[0].rank), ranks[0].rank)
+        cells["rank"] = Cell(str(ranks[0].rank), ranks[0].rank, mark)
         unlike = min(ranks, key=lambda one: (not one.exit_code, one.phase == "training", one.rank))
-        styles = {"training": "", "ended": "dim", "exited": "dim", "unwatched": "dim"}
-        style = styles.get(unlike.phase, "cyan")
+        style = "" if unlike.phase == "training" else "dim" if unlike.phase in _GONE else "cyan"
         cells["phase"] = Cell(clean_text(unlike.phase, _LONGEST_NAME), unlike.phase, style)
         if unlike.exit_code:
             cells["phase"] = Cell(f"exit {unlike.exit_code}", "!exit", ALARM)
@@ -164,8 +167,9 @@ def _make_row(view: NodeView, ranks: Sequence[Rank], *, is_node: bool) -> Row:
         cells["last"] = Cell(shorten_age(max(ages)), max(ages), ALARM if is_late else "")
     if owns := [own for rank in ranks if (own := _measure_own(rank)) is not None]:
         cells["own"] = Cell(shorten_seconds(max(owns)), max(owns))
-    with_memory = [gpu for gpu in gpus if gpu.memory_used is not None and gpu.memory_total]
-    if used := [(gpu.memory_used or 0) / (gpu.memory_total or 1) for gpu in with_memory]:
+    gpus = [rank.gpu for rank in ranks if rank.gpu]
+    known = (gpu for gpu in gpus if gpu.memory_total)
+    if used := [gpu.memory_used / (gpu.memory_total or 1) for gpu in known if gpu.memory_used is not None]:
         style = ALARM if max(used) >= 0.99 else WARN if max(used) >= 0.95 else ""
         cells["mem"] = Cell(_share(max(used)), max(used), style)
     if reasons := dict.fromkeys(name for gpu in gpus for name in gpu.event_reasons):
@@ -184,8 +188,6 @@ class TableView:
     rows: list[Row]
     titles: list[str]
     sort: str
-    marked: Mapping[int, str]
-    """The style of ranks that stand out: those that hold the others up in a hang, and stragglers."""
 
     def fit(self, width: int) -> dict[str, int]:
         """Return the titles of the columns that fit, with their widths; the least important go."""
@@ -201,16 +203,13 @@ class TableView:
         return fit_columns(sizes, drops, width)
 
     def render_row(self, row: Row, titles: Iterable[str]) -> list[Text]:
-        """Return the cells of a row; what stands out is marked by its rank, or its node."""
-        marks = {self.marked.get(rank.rank, "") for rank in row.ranks}
-        mark = ALARM if ALARM in marks else max(marks, default="")
-        texts = []
-        for title in titles:
-            cell = row.cells.get(title) or Cell("-", "", "dim")
-            style = (mark if title in ("rank", "node") else "") or cell.style
-            style = f"{style} dim" if row.view.is_silent else style
-            texts.append(Text(cell.text, style, justify="left" if title in _TEXTS else "right"))
-        return texts
+        """Return the cells of a row."""
+        dim = " dim" if row.view.is_silent else ""
+        cells = {title: row.cells.get(title) or Cell("-", "", "dim") for title in titles}
+        return [
+            Text(cell.text, cell.style + dim, justify="left" if title in _TEXTS else "right")
+            for title, cell in cells.items()
+        ]
 
 
 def arrange(snapshot: RunSnapshot, sort: str = "", host: str | None = None) -> TableView:
@@ -230,18 +229,19 @@ def arrange(snapshot: RunSnapshot, sort: str = "", host: str | None = None) -> T
 
     def judge(ranks: Sequence[Rank], is_silent: bool = False) -> tuple[bool, ...]:
         """Order what is wrong: who holds the others up, who is gone, who is slow."""
-        styles = {marked.get(rank.rank) for rank in ranks}
-        has_failed = any(rank.exit_code for rank in ranks)
-        return ALARM not in styles, not is_silent, not has_failed, styles == {None}
+        mark, has_failed = find_mark(ranks), any(rank.exit_code for rank in ranks)
+        return mark != ALARM, not is_silent, not has_failed, not mark
+
+    def find_mark(ranks: Sequence[Rank]) -> str:
+        styles = {marked.get(rank.rank, "") for rank in ranks}
+        return ALARM if ALARM in styles else max(styles, default="")
 
     rows: list[Row] = []
     for view in nodes:
         ranks = view.report.ranks
-        if by_node or not ranks:
-            slowest = sorted(ranks, key=lambda one: (*judge([one]), -(_measure_own(one) or 0.0), one.rank))
-            rows.append(_make_row(view, slowest, is_node=True))
-        else:
-            rows += [_make_row(view, (rank,), is_node=False) for rank in ranks]
+        slowest = sorted(ranks, key=lambda one: (*judge([one]), -(_measure_own(one) or 0.0), one.rank))
+        for group in [slowest] if by_node or not ranks else [[rank] for rank in ranks]:
+            rows.append(_make_row(view, group, is_node=by_node or not ranks, mark=find_mark(group)))
     rows.sort(key=lambda row: min((rank.rank for rank in row.ranks), default=0))
     if sort:
         known = [row for row in rows if sort in row.cells]
@@ -261,7 +261,7 @@ def arrange(snapshot: RunSnapshot, sort: str = "", host: str | None = None) -> T
     titles = [title for title in titles if title != "node" or several]
     if by_node:  # what a node's row is about comes first
         titles.sort(key=lambda title: title != "node")
-    return TableView(rows, titles, sort, marked)
+    return TableView(rows, titles, sort)
 
 
 def find_rank(snapshot: RunSnapshot, rank: int | None) -> Row | None:

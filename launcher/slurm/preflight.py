@@ -110,8 +110,9 @@ def run_preflight(first: FirstNode, kind: str) -> StepReport | None:
     if first.take_early_signals():
         return None  # whoever starts the step sees it
     if isinstance(report, str):
-        logger.warning(f"preflight: the nodes were not checked: {report}")
-        attempt.manifest["preflight"] = {"kind": kind, "problem": report}
+        problem = f"the nodes were not checked: {report}"
+        logger.warning(f"preflight: {problem}")
+        attempt.manifest["preflight"] = {"kind": kind, "problem": report, "lines": [problem]}
         attempt.write()
         return None
     choice = choose_hosts(
@@ -122,14 +123,15 @@ def run_preflight(first: FirstNode, kind: str) -> StepReport | None:
         owned=attempt.requeues,
         reserved=spares,
     )
-    for line in (*list_preflight_lines(report), *filter(None, [choice.text])):
+    lines = [*list_preflight_lines(report), *filter(None, [choice.text])]
+    for line in lines:
         logger.info(f"preflight: {line}")
     try:
         write_preflight_report(attempt.run.path, attempt.run.first_attempt, report)
     except OSError as error:
         logger.warning(f"preflight: its report could not be written ({error})")
     left_out = [host for host in attempt.step_hosts if host in report.sick and host not in choice.hosts]
-    account = {**describe_report(report), "action": choice.action, "left_out": left_out}
+    account = {**describe_report(report), "action": choice.action, "left_out": left_out, "lines": lines}
     attempt.manifest |= {"hosts": list(choice.hosts or attempt.hosts), "preflight": account}
     if spares:
         left = [host for host in candidates if host not in attempt.hosts and host not in report.sick]

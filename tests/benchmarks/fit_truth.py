@@ -141,7 +141,7 @@ def make_trainer(case: dict[str, Any]) -> Trainer:
     )
     trainer: Any = Trainer.__new__(Trainer)
     trainer.config = replace(config, train=train)
-    trainer.ranks = SimpleNamespace(device=DEVICE)
+    trainer.device = DEVICE
     trainer.bf16, trainer.parallel = case["bf16"], case["parallel"]
     trainer.module = wrap_fake_ddp(bare) if case["parallel"] == "ddp" else bare
     trainer.optimizer = choose_optimizer(case["optimizer"], bare)

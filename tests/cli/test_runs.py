@@ -70,7 +70,8 @@ def test_a_run_that_failed(launch: Launch, here: Path) -> None:
     failure = {"rank": 3, "local_rank": 1, "host": "n2", "reason": "was killed by SIGKILL (signal 9)"}
     failure["last_lines"] = ["Traceback", "RuntimeError: \x1b[31moh\x1b[0m"]
     outcome = {"exit_code": 137, "cause": "crash", "first_failure": failure}
-    path = make_run(here / "runs", state="failed", hosts=["n1", "n2"], outcome=outcome)
+    checked = {"lines": ["sick: n3: limits: \x1b[2J", "light checks of 3 nodes in 9.9 s: 1 sick (n3)"]}
+    path = make_run(here / "runs", state="failed", hosts=["n1", "n2"], outcome=outcome, preflight=checked)
     write_log(path, 0, "step 7/90 loss 1.5\n\x1b[1mthe last\x1b[0m\n\n", attempt=1)
     run = read_newest(launch)
     expected: dict[str, object] = {"run": RUN, "path": str(path), "state": "failed", "job_id": None}
@@ -81,6 +82,7 @@ def test_a_run_that_failed(launch: Launch, here: Path) -> None:
     shown = launch("status", "tiny").out
     for text in ("first failure", "rank 3 on n2 (local rank 1)", "| RuntimeError: ", "7/90", "1 min 30 s"):
         assert text in shown
+    assert "preflight      sick: n3: limits: " in shown and ": 1 sick (n3)\n" in shown
     assert "\x1b" not in shown
 
 
