@@ -328,6 +328,8 @@ class WatchConfig:
     """Port on which each node serves its metrics to Prometheus; null means none."""
     prometheus_address: str = "127.0.0.1"
     """Address that it listens on."""
+    textfile: str | None = setting(None, pattern=".+", give="a folder, or leave it out")
+    """Folder of node_exporter's textfile collector, into which each node writes its metrics."""
 
 
 @dataclass

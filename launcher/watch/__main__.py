@@ -255,7 +255,7 @@ class NodeWatcher:
             text = f"{count_things(self.settings.ranks, 'rank')}{nodes}"
             self._record(MetricsEvent("start", own.time, text), "starting")
         self.log.add_report(own)
-        self.prometheus.report = own
+        self.prometheus.take(own)
         if state is not None and state.step != self.pinged:
             self.notifier.ping()
             self.pinged = state.step
@@ -404,6 +404,7 @@ class NodeWatcher:
                 self.send("note", f"stragglers: {slow}")
         self.files.submit(own, state)
         self.files.worker.wait_idle(seconds)
+        self.prometheus.close(seconds)
         self.notifier.close(seconds)
 
 

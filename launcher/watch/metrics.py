@@ -1,17 +1,19 @@
 """What is measured of a rank and of its GPU, as metrics.toml has it, and its ways out: Prometheus and a file.
 
-Prometheus is served on a port. prometheus_client is an extra of this package's, so it is imported only if
-that is asked for. What fails is a warning: metrics
+Prometheus is served on a port, or by a file for node_exporter's textfile collector. prometheus_client is an
+extra of this package's, so it is imported only if one of them is asked for. What fails is a warning: metrics
 are never a reason to end a job. Names and units are by the library's conventions
 (https://prometheus.io/docs/practices/naming/: base units, `_total`, `_ratio`).
 """
 
 import json
 import os
+import re
 import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
 from math import ceil, inf, isfinite
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from launcher.codec import DecodeError, convert, load
 from launcher.files import LARGEST, open_append, open_below, read_file
 from launcher.watch.model import PHASES, NodeReport, Rank, WatchSettings
-from launcher.watch.run_files import FOLDER, watch_path
+from launcher.watch.run_files import FOLDER, Worker, watch_path
 
 if TYPE_CHECKING:
     from prometheus_client import metrics_core
@@ -78,33 +80,43 @@ METRICS = convert(tuple[Metric, ...], _TABLE["metric"])
 
 
 class Prometheus:
-    """Gives out the last report of a node, on a port."""
+    """Gives out the last report of a node: on a port, and in a file for node_exporter."""
 
     def __init__(self, run: str, host: str, settings: WatchSettings, warn: Callable[[str], None]) -> None:
-        """Begin if the settings ask for it, in a thread; what cannot be is a warning."""
+        """Begin with what the settings ask for, in threads; what cannot be is a warning."""
         self._labels = run, host
-        self.report: NodeReport | None = None
-        """What is given out."""
-        if (port := settings.prometheus_port) is None:
+        self._report: NodeReport | None = None
+        self._writer: Worker[None] | None = None
+        port, folder = settings.prometheus_port, settings.textfile
+        if port is None and not folder:
             return
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
         except ImportError:
             warn("metrics for Prometheus need its client: pip install 'launch-ranks[metrics]'")
             return
         registry = CollectorRegistry()
         registry.register(self)
-        try:
-            start_http_server(port, settings.prometheus_address, registry)
-        except (OSError, OverflowError) as error:
-            where = f"{settings.prometheus_address}:{port}"
-            warn(f"metrics are not served on {where} ({error}): choose watch.prometheus_port")
+        if port is not None:
+            try:
+                start_http_server(port, settings.prometheus_address, registry)
+            except (OSError, OverflowError) as error:
+                where = f"{settings.prometheus_address}:{port}"
+                warn(f"metrics are not served on {where} ({error}): choose watch.prometheus_port")
+        if folder:
+            self._path = Path(folder, re.sub(r"[^A-Za-z0-9_.-]+", "_", f"launch-{run}-{host}.prom"))
+            self._writer = Worker(
+                "textfile",
+                lambda _: write_to_textfile(str(self._path), registry),
+                1,
+                lambda error: warn(f"metrics could not be written ({error}): see watch.textfile"),
+            )
 
     def collect(self) -> "Iterator[metrics_core.Metric]":
         """Give all metrics that have a value, to prometheus_client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        if (report := self.report) is None:
+        if (report := self._report) is None:
             return
         ranks = [((*self._labels, str(one.rank), str(one.local_rank)), one) for one in report.ranks]
         owners: Mapping[str, Sequence[tuple[Sequence[str], object]]] = {
@@ -125,6 +137,19 @@ class Prometheus:
                     if value is not None:
                         family.add_metric([*known, *([more] if metric.label else [])], value)
         yield from (family for family in families.values() if family.samples)
+
+    def take(self, report: NodeReport) -> None:
+        """Give out this report from now on."""
+        self._report = report
+        if self._writer:
+            self._writer.put(None)
+
+    def close(self, timeout: float) -> None:
+        """Remove the file: Prometheus takes metrics that are gone as ended."""
+        if self._writer:
+            self._writer.close(timeout)
+            with suppress(OSError):
+                self._path.unlink()
 
 
 # `RUN_DIR/watch/metrics-HOST.jsonl`: what a node's ranks did over time, and what happened to them. A line is

@@ -421,6 +421,7 @@ class WatchSettings:
     metrics_interval: float = 30.0
     prometheus_port: int | None = None
     prometheus_address: str = "127.0.0.1"
+    textfile: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,14 +172,14 @@ def test_what_cannot_be_given_out_is_a_warning_each_and_the_job_goes_on(tmp_path
         done = run_outside(
             [
                 *("nproc_per_node=1", "restarts=1", "watch.interval=1", "watch.metrics_interval=1"),
-                f"watch.prometheus_port={taken.getsockname()[1]}",
+                *(f"watch.prometheus_port={taken.getsockname()[1]}", f"watch.textfile={tmp_path}/none"),
                 *(f"notify.url={hook.url}", "notify.events=[start]", "--", program),
             ],
             tmp_path,
             {"no_proxy": "*"},
         )
     assert done.code == 0, done
-    for setting in ("watch.prometheus_port", "notify.url"):
+    for setting in ("watch.prometheus_port", "watch.textfile", "notify.url"):
         assert done.err.count(setting) == 1, (setting, done.err)
     assert "403" in done.err and SECRET not in done.err + done.out
     (file,) = tmp_path.glob("runs/*/*/watch/metrics-*.jsonl")
@@ -306,12 +306,20 @@ REPORT = convert(
 EVENT = MetricsEvent("hang", TIME, "rank 5 on n2 has not joined all_reduce #1042", 120, (5,), ("n2",), 1)
 
 
-def test_what_prometheus_gets_is_what_the_report_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_prometheus_gets_is_what_the_report_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     who = "gpt/7", 'n"1\n'
     port = find_port()
-    export = Prometheus(*who, WatchSettings(prometheus_port=port), pytest.fail)
-    export.report = replace(REPORT, host='n"1\n')
+    folder = tmp_path / "textfile"
+    folder.mkdir()
+    export = Prometheus(*who, WatchSettings(prometheus_port=port, textfile=str(folder)), pytest.fail)
+    export.take(replace(REPORT, host='n"1\n'))
     found = fetch(port)
+    wait_for(lambda: list(folder.glob("*.prom")), "the file", 20, lambda: "")
+    assert (folder / "launch-gpt_7-n_1_.prom").read_text() == found
+    export.close(20)
+    assert list(folder.iterdir()) == []
     labels = {"run": "gpt/7", "host": 'n"1\n', "rank": "8", "local_rank": "0"}
     assert find(found, "launch_rank_steps_total", **labels) == [120]
     assert find(found, "launch_rank_step_seconds", **labels, quantile="0.99") == [0.5]
@@ -335,7 +343,7 @@ def test_what_prometheus_gets_is_what_the_report_says(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     for asked in (0, None):
-        Prometheus(*who, WatchSettings(prometheus_port=asked), warnings.append)
+        Prometheus(*who, WatchSettings(prometheus_port=asked), warnings.append).take(REPORT)
     assert len(warnings) == 1 and "pip install 'launch-ranks[metrics]'" in warnings[0]
 
 
