@@ -5,12 +5,13 @@ short, of another version, or planted by another user.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from itertools import repeat
 from math import inf, isfinite
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from launcher.cpulist import format_cpulist, parse_cpulist
 
@@ -22,8 +23,6 @@ OPTIONAL = "json_optional"
 """Entry of a field's metadata: JSON has it if there is something in it."""
 ONLY = "json_only"
 """Entry of a field's metadata: the fields of the dataclass in it that JSON has."""
-LARGE = 1e300
-"""Numbers from here on are looked at more closely: they may be infinite, or no `float`."""
 T = TypeVar("T")
 
 
@@ -68,15 +67,24 @@ def convert(kind: type[T], data: object, least: float = -inf) -> T:
     a list of lists in JSON, or an object. Keys that a dataclass does not have are ignored. No number may be
     less than `least`.
     """
-    found: T = _convert(kind, data, least, "")
+    try:
+        found: T = _convert(kind, data, least)
+    except _MisfitError as error:
+        raise DecodeError(f"{error.path.removeprefix('.') or 'the whole'} {error}") from None
     return found
 
 
 def to_plain(value: Any) -> Any:  # noqa: ANN401 - see convert
     """Return what JSON has for a value of the types of `convert`, which reads it back."""
     if is_dataclass(value) and not isinstance(value, type):
-        values = [(item, getattr(value, item.name)) for item in _list_fields(type(value))]
-        return {item.key: item.write(found) for item, found in values if found or not item.is_optional}
+        plain: dict[str, Any] = {}
+        for item, key, _ in _list_fields(type(value)):
+            found, how = getattr(value, item.name), item.metadata
+            if found or not how.get(OPTIONAL):
+                plain[key] = dict(found) if how.get(OBJECT) else to_plain(found)
+            if found and ONLY in how:
+                plain[key] = {name: plain[key][name] for name in how[ONLY]}
+        return plain
     if isinstance(value, frozenset):
         return format_cpulist(value)
     if isinstance(value, tuple | list):
@@ -86,120 +94,99 @@ def to_plain(value: Any) -> Any:  # noqa: ANN401 - see convert
     return value
 
 
-class _Field(NamedTuple):
-    """A dataclass's field."""
-
-    name: str
-    key: str
-    """In JSON."""
-    kind: Any
-    plain: type | None
-    """If it is one of text and numbers, or None beside it: that type."""
-    is_nullable: bool
-    is_required: bool
-    is_object: bool
-    is_optional: bool
-    only: tuple[str, ...]
-
-    def write(self, value: Any) -> Any:  # noqa: ANN401 - see convert
-        """Return what JSON has for the field's value."""
-        plain = dict(value) if self.is_object else to_plain(value)
-        return {key: plain[key] for key in self.only} if self.only and plain else plain
-
-
 @cache
-def _list_fields(kind: Any) -> tuple[_Field, ...]:  # noqa: ANN401 - see convert
-    found = []
-    for item in fields(kind):
-        kinds = item.type.__args__ if isinstance(item.type, UnionType) else (item.type,)
-        named = [one for one in kinds if one is not NoneType]
-        found.append(
-            _Field(
-                name=item.name,
-                key=item.metadata.get(KEY, item.name),
-                kind=item.type,
-                plain=named[0] if named[0] in (str, int, float) else None,
-                is_nullable=NoneType in kinds,
-                is_required=item.default is MISSING and item.default_factory is MISSING,
-                is_object=item.metadata.get(OBJECT, False),
-                is_optional=item.metadata.get(OPTIONAL, False),
-                only=item.metadata.get(ONLY, ()),
-            )
-        )
-    return tuple(found)
+def _list_fields(kind: Any) -> tuple[tuple[Any, str, bool], ...]:  # noqa: ANN401 - see convert
+    """Return a dataclass's fields, each with its key in JSON and whether that has to be there."""
+    return tuple(
+        (item, item.metadata.get(KEY, item.name), item.default is MISSING and item.default_factory is MISSING)
+        for item in fields(kind)
+    )
 
 
-def _convert(kind: Any, data: Any, least: float, path: str) -> Any:  # noqa: ANN401 - see convert
-    """Make a value; `path` is its place, for errors."""
+class _MisfitError(Exception):
+    """What is wrong with a value: words that go after its place."""
+
+    def __init__(self, words: str, path: str = "") -> None:
+        super().__init__(words)
+        self.path = path
+        """As `.ranks[0].env`; each level puts its part before it."""
+
+    def put_below(self, place: str) -> "_MisfitError":
+        """Return the same as seen from a level above."""
+        return _MisfitError(str(self), place + self.path)
+
+
+def _convert(kind: Any, data: Any, least: float) -> Any:  # noqa: ANN401 - see convert
     if isinstance(kind, UnionType):
         if data is None:
             return None
         (kind,) = (one for one in kind.__args__ if one is not NoneType)
     if kind is Any or kind is object:
         return data
+    if kind is int or kind is float:
+        return _convert_number(kind, data, least)
     if is_dataclass(kind):
-        return _convert_object(kind, data, least, path)
+        return _convert_object(kind, data, least)
     if arguments := getattr(kind, "__args__", ()):
-        return _convert_items(kind.__origin__, arguments, data, least, path)
-    if kind not in (int, float):
-        return _check_type(kind, data, path)
-    number = data if type(data) is int else _check_type(kind, data, path)
+        return _convert_items(kind.__origin__, arguments, data, least)
+    return _check_type(kind, data)
+
+
+def _convert_object(kind: Any, data: object, least: float) -> Any:  # noqa: ANN401 - see convert
+    found, values = _check_type(dict, data), {}
+    for item, key, is_required in _list_fields(kind):
+        if key in found:
+            try:
+                values[item.name] = _convert(item.type, found[key], least)
+            except _MisfitError as error:
+                raise error.put_below(f".{key}") from None
+        elif is_required:
+            raise _MisfitError("is missing", f".{key}")
+    return kind(**values)
+
+
+def _convert_number(kind: Any, data: object, least: float) -> int | float:  # noqa: ANN401 - see convert
+    number = data if type(data) is int else _check_type(kind, data)
     try:
-        value = kind(number)  # whole numbers are fine for `float`
+        value: int | float = kind(number)  # whole numbers are fine for `float`
         is_finite = isfinite(value)
     except OverflowError:
         is_finite = False
     if not is_finite:
-        raise DecodeError(f"{path} is too large")
+        raise _MisfitError("is too large")
     if value < least:
-        raise DecodeError(f"{path} is {value}, less than {least:g}")
+        raise _MisfitError(f"is {value}, less than {least:g}")
     return value
 
 
-def _convert_object(kind: Any, data: object, least: float, path: str) -> Any:  # noqa: ANN401 - see convert
-    """Make a dataclass; a field without a default has to be there."""
-    found, values = _check_type(dict, data, path), {}
-    for item in _list_fields(kind):
-        if item.key in found:
-            inner: Any = found[item.key]
-            # Most values are as they should be: they need no place, which only an error shows.
-            found_kind = type(inner)
-            if found_kind is item.plain and (found_kind is str or (least <= inner and abs(inner) < LARGE)):
-                values[item.name] = inner
-            elif inner is None and item.is_nullable:
-                values[item.name] = None
-            else:
-                place = f"{path}.{item.key}" if path else item.key
-                values[item.name] = _convert(item.kind, inner, least, place)
-        elif item.is_required:
-            raise DecodeError(f"{path}.{item.key} is missing" if path else f"{item.key} is missing")
-    return kind(**values)
-
-
-def _convert_items(origin: Any, arguments: tuple[Any, ...], data: Any, least: float, path: str) -> Any:  # noqa: ANN401
+def _convert_items(origin: Any, arguments: tuple[Any, ...], data: Any, least: float) -> Any:  # noqa: ANN401
     """Make a sequence, a mapping, or a set of CPUs."""
     if origin is frozenset:
+        text = _check_type(str, data)
         try:
-            return parse_cpulist(_check_type(str, data, path))
-        except DecodeError:
-            raise
+            return parse_cpulist(text)
         except ValueError as error:
-            raise DecodeError(f"{path} is no cpulist: {error}") from None
-    if origin in (dict, Mapping):
-        items = _check_type(dict, data, path).items()
-        return {key: _convert(arguments[1], item, least, f"{path}[{key!r}]") for key, item in items}
+            raise _MisfitError(f"is no cpulist: {error}") from None
+    is_mapping = origin in (dict, Mapping)
     if origin is tuple and isinstance(data, dict):
         data = list(map(list, data.items()))
-    entries = _check_type(list, data, path)
-    kinds = arguments if origin is tuple and arguments[-1] is not ... else (arguments[0],) * len(entries)
-    if len(kinds) != len(entries):
-        raise DecodeError(f"{path} has {len(entries)} entries in place of {len(kinds)}")
-    pairs = enumerate(zip(kinds, entries, strict=True))
-    return origin(_convert(kind, item, least, f"{path}[{number}]") for number, (kind, item) in pairs)
+    entries: Any = _check_type(dict if is_mapping else list, data)
+    kinds: Iterable[Any] = repeat(arguments[-1 if is_mapping else 0])
+    if origin is tuple and arguments[-1] is not ...:
+        kinds = arguments
+        if len(arguments) != len(entries):
+            raise _MisfitError(f"has {len(entries)} entries in place of {len(arguments)}")
+    made: dict[Any, Any] = {}
+    for kind, (key, item) in zip(kinds, entries.items() if is_mapping else enumerate(entries), strict=False):
+        try:
+            made[key] = _convert(kind, item, least)
+        except _MisfitError as error:
+            raise error.put_below(f"[{key!r}]") from None
+    return made if is_mapping else origin(made.values())
 
 
-def _check_type(kind: type[T], data: object, path: str) -> T:
+def _check_type(kind: type[T], data: object) -> T:
     """Return data of a type as it is; JSON's true and false are no numbers."""
     if type(data) is not kind:
-        raise DecodeError(f"{path or 'the whole'} is of type {type(data).__name__}, not {kind.__name__}")
+        raise _MisfitError(f"is of type {type(data).__name__}, not {kind.__name__}")
     return data
