@@ -88,58 +88,47 @@ class Coordinator:
     stopped: bool = False
     """The end was asked for: nothing starts any more."""
 
-    @property
-    def spares(self) -> tuple[str, ...]:
-        """Nodes that are ready and take no part in the newest start."""
-        places = {node.host for node in self.start.nodes} if self.start else {*self.hosts}
-        return tuple(host for host in self.find_ready() if host not in places)
-
     def note(self, kind: str, host: str, restart: int = 0, local_size: int = 0) -> Order | None:
         """Take a node's report, and return the order that follows from it.
 
         `ready`: it can start `local_size` ranks; the last node that was waited for gives a start. `failed`: a
         rank has failed; `ended`: all of its ranks have ended with 0, and the last node's report ends the job;
         `taken`: another process has the port of a start, which is none of the restarts that are counted.
-        `lost`: see `note_loss`; `gone`: its task has ended by itself, which ends the job, or makes a spare
-        node none. What an earlier start has left is no news.
+        `lost`: if the node takes part, its ranks go to a spare node, or the job ends; `gone`: its task has
+        ended by itself, which ends the job, or makes a spare node none. What an earlier start has left is no
+        news.
         """
-        if kind == "lost":
-            return self.note_loss(host)
-        if kind == "gone" and not self.is_over and host not in self.lost:
-            is_spare = self.start and self.start.find_group_rank(host) is None
-            return self.note_loss(host) if is_spare else self.finish(failed=True)
-        if kind == "ready":
-            if host not in self.hosts or local_size < 1:
+        start = self.start
+        takes_part = start is not None and start.find_group_rank(host) is not None
+        if host not in self.hosts or host in self.lost:
+            return None
+        if kind == "lost" or (kind == "gone" and start and not takes_part and not self.is_over):
+            self.lost.add(host)
+            if self.is_over or not self.is_waiting:
                 return None
+            is_hopeless = len(self.hosts) - len(self.lost) < self.nodes
+            return self.finish(failed=True) if is_hopeless else self.begin()
+        if self.is_over:
+            return None
+        if kind == "gone":
+            return self.finish(failed=True)
+        if kind == "ready" and local_size > 0:
             self.sizes[host] = local_size
-            return self.begin() if self.is_waiting and not self.is_over else None
-        if kind not in ("failed", "ended", "taken") or not self.is_current(host, restart):
+            return self.begin() if self.is_waiting else None
+        is_news = start is not None and restart == start.restart and takes_part and not self.is_waiting
+        if not is_news or kind not in ("failed", "ended", "taken"):
             return None
         if kind == "ended":
             self.ended.add(host)
             return self.finish(failed=False) if len(self.ended) == self.nodes else None
+        goes_on = False
         if kind == "taken":
             self.taken += 1
             goes_on = self.taken <= PORT_TRIALS
-        elif goes_on := self.restarts < self.max_restarts:
+        elif self.restarts < self.max_restarts:
             self.restarts += 1
-            self.taken = 0
+            self.taken, goes_on = 0, True
         return (self.begin() if goes_on else None) or self.finish(failed=True)
-
-    def note_loss(self, host: str) -> Order | None:
-        """Take that a node is lost; if it takes part, its ranks go to a spare node, or the job ends."""
-        if host not in self.hosts or host in self.lost:
-            return None
-        self.lost.add(host)
-        if self.is_over:
-            return None
-        if len(self.hosts) - len(self.lost) < self.nodes and self.is_waiting:
-            return self.finish(failed=True)
-        return self.begin() if self.is_waiting else None
-
-    def note_stop(self) -> None:
-        """Take that the end is asked for: by a signal, which the nodes are sent too."""
-        self.stopped = True
 
     @property
     def is_waiting(self) -> bool:
@@ -150,17 +139,6 @@ class Coordinator:
     def is_over(self) -> bool:
         """Whether nothing starts any more."""
         return self.stopped or self.end is not None
-
-    def is_current(self, host: str, restart: int) -> bool:
-        """Tell whether a report is about the newest start, and matters."""
-        start = self.start
-        return (
-            start is not None
-            and not self.is_over
-            and not self.is_waiting
-            and restart == start.restart
-            and start.find_group_rank(host) is not None
-        )
 
     def find_ready(self) -> list[str]:
         """Return the nodes that can start ranks."""

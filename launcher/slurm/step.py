@@ -202,7 +202,7 @@ class NodeStep:
         """Send a signal to the ranks, by way of their supervisors."""
         if self.coordinator and number in (*STOPPING, signal.SIGKILL):
             with self.lock:
-                self.coordinator.note_stop()
+                self.coordinator.stopped = True
         self.unsent.put(signal.Signals(number).name)
 
     def forward_stderr(self) -> None:
