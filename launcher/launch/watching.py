@@ -5,11 +5,9 @@ there for a while, and if it ends, or does not take what it is told, it is given
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -20,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.codec import DecodeError, load
-from launcher.files import DIRECTORY, Descriptor
 from launcher.launch.job import Job
+from launcher.launch.node_folder import keep_folder
 from launcher.launch.processes import Death, RankProcess
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.run_directory import RunDir
@@ -43,57 +41,23 @@ MOST_LINES = 20
 PREFIX = "launch-watch-"
 LONGEST = 80
 """Bytes of the path of the folder of heartbeats: a socket's in it has 107 at most (unix(7))."""
-FRESH = 60.0
-"""Seconds in which a folder without a lock may be one that is being made."""
 
 
 @contextlib.contextmanager
 def keep_watch_folder(environ: Mapping[str, str], *, enabled: bool) -> Iterator[str]:
-    """Have a folder, on this node's memory or disk, in which ranks keep their heartbeats while a job runs.
+    """Have a folder in which ranks keep their heartbeats while a job runs; empty if they are not watched.
 
-    It is in the first of /dev/shm, $TMPDIR and /tmp that takes one. Empty if ranks are not to be watched, and
-    with a warning if none does. Its owner holds a lock on it: what another launcher has left that was killed
-    is known by its lock, which is free. PIDs would not tell, since containers can share /dev/shm and not
-    their PIDs.
+    It is in the first of /dev/shm, $TMPDIR and /tmp that takes one; if none does, a warning tells so.
     """
-    found, lock, trouble = "", -1, []
-    for parent in dict.fromkeys(("/dev/shm", environ.get("TMPDIR") or "/tmp", "/tmp")) if enabled else ():
-        path = f"{parent}/{PREFIX}{os.urandom(6).hex()}"
-        if not parent.startswith("/") or len(os.fsencode(path)) > LONGEST:
-            continue
-        try:
-            os.mkdir(path, 0o700)
-            Path(path, "owner").write_text("a launcher\n")  # there is room for more than names
-            lock = os.open(path, DIRECTORY)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            trouble.append(f"{parent}: {error.strerror}")
-            shutil.rmtree(path, ignore_errors=True)
-            continue
-        found = path
-        if parent == "/dev/shm":
-            remove_stale(parent)
-        break
-    if enabled and not found:
-        told = ", ".join(trouble)
-        logger.warning(f"the ranks are not watched: no folder for heartbeats can be made ({told})")
-    try:
-        yield found
-    finally:
-        if found:
-            shutil.rmtree(found, ignore_errors=True)
-        if lock >= 0:
-            os.close(lock)
-
-
-def remove_stale(parent: str) -> None:
-    """Remove the folders of this user's launchers that were killed; /dev/shm is memory."""
-    for path in Path(parent).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), Descriptor(os.open(path, DIRECTORY | os.O_NOFOLLOW)) as folder:
-            status = os.fstat(folder)
-            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > FRESH:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
+    parents = ("/dev/shm", environ.get("TMPDIR") or "/tmp", "/tmp")
+    with keep_folder(
+        PREFIX, "", parents if enabled else (), lambda path: len(os.fsencode(path)) <= LONGEST
+    ) as folder:
+        if enabled and not folder:
+            logger.warning(
+                f"the ranks are not watched: no folder for heartbeats can be made in {', '.join(parents)}"
+            )
+        yield folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +214,7 @@ class Watching:
 
 
 def watch_node(job: Job, run: RunDir, folder: str, node_rank: int) -> Watching:
-    """Return what watches a node's part of a job, once ranks have started."""
+    """Return what watches a node's part of a job, once ranks have started; nothing does without a folder."""
     settings = {
         "run_dir": str(run.path),
         "run": f"{run.path.parent.name}/{run.id}",
@@ -263,4 +227,4 @@ def watch_node(job: Job, run: RunDir, folder: str, node_rank: int) -> Watching:
         "watch": asdict(job.config.watch),
         "notify": asdict(job.config.notify),
     }
-    return Watching(folder, settings)
+    return Watching(folder, settings, given_up=not folder)

@@ -4,16 +4,13 @@ With agent=direct, the warm process begins to import torch before the node is pl
 """
 
 import contextlib
-import fcntl
 import logging
 import os
-import shutil
 import signal
 import socket
-import subprocess
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +27,7 @@ from launcher.launch.job import (
     describe_job,
     is_port_free,
 )
+from launcher.launch.node_folder import keep_folder
 from launcher.launch.signals import name_signal, open_signal_channel
 from launcher.launch.warm.read_ahead import read_ahead
 from launcher.launch.watching import keep_watch_folder, watch_node
@@ -73,7 +71,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
     program = find_program(request.words, config, merged)
     read_ahead(config.start.read_ahead, program, merged)
     with keep_watch_folder(merged, enabled=config.watch.enabled) as folder:
-        variables = build_agent_environ(config, cluster, merged, run, task.host, watch_folder=folder)
+        variables = build_agent_environ(config, cluster, merged, run, task.host, folder)
         warm = None
         if request.agent == "direct":
             from launcher.launch.warm.process import start_warm
@@ -82,7 +80,6 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
         # While torch is imported, as all that follows.
         from launcher.launch.supervisor import DirectAgent, Supervisor, TorchrunAgent
         from launcher.plan.model import plan_to_json
-        from launcher.probe.limits import count_oom_kills
 
         if cluster.is_host and request.agent == "torchrun" and config.torchrun.rdzv_backend in (None, "c10d"):
             check_port_free(parse_endpoint(cluster.endpoint)[1])
@@ -102,7 +99,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
                 ) from None
             viewer, control = make_node_viewer(job, run, task), open_signal_channel(0)
             reserve_space(run, RECORD_SIZE)
-            watching = watch_node(job, run, folder, task.node_rank) if folder else None
+            watching = watch_node(job, run, folder, task.node_rank)
             signal.signal(signal.SIGTERM, lambda *_: None)  # now the supervisor's, and nothing after it
             agent: Agent
             if request.agent == "direct":
@@ -110,18 +107,15 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
 
                 may_restart = bool(choose_restarts(job.config, job.environ) or job.config.cluster.spares)
                 orders = NodeControl(job.host, control, may_restart, is_port_free)
-                agent = DirectAgent(job, run, variables, run_id, orders, warm, may_restart)
+                agent = DirectAgent(job, run, variables, run_id, orders, warm)
             else:
                 # stdin brings the first node's commands, which are not for the agent.
-                agent = TorchrunAgent(job, run, variables, run_id, subprocess.DEVNULL)
-            supervisor = Supervisor(
-                job, run, viewer, agent, count_oom_kills, control=control, watching=watching
-            )
+                agent = TorchrunAgent(job, run, variables, run_id)
+            supervisor = Supervisor(job, run, viewer, agent, watching, control=control)
             recorder = NodeRecorder(supervisor, task, started)
             supervisor.on_stop = recorder.record_stop
             end = supervisor.run_to_end()
-            if watching:
-                watching.close()
+            watching.close()
             state = recorder.write_end(end)
             # To srun, the first task that fails is the end of all: others may still have time to stop.
             status = 0 if state == "stopped" and supervisor.commanded else end.status
@@ -280,61 +274,16 @@ PREFIX = f"launch-caches-{os.uname().nodename}-"
 node's own."""
 
 
-@contextlib.contextmanager
-def open_caches(environ: Mapping[str, str]) -> Iterator[str]:
+def open_caches(environ: Mapping[str, str]) -> AbstractContextManager[str]:
     """Give a new folder on this node, for its owner alone, that is removed in the end.
 
-    It is of mode 0700, and libraries can be loaded from it. Empty if the user has said where the caches are,
-    or if no disk will do: the compilers' own places are better than no job. What a task that was killed has
-    left is removed by the next one.
+    Libraries can be loaded from it. Empty if the user has said where the caches are, or if no disk will do:
+    the compilers' own places are better than no job.
     """
-    folder, lock = "", None
-    prefix = f".{PREFIX}{environ.get('SLURM_JOB_ID', 'job')}-"
-    for disk in () if all(environ.get(name) for name in CACHES) else list_disks(environ):
-        with contextlib.suppress(OSError, ValueError):
-            if not os.statvfs(disk).f_flag & os.ST_NOEXEC:
-                remove_leftovers(disk)
-                made = tempfile.mkdtemp(prefix=prefix, dir=disk)
-                lock = lock_folder(made)
-                named = os.path.join(disk, os.path.basename(made)[1:])  # noqa: PTH118, PTH119 - texts
-                os.rename(made, named)  # noqa: PTH104 - by this name it is locked
-                folder = named
-                break
-    try:
-        yield folder
-    finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-
-
-def list_disks(environ: Mapping[str, str]) -> list[str]:
-    """Return the disks of this node that may do."""
-    found = (*filter(None, map(environ.get, DISK_VARIABLES)), "/tmp")  # noqa: S108 - mkdtemp's names are not foreseen
-    return [os.path.abspath(disk) for disk in found]  # noqa: PTH100 - a text is wanted
-
-
-def lock_folder(folder: str) -> int | None:
-    """Return a descriptor that keeps `remove_leftovers` off a folder until closed; None without locks."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def remove_leftovers(disk: str) -> None:
-    """Remove this user's folders in a place whose tasks were killed: the kernel has let go of their locks."""
-    with contextlib.suppress(OSError), os.scandir(disk) as entries:
-        for entry in entries:
-            if not entry.name.startswith(PREFIX):
-                continue
-            with contextlib.suppress(OSError):
-                if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
-                    continue
-                if (lock := lock_folder(entry.path)) is not None:
-                    shutil.rmtree(entry.path, ignore_errors=True)
-                    os.close(lock)
+    disks = (*filter(None, map(environ.get, DISK_VARIABLES)), "/tmp")  # noqa: S108 - its name is not foreseen
+    return keep_folder(
+        PREFIX,
+        f"{environ.get('SLURM_JOB_ID', 'job')}-",
+        () if all(environ.get(name) for name in CACHES) else disks,
+        lambda path: not os.statvfs(str(path.parent)).f_flag & os.ST_NOEXEC,
+    )

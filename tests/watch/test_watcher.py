@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -58,17 +57,14 @@ def find_watcher(job: Started) -> int:
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="heartbeats are elsewhere")
 def test_signals_of_the_job_do_not_end_it_and_what_killed_launchers_left_is_removed(tmp_path: Path) -> None:
-    dead, fresh = (Path(f"/dev/shm/launch-watch-{name}-{os.getpid()}") for name in ("dead", "fresh"))
-    for left in (dead, fresh):
-        left.mkdir(mode=0o700)
-        (left / "lock").touch()
-    os.utime(dead, (time.time() - 3600,) * 2)
+    dead = Path(f"/dev/shm/launch-watch-dead-{os.getpid()}")
+    dead.mkdir(mode=0o700)
+    (dead / "owner").touch()
     program = write_program(tmp_path, PROGRAMS["waits"])
     with start(tmp_path, *WORDS, "--", program, PYTHONPATH=QUICK_AGENT) as job:
         watcher = find_watcher(job)
         wait_for(lambda: list(tmp_path.glob("runs/*/*/watch/node-*.json")), "a report", tell=job.read)
-        assert not dead.exists() and fresh.exists()
-        shutil.rmtree(fresh)
+        assert not dead.exists()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             os.kill(watcher, number)
         (report,) = tmp_path.glob("runs/*/*/watch/node-*.json")
