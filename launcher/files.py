@@ -7,7 +7,7 @@ elsewhere by then. The shim imports this, so it does with `os` and what that has
 
 import os
 import stat
-from errno import EEXIST, EFBIG, EINVAL, ELOOP, ENOTDIR, EPERM, ESRCH, ETIMEDOUT
+from errno import EEXIST, EFBIG, EINVAL, ELOOP, ENOTDIR, EPERM, ESRCH
 
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -17,8 +17,6 @@ APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | 
 CHUNK = 1 << 20
 LARGEST = 64 << 20
 """Bytes of a file of ours at most; the plan of the largest machine has less than one MiB."""
-PATIENCE = 10.0
-"""Seconds without a byte after which a pipe that the user has named is given up."""
 FEWEST_FIELDS = 50
 """Of /proc/PID/stat from the third on: since Linux 3.5 there are 52 in all."""
 
@@ -162,40 +160,22 @@ def read_file(
         return read_bounded(descriptor, most, str(path))
 
 
-def read_bounded(descriptor: int, most: int, name: str, *, patience: float | None = None) -> bytes:
-    """Return what is left in a descriptor; raises OSError if that is more than `most` bytes.
-
-    `patience` are the seconds to wait for each part; None is for files, which are there.
-    """
-    data, waiting = bytearray(), None
-    size = f"{most >> 20} MiB" if most >> 20 else f"{most >> 10} KiB"
-    too_large = OSError(EFBIG, f"more than {size}", name)
-    if os.fstat(descriptor).st_size > most:  # nothing of it is read
-        raise too_large
-    if patience is not None:
-        from select import POLLIN, poll
-
-        waiting = poll()
-        waiting.register(descriptor, POLLIN)
-    while True:
-        if waiting and patience is not None and not waiting.poll(patience * 1000):
-            raise TimeoutError(ETIMEDOUT, f"nothing came from it in {patience:g} s", name)
-        part = os.read(descriptor, min(CHUNK, most + 1 - len(data)))
+def read_bounded(descriptor: int, most: int, name: str) -> bytes:
+    """Return what is left in a descriptor; raises OSError if that is more than `most` bytes."""
+    data, size = bytearray(), f"{most >> 20} MiB" if most >> 20 else f"{most >> 10} KiB"
+    is_large = os.fstat(descriptor).st_size > most  # nothing of it is read
+    while not is_large and (part := os.read(descriptor, min(CHUNK, most + 1 - len(data)))):
         data += part
-        if len(data) > most:
-            raise too_large
-        if not part:
-            return bytes(data)
+        is_large = len(data) > most
+    if is_large:
+        raise OSError(EFBIG, f"more than {size}", name)
+    return bytes(data)
 
 
 def read_input(path: str | os.PathLike[str], most: int) -> bytes:
-    """Return the bytes of what a user has named: a file, or a pipe as of `<(command)`; raises OSError.
-
-    What has more than `most` bytes is refused, and so is a pipe, or a device, from which nothing comes.
-    """
-    with Descriptor(os.open(path, READ)) as descriptor:
-        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        return read_bounded(descriptor, most, str(path), patience=None if is_file else PATIENCE)
+    """Return the bytes of what a user has named: a file, or a pipe as of `<(command)`; raises OSError."""
+    with Descriptor(os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)) as descriptor:
+        return read_bounded(descriptor, most, str(path))
 
 
 def open_append(at: int, name: str) -> Descriptor:
@@ -242,6 +222,19 @@ def remove(at: int, name: str) -> None:
         os.unlink(name, dir_fd=at)
     except OSError:
         return
+
+
+def read_signals(pid: int | str, name: str) -> int | None:
+    """Return a set of signals of /proc/PID/status, as `SigCgt` (proc(5)); None if it is not shown.
+
+    Signal n is bit n - 1.
+    """
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            lines = dict(line.split(b":", 1) for line in file.read().splitlines())
+        return int(lines[name.encode()], 16)
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def read_stat(pid: int | str) -> tuple[str, list[str]]:

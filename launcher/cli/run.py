@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from launcher.config.sweep import Multirun
     from launcher.config.training import FitJob
     from launcher.config.words import Flags
+    from launcher.launch.terminal import Terminal
     from launcher.plan.model import Plan
     from launcher.report.viewer import OutputViewer
     from launcher.runs.run_directory import RunDir
@@ -281,11 +282,9 @@ def settle_fit(spec: JobSpec, job: Job, *, judges: bool = True) -> tuple[JobSpec
 def _execute_here(spec: JobSpec, job: Job, argv: Sequence[str], early: "EarlyStart") -> int:
     """Run a planned job on this machine to its end, and return the exit code; raises LaunchError."""
     from launcher.launch import local_run
-    from launcher.probe.limits import count_oom_kills
     from launcher.runs.records import keep_prediction
 
-    run, manifest = local_run.prepare_run(spec, argv, [job.host])
-    local_run.write_plan(spec, run, job.host, plan_to_json(job.plan))
+    run, manifest = local_run.prepare_run(spec, argv, [job.host], plan_to_json(job.plan))
     # What the job is expected to take, for later estimates to learn from.
     device = "gpu" if any(rank.gpu for rank in job.plan.ranks) else "cpu"
     predicted = _predict_memory(spec, job.plan) if spec.fit_model else 0
@@ -295,14 +294,7 @@ def _execute_here(spec: JobSpec, job: Job, argv: Sequence[str], early: "EarlySta
 
         if status := check_before_run(job, run, manifest):
             return status
-    return local_run.execute_job(
-        job,
-        run,
-        manifest,
-        _make_viewer,
-        count_oom_kills,
-        take_warm=early.take,
-    )
+    return local_run.execute_job(job, run, manifest, _make_viewer, early.take)
 
 
 def _describe_fit(spec: JobSpec, plan: "Plan") -> "FitJob":
@@ -334,7 +326,7 @@ def _describe_agent(job: Job) -> str:
     return f"{starter} ({why})" if why.startswith("agent=") else f"{starter} (agent={kind}: {why})"
 
 
-def _make_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
+def _make_viewer(job: "Job", run: "RunDir", terminal: "Terminal | None") -> "OutputViewer":
     """Return what shows a job that runs on this machine."""
     from launcher.launch.job import STARTING, describe_job
     from launcher.report.viewer import OutputViewer, ViewOptions
@@ -349,7 +341,7 @@ def _make_viewer(job: "Job", run: "RunDir") -> "OutputViewer":
         explain=job.config.explain,
         notice=STARTING if job.config.logs.console != "none" and job.cluster.max_nodes == 1 else "",
     )
-    return OutputViewer(run, Follower(measure_logs(run.path)), options)
+    return OutputViewer(run, Follower(measure_logs(run.path)), options, terminal)
 
 
 # Sweeps

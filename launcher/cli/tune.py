@@ -24,12 +24,13 @@ from launcher.config.program import fill_env
 from launcher.config.run_path import choose_run_path, render_config
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import LARGEST, read_file
-from launcher.launch.ending import complete_manifest, explain_failure
+from launcher.launch.ending import complete_manifest, describe_failure, explain_failure
 from launcher.launch.job import Job, JobSpec, build_agent_environ, render_start
-from launcher.launch.local_run import prepare_run, write_plan
+from launcher.launch.local_run import prepare_run
 from launcher.launch.supervisor import Supervisor, make_agent
+from launcher.launch.watching import watch_node
 from launcher.plan.model import plan_to_json
-from launcher.probe.limits import count_oom_kills, find_usable_memory, is_memory_low
+from launcher.probe.limits import find_usable_memory, is_memory_low
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
 from launcher.report.tables import show_spinner
 from launcher.runs.manifest import stamp_time, write_manifest
@@ -82,7 +83,7 @@ class TrialViewer:
     def ignore(self, *_: object, **__: object) -> None:
         """A trial has no terminal, and what it prints is not shown."""
 
-    use_terminal = notify = watch_rank = ignore
+    watch_rank = ignore
 
     def release_log(self) -> None:
         """Let what is logged be seen."""
@@ -345,8 +346,7 @@ class Tuning:
         A program that catches the error of an allocation, and goes on or ends in peace, does not fit either.
         """
         trial, job = _plan_trial(trial)
-        run, manifest = prepare_run(trial, self.argv, [job.host])
-        write_plan(trial, run, job.host, plan_to_json(job.plan))
+        run, manifest = prepare_run(trial, self.argv, [job.host], plan_to_json(job.plan))
         (run.path / RECORDS).mkdir(mode=0o700)
         viewer = TrialViewer(f"trying {self.search.argument(value)} …")
         environ = build_agent_environ(job.config, job.cluster, job.environ, run, job.host)
@@ -356,7 +356,7 @@ class Tuning:
             run,
             viewer,
             make_agent(job, run, environ),
-            count_oom_kills,
+            watch_node(job, run, "", 0),
             manifest,
             deadline=time.monotonic() + timeout,
             is_starved=is_memory_low,
@@ -365,7 +365,8 @@ class Tuning:
             ending = supervisor.run_to_end()
         finally:
             viewer.close()
-        complete_manifest(job, run, manifest, ending, ending.state)
+        failure = describe_failure(job, run, ending)
+        complete_manifest(run, manifest, ending, failure and failure.to_json(job.host), ending.state)
         if ending.signal is not None and not supervisor.timed_out:
             raise KeyboardInterrupt(ending.signal)
         ranks = len(job.plan.ranks)
@@ -382,7 +383,7 @@ class Tuning:
                 f"not measured within tune.timeout={timeout:g} s: give more time, or a smaller task"
             )
         if ending.status:
-            first, *lines = explain_failure(job, run, ending)
+            first, *lines = explain_failure(job, run, ending, failure)
             raise MeasureError(first, ending.status, lines)
         return self.search.measure(run.path / RECORDS, value, ranks)
 

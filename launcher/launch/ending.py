@@ -67,16 +67,15 @@ class NodeEnd:
     """Processes that outlived the agent and were ended."""
     hang: str = ""
     """The hang, in words, for which ranks were ended from here."""
-    label: str = "torchrun"
-    """The agent's name."""
+    agent_log: tuple[str, ...] = ()
+    """What the agent has said since its start."""
+    memory: str = ""
+    """What the kernel has killed for memory on this node, in words; empty if it has killed nothing."""
 
     failure: Death | None = None
     """The first rank of this node that failed; None if none did, or a stop was asked for."""
     status: int = 0
     """Exit code of `launch`."""
-    agent_log: tuple[str, ...] = ()
-    memory: str = ""
-    """What the kernel has killed for memory on this node, in words; empty if it has killed nothing."""
 
     @property
     def state(self) -> str:
@@ -106,17 +105,16 @@ class NodeEnd:
         said = [line.strip() for line in self.agent_log if any(map(str.isalpha, line))]
         how = name_signal(-code) if code < 0 else f"code {code}: {said[-1] if said else 'it printed nothing'}"
         memory = f", {self.memory}" if self.memory else ""
-        return f"{self.label}'s agent ended with {how}{memory}"
+        return f"the agent ended with {how}{memory}"
 
 
-def judge_end(end: NodeEnd, log: Sequence[str], ranks: int = 0) -> NodeEnd:
+def judge_end(end: NodeEnd, ranks: int = 0) -> NodeEnd:
     """Add the first failure and the exit code: the program's own, 128+n for a signal, 3 for the agent's.
 
-    `log` is what the agent has said since its start. If the number of this node's ranks is given, it is a
-    success if all of them ended with 0, even if a signal had asked them to end. What was stopped for a hang
-    has that code, whatever the ranks made of it.
+    If the number of this node's ranks is given, it is a success if all of them ended with 0, even if a signal
+    had asked them to end. What was stopped for a hang has that code, whatever the ranks made of it.
     """
-    code, end = end.agent_code, replace(end, agent_log=tuple(log))
+    code = end.agent_code
     if end.hang and (code != 0 or end.signal):
         return replace(end, status=EXIT_HANG)
     if code == 0 or (ranks and len(end.clean) == ranks):
@@ -162,10 +160,14 @@ def describe_oom_kills(job: Job, killed: int) -> str:
 
 
 def complete_manifest(
-    job: Job, run: RunDir, manifest: dict[str, object], end: NodeEnd, state: str, events: Sequence[str] = ()
+    run: RunDir,
+    manifest: dict[str, object],
+    end: NodeEnd,
+    first_failure: object,
+    state: str,
+    events: Sequence[str] = (),
 ) -> dict[str, object]:
     """Complete the manifest, and return its outcome."""
-    failure = describe_failure(job, run, end)
     manifest["ended"] = stamp_time()
     written: dict[str, object] = {
         "state": state,
@@ -173,7 +175,7 @@ def complete_manifest(
         "exit_code": end.status,
         "signal": name_signal(end.signal) if end.signal else None,
         "events": list(events),
-        "first_failure": failure and failure.to_json(job.host),
+        "first_failure": first_failure,
         "attempts": 1 + max((d.process.attempt for d in end.deaths), default=run.first_attempt),
     }
     manifest["outcome"] = written
@@ -230,9 +232,11 @@ def check_success(job: Job, run: RunDir, end: NodeEnd) -> list[str]:
     return [*lines, end.memory] if end.memory else lines
 
 
-def explain_failure(job: Job, run: RunDir, end: NodeEnd, what: str = "failed first") -> list[str]:
+def explain_failure(
+    job: Job, run: RunDir, end: NodeEnd, failure: RankFailure | None, what: str = "failed first"
+) -> list[str]:
     """Say who failed first and show the end of its log; or what the agent said, if no rank failed."""
-    failure, host = describe_failure(job, run, end), job.host
+    host = job.host
     if end.hang:
         return [f"ended for a hang: {end.hang}"]
     if failure is None:

@@ -1,9 +1,8 @@
 """A job as values: what is to run and where, its part on one node, and the agent's command there."""
 
-import os
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,11 +114,6 @@ class Job:
     """What starts the ranks."""
 
 
-def shares_terminal(job: Job) -> bool:
-    """Tell whether several ranks would read what is typed on one terminal, each some of it."""
-    return job.world_size > 1 and os.isatty(0)
-
-
 def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
     """Return torchrun's command line for a node of a job: its options, the shim, and the program's words.
 
@@ -189,7 +183,6 @@ def build_agent_environ(
     environ: Mapping[str, str],
     run: RunDir,
     host: str,
-    *,
     watch_folder: str = "",
 ) -> dict[str, str]:
     """Return the agent's environment: the user's, and where the shim finds the plan and the run directory.
@@ -226,20 +219,6 @@ def describe_job(job: Job, run: RunDir) -> tuple[str, ...]:
     if cluster.max_nodes > 1:
         lines.append(f"the ranks start when {cluster.min_nodes} nodes have met at {cluster.endpoint}")
     return tuple(lines)
-
-
-def make_endpoint_finder(given: tuple[str, int] | None) -> Callable[[str, int], tuple[str, int]]:
-    """Return what gives MASTER_ADDR and MASTER_PORT for a start of this machine's ranks, by its number.
-
-    A `given` one is for the first start; a port of 0 there is any free one. Each restart takes another port,
-    since peers of an earlier start must not meet this one.
-    """
-
-    def find(_host: str, restart: int) -> tuple[str, int]:
-        address, port = given or (LOOPBACK, 0)
-        return address, port if port and restart == 0 else find_free_port()
-
-    return find
 
 
 def find_free_port() -> int:

@@ -18,7 +18,7 @@ from launcher.launch.ending import (
 )
 from launcher.launch.job import Job, JobSpec, build_agent_environ
 from launcher.launch.supervisor import Supervisor, TakeWarm, Viewer, make_agent
-from launcher.launch.terminal import open_terminal
+from launcher.launch.terminal import Terminal, open_terminal
 from launcher.launch.watching import keep_watch_folder, watch_node
 from launcher.runs.manifest import describe_start, hold_directory, identify_process, write_manifest
 from launcher.runs.progress import LONG_BEFORE, CleanEnd, describe_progress, explain_early_exits
@@ -40,9 +40,7 @@ def execute_job(
     job: Job,
     run: RunDir,
     manifest: dict[str, object],
-    make_viewer: Callable[[Job, RunDir], Viewer],
-    count_oom_kills: Callable[[], int],
-    *,
+    make_viewer: Callable[[Job, RunDir, Terminal | None], Viewer],
     take_warm: TakeWarm | None = None,
 ) -> int:
     """Run a job here to its end and return the exit code; raises MachineError before that.
@@ -50,33 +48,18 @@ def execute_job(
     The run directory holds the plan. `take_warm` gives a warm process that was started before this, if there
     is one for the program.
     """
-    viewer, config, terminal = make_viewer(job, run), job.config, None
-    started = time.monotonic()
+    config, started = job.config, time.monotonic()
+    # The job's one rank has a terminal as if there was no launcher.
+    is_alone = job.world_size == 1 and config.logs.console != "none"
+    terminal = open_terminal(run) if is_alone else None
+    viewer = make_viewer(job, run, terminal)
     reserve_space(run)
     with keep_watch_folder(job.environ, enabled=config.watch.enabled) as folder:
-        watching = watch_node(job, run, folder, config.node_rank or 0) if folder else None
+        watching = watch_node(job, run, folder, config.node_rank or 0)
         try:
-            environ = build_agent_environ(
-                config, job.cluster, job.environ, run, job.host, watch_folder=folder
-            )
-            # The job's one rank has a terminal as if there was no launcher.
-            if job.world_size == 1 and config.logs.console != "none":
-                terminal = open_terminal(
-                    lambda attempt: run.rank_log(0, attempt, "out"), run.first_attempt, viewer.notify
-                )
-            if opened := terminal:
-                viewer.use_terminal(opened.take, lambda: opened.is_raw)
+            environ = build_agent_environ(config, job.cluster, job.environ, run, job.host, folder)
             agent = make_agent(job, run, environ, terminal, take_warm)
-            end = Supervisor(
-                job,
-                run,
-                viewer,
-                agent,
-                count_oom_kills,
-                manifest,
-                terminal,
-                watching=watching,
-            ).run_to_end()
+            end = Supervisor(job, run, viewer, agent, watching, manifest, terminal).run_to_end()
         except OSError as error:
             release_space(run)
             manifest["outcome"] = {"state": "failed", "exit_code": EXIT_MACHINE, "reason": str(error)}
@@ -86,9 +69,8 @@ def execute_job(
         finally:
             if terminal:
                 terminal.finish()
-            if watching:
-                watching.close()
-    for name, found in watching.found.items() if watching else ():
+            watching.close()
+    for name, found in watching.found.items():
         if found:
             manifest[name] = found
     report_end(job, run, manifest, viewer, end, time.monotonic() - started)
@@ -113,7 +95,7 @@ def report_end(
         early = explain_early_exits(run, ends, before, len(job.plan.ranks))
     events = [*filter(None, (trouble, early))]
     state = "stopped" if is_requested and not end.hang else end.state
-    written = complete_manifest(job, run, manifest, end, state, events)
+    written = complete_manifest(run, manifest, end, failure and failure.to_json(job.host), state, events)
     # How it went: the first failure or what was not as planned, the result, the run directory.
     result = describe_progress(viewer.finish(patient=end.signal is None))
     lines, level = events, logging.INFO
@@ -129,7 +111,7 @@ def report_end(
     elif failure and failure.lines and is_shown and not end.hang:
         lines.append(f"rank 0 on {job.host} {failure.reason}")  # the console has shown what it printed
     else:
-        lines += explain_failure(job, run, end, "failed after that" if early else "failed first")
+        lines += explain_failure(job, run, end, failure, "failed after that" if early else "failed first")
     for line in lines:
         logger.log(level, line)
     logger.info(f"{state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
@@ -137,10 +119,13 @@ def report_end(
     post_end(job.config.notify, run, job.host, written)
 
 
-def prepare_run(spec: JobSpec, argv: Sequence[str], hosts: Sequence[str]) -> tuple[RunDir, dict[str, object]]:
+def prepare_run(
+    spec: JobSpec, argv: Sequence[str], hosts: Sequence[str], plan: Mapping[str, object] | None = None
+) -> tuple[RunDir, dict[str, object]]:
     """Make or open the run directory, with configuration and manifest, and return it and the manifest.
 
-    Raises MachineError, leaving nothing, or RunIdTakenError.
+    `plan` is the first host's, if it is made already. Raises MachineError, leaving nothing, or
+    RunIdTakenError.
     """
     run = None
     try:
@@ -159,17 +144,11 @@ def prepare_run(spec: JobSpec, argv: Sequence[str], hosts: Sequence[str]) -> tup
             manifest["process"] = identify_process(os.getpid())
             hold_directory(run.path)
         write_manifest(run, manifest)
+        if plan:
+            write_json(run.plan_path(hosts[0]), plan)
     except OSError as error:
         raise refuse_run(spec, error, run) from None
     return run, manifest
-
-
-def write_plan(spec: JobSpec, run: RunDir, host: str, plan: Mapping[str, object]) -> None:
-    """Write a node's plan as JSON; raises MachineError, leaving nothing of a new run directory."""
-    try:
-        write_json(run.plan_path(host), plan)
-    except OSError as error:
-        raise refuse_run(spec, error, run) from None
 
 
 def refuse_run(spec: JobSpec, error: OSError, run: RunDir | None = None) -> MachineError:

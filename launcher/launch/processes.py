@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.files import read_stat
+from launcher.files import read_signals, read_stat
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -29,8 +29,6 @@ class RankProcess:
     local_rank: int
     attempt: int
     pid: int
-    has_terminal: bool = False
-    """Its output goes to a pseudo-terminal of the launcher's rather than to its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +130,9 @@ class RankSet:
 
         Returns how many ranks were left out.
         """
-        chosen = [
-            process.pid
-            for process in self.alive.values()
-            if not catchers or number in read_signals(process.pid, "SigCgt")
-        ]
+        chosen = [process.pid for process in self.alive.values()]
+        if catchers:
+            chosen = [pid for pid in chosen if (read_signals(pid, "SigCgt") or 0) >> (number - 1) & 1]
         for pid in chosen:
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
@@ -150,16 +146,6 @@ class RankSet:
         self.epoll.close()
 
 
-def read_signals(pid: int, name: str) -> set[int]:
-    """Return the signals of one of the masks in /proc/PID/status (proc(5)); none if it cannot be read."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
-        mask = next(int(line.split()[1], 16) for line in lines if line.startswith(f"{name}:"))
-    except (OSError, ValueError, IndexError, StopIteration):
-        return set()
-    return {bit + 1 for bit in range(mask.bit_length()) if mask >> bit & 1}
-
-
 def list_ranks(agent: int, first_attempt: int) -> list[RankProcess]:
     """Return the ranks among an agent's children, as their environments tell (proc(5)).
 
@@ -167,6 +153,7 @@ def list_ranks(agent: int, first_attempt: int) -> list[RankProcess]:
     """
     found = []
     try:
+        own = Path(f"/proc/{agent}/environ").read_bytes()
         tasks = os.listdir(f"/proc/{agent}/task")  # noqa: PTH208 - names are what is wanted
         lists = [Path(f"/proc/{agent}/task/{task}/children").read_text() for task in tasks]
     except OSError:
@@ -174,6 +161,8 @@ def list_ranks(agent: int, first_attempt: int) -> list[RankProcess]:
     for pid in map(int, " ".join(lists).split()):
         with contextlib.suppress(OSError, KeyError, ValueError):  # it has ended, or is no rank
             text = Path(f"/proc/{pid}/environ").read_bytes()
+            if text == own:  # it is still to execute the rank
+                continue
             pairs = dict(item.partition(b"=")[::2] for item in text.split(b"\0"))
             numbers = [int(pairs[name]) for name in (b"RANK", b"LOCAL_RANK", b"TORCHELASTIC_RESTART_COUNT")]
             found.append(RankProcess(numbers[0], numbers[1], first_attempt + numbers[2], pid))

@@ -22,13 +22,13 @@ from launcher.files import Descriptor, open_append, open_below
 from launcher.launch.coordinator import Coordinator, GroupStart, JobEnd, Order
 from launcher.launch.ending import NodeEnd, describe_oom_kills, judge_end
 from launcher.launch.job import (
+    LOOPBACK,
     Job,
     choose_restarts,
-    make_endpoint_finder,
+    find_free_port,
     may_restart,
     render_agent,
     render_shim,
-    shares_terminal,
 )
 from launcher.launch.processes import (
     Death,
@@ -56,6 +56,7 @@ from launcher.launch.terminal import Terminal
 from launcher.launch.warm.process import NOT_FORKED, WarmProcess, start_warm
 from launcher.launch.warm.program import ExecNeededError
 from launcher.launch.watching import Watching
+from launcher.probe.limits import count_oom_kills
 from launcher.protocol import LAUNCH_PARENT
 from launcher.runs.progress import Progress
 from launcher.runs.provenance import describe_sources
@@ -86,6 +87,11 @@ TakeWarm = Callable[[Sequence[str], Mapping[str, str]], WarmProcess | None]
 class GroupControl(Protocol):
     """Is told what becomes of a node's ranks, and gives orders: start them so, or end."""
 
+    @property
+    def may_restart(self) -> bool:
+        """Whether another start may follow the first."""
+        ...
+
     def report(self, kind: str, restart: int = 0, number: int = 0) -> None:
         """Take `ready` (to start `number` ranks); of start `restart`, `failed` (rank `number`) or `ended`."""
 
@@ -100,6 +106,11 @@ class LocalControl:
 
     coordinator: Coordinator
     orders: list[Order] = field(default_factory=list)
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether another start may follow the first."""
+        return self.coordinator.max_restarts > 0
 
     def report(self, kind: str, restart: int = 0, number: int = 0) -> None:
         """Tell the coordinator, and keep its order."""
@@ -125,14 +136,9 @@ class DirectAgent:
     control: GroupControl
     warm: WarmProcess | None = None
     """Ranks are forked from it, unless something is against that; the first reason is told."""
-    may_restart: bool = True
-    has_terminal: bool = False
-    """The job's one rank has a pseudo-terminal."""
     reads_stdin: bool = False
     """Ranks have this process's stdin, as torchrun's have; else they have an empty one."""
 
-    label: ClassVar[str] = "launch"
-    """Its name in messages."""
     ranks: RankSet = field(default_factory=RankSet)
     """All ranks that it has started."""
     start: GroupStart | None = None
@@ -152,19 +158,9 @@ class DirectAgent:
     """A signal has ended the ranks, and nothing starts any more."""
 
     @property
-    def helpers(self) -> Collection[int]:
-        """PID of the warm process, which is ended here and is no leftover."""
-        return (self.warm.process.pid,) if self.warm and self.warm.process.poll() is None else ()
-
-    @property
     def children(self) -> Collection[int]:
-        """PIDs of the ranks, and of the warm process: nobody else may reap them."""
-        return {*(rank.pid for rank in self.group), *self.helpers}
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether ranks can be started without waiting."""
-        return self.warm is None or self.warm.is_ready
+        """PID of the warm process: nobody else may reap it."""
+        return (self.warm.process.pid,) if self.warm else ()
 
     @property
     def descriptors(self) -> Collection[int]:
@@ -201,11 +197,19 @@ class DirectAgent:
                     logger.info(f"not ended by SIGKILL, since they wait in the kernel: rank {names}")
                     self.exitcode = FAILED
         elif isinstance(self.order, GroupStart) and not self.stopped:
-            if self.is_ready:
+            if self.warm is None or self.warm.is_ready:
                 self.start_group(self.order)
         elif self.order or self.stopped:
             self.exitcode = FAILED if self.stopped or self.order == JobEnd(failed=True) else 0
+        if self.exitcode is not None:
+            self.end_warm()  # it is no leftover
         return self.exitcode
+
+    def end_warm(self) -> None:
+        """End the warm process, if there is one: no rank is forked from now on."""
+        if self.warm:
+            self.warm.close()
+            self.warm = None
 
     def note_deaths(self) -> None:
         """Tell the control what has become of the ranks, and end the others if one has failed.
@@ -266,11 +270,10 @@ class DirectAgent:
             own = make_rank_variables(start, group_rank, local_rank, self.environ)
             own["TORCHELASTIC_ERROR_FILE"] = str(name_error_file(run, rank, attempt))
             pid = self.start_rank({**self.environ, **own})
-            self.group.append(RankProcess(rank, local_rank, attempt, pid, self.has_terminal))
+            self.group.append(RankProcess(rank, local_rank, attempt, pid))
             self.ranks.add(self.group[-1:])
-        if self.warm and not self.may_restart:
-            self.warm.close()  # it takes memory
-            self.warm = None
+        if not self.control.may_restart:
+            self.end_warm()  # it takes memory
 
     def start_rank(self, environ: Mapping[str, str]) -> int:
         """Fork a rank from the warm process, or execute it, and return its PID; raises OSError.
@@ -285,8 +288,7 @@ class DirectAgent:
                     return self.warm.fork_rank(self.job.program, environ, streams)
                 except ExecNeededError as error:
                     logger.info(NOT_FORKED.format(error))
-                self.warm.close()
-                self.warm = None
+                self.end_warm()
             return spawn_rank(self.job.program, environ, streams)
 
     def close_group(self) -> None:
@@ -309,13 +311,13 @@ class DirectAgent:
     def kill(self) -> None:
         """Kill the ranks, and wait for none."""
         self.ranks.signal_groups(signal.SIGKILL)
+        self.end_warm()
         self.exitcode = -signal.SIGKILL
 
     def close(self) -> None:
         """Reap what has ended, and end the warm process."""
         self.close_group()
-        if self.warm:
-            self.warm.close()
+        self.end_warm()
 
 
 @dataclass(slots=True)
@@ -327,17 +329,14 @@ class TorchrunAgent:
     environ: Mapping[str, str]
     run_id: str
     """What torchrun calls --rdzv-id."""
-    stdin: int | None = None
+    reads_stdin: bool = False
 
-    label: ClassVar[str] = "torchrun"
-    helpers: ClassVar[Collection[int]] = ()
     descriptors: ClassVar[Collection[int]] = ()
     ranks: RankSet = field(default_factory=RankSet)
     """All ranks that were found."""
     log_begin: int = 0
     """Bytes of the log that are of earlier starts."""
     process: "subprocess.Popen[bytes]" = field(init=False)
-    reader: AppliedReader = field(init=False)
 
     @property
     def children(self) -> Collection[int]:
@@ -350,13 +349,12 @@ class TorchrunAgent:
         Raises OSError. It ends with this process.
         """
         parent = os.getpid()
-        self.reader = AppliedReader(self.run.path)
         with open_log(self.run.agent_log(self.job.host)) as descriptor:
             self.log_begin = os.fstat(descriptor).st_size
             self.process = subprocess.Popen(
                 render_agent(self.job, self.run_id),
                 env=dict(self.environ),
-                stdin=self.stdin,
+                stdin=None if self.reads_stdin else subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=descriptor,
                 start_new_session=True,
@@ -370,18 +368,18 @@ class TorchrunAgent:
     def list_ranks(self) -> Sequence[RankProcess]:
         """Return ranks that torchrun has started, new ones at least.
 
-        Their records tell, of those too that came and went between two calls. If other nodes share the
-        folder of records, the ranks are found among torchrun's children, and the records are read once, when
-        torchrun has ended and there are too few.
+        They are found among its children. Once it has ended, their records tell of those that came and went
+        between two calls; those of other nodes are read only if there are too few.
         """
-        agent, known, first = self.process.pid, len(self.ranks.known), self.run.first_attempt
-        if self.job.cluster.max_nodes > 1 and (
-            known >= len(self.job.plan.ranks) or Path(f"/proc/{agent}").exists()
-        ):
-            return list_ranks(agent, first)
+        agent, known = self.process.pid, len(self.ranks.known)
+        if self.process.returncode is None:
+            return list_ranks(agent, self.run.first_attempt)
+        if self.job.cluster.max_nodes > 1 and known >= len(self.job.plan.ranks):
+            return ()
         # There are records of other nodes and of earlier starts: their PIDs say nothing here.
-        own = [r for r in self.reader.read_new() if (r.host, r.agent) == (self.job.host, agent)]
-        return [RankProcess(r.rank, r.local_rank, r.attempt, r.pid, r.has_terminal) for r in own]
+        records = AppliedReader(self.run.path).read_new()
+        own = [r for r in records if (r.host, r.agent) == (self.job.host, agent)]
+        return [RankProcess(r.rank, r.local_rank, r.attempt, r.pid) for r in own]
 
     def was_signalled(self) -> bool:
         """Tell whether torchrun has said, since this start, that it was sent a signal."""
@@ -417,11 +415,18 @@ def make_agent(
     `take_warm` gives a warm process that was started before this, if there is one for the program.
     """
     environ = {**environ, **(terminal.variables if terminal else {})}
+    # Several ranks would each read some of what is typed on one terminal.
+    reads_stdin = job.world_size == 1 or not os.isatty(0)
     if job.agent.kind != "direct":
-        return TorchrunAgent(job, run, environ, run.id, subprocess.DEVNULL if shares_terminal(job) else None)
+        return TorchrunAgent(job, run, environ, run.id, reads_stdin)
     restarts = choose_restarts(job.config, job.environ) or 0
-    host, _, port = job.cluster.endpoint.rpartition(":")
-    endpoint = (host.strip("[]"), int(port)) if job.config.rdzv_endpoint else None
+    host, _, given = job.cluster.endpoint.rpartition(":") if job.config.rdzv_endpoint else (LOOPBACK, "", "0")
+
+    def find_endpoint(_host: str, restart: int) -> tuple[str, int]:
+        """Peers of an earlier start must not meet this one. A given port of 0 is any free one."""
+        port = 0 if restart else int(given)
+        return host.strip("[]"), port or find_free_port()
+
     # What the plan gives to all ranks alike is there for what an import reads.
     pairs = [set(rank.env) for rank in job.plan.ranks]
     known = {**environ, **(dict(sorted(set.intersection(*pairs))) if pairs else {})}
@@ -431,11 +436,9 @@ def make_agent(
         run,
         environ,
         run.id,
-        LocalControl(Coordinator((job.host,), 1, restarts, make_endpoint_finder(endpoint))),
+        LocalControl(Coordinator((job.host,), 1, restarts, find_endpoint)),
         warm or start_warm(job.program, job.config.start, known),
-        may_restart=restarts > 0,
-        has_terminal=terminal is not None,
-        reads_stdin=not shares_terminal(job),
+        reads_stdin,
     )
 
 
@@ -504,14 +507,8 @@ class Viewer(Protocol):
     def start(self) -> None:
         """Begin to show; the agent is on its way."""
 
-    def use_terminal(self, read: Callable[[], bytes], is_raw: Callable[[], bool]) -> None:
-        """Show what the program prints on its pseudo-terminal; to be called before the start."""
-
-    def notify(self) -> None:
-        """Show at once what the program has printed on its terminal."""
-
-    def watch_rank(self, rank: int, attempt: int, *, has_terminal: bool = False) -> None:
-        """Show what a rank prints; with `has_terminal`, its stdout comes from its terminal."""
+    def watch_rank(self, rank: int, attempt: int) -> None:
+        """Show what a rank prints."""
 
     def release_log(self) -> None:
         """Let what is logged go to stderr again: something has failed that nobody has foreseen."""
@@ -531,16 +528,13 @@ class Supervisor:
     run: RunDir
     viewer: Viewer
     agent: Agent
-    count_oom_kills: Callable[[], int]
-    """Returns the processes that the kernel has killed for memory in this process's cgroup."""
+    watching: Watching
     manifest: dict[str, object] | None = None
     """It is completed with the sources' versions while the job runs; None if another process writes it."""
     terminal: Terminal | None = None
     """If the program has the user's terminal."""
     control: SignalChannel | None = None
     """Commands from the job's first node; None outside of a step of SLURM's."""
-    watching: Watching | None = None
-    """None if the ranks are not watched."""
     deadline: float = math.inf
     """Monotonic time at which the job is ended as by SIGTERM to `launch`."""
     is_starved: Callable[[], bool] | None = None
@@ -586,7 +580,7 @@ class Supervisor:
         with catch_signals() as inbox:
             try:
                 agent.begin()
-                oom_kills = self.count_oom_kills()
+                oom_kills = count_oom_kills()
                 self.viewer.start()
                 sources.start()
                 if self.terminal:
@@ -596,17 +590,16 @@ class Supervisor:
                 while agent.poll() is None:
                     self.attend(inbox)
                     if not sources.is_alive():  # the supervisor must not reap its git with the ranks
-                        reap_orphans({*agent.children, *self.list_helpers()})
+                        reap_orphans({*self.ranks.known, *agent.children, *self.watching.pids})
                 self.watch_new_ranks()
                 self.ranks.poll((), 0)
-                if self.watching:
-                    self.watching.finish()
+                self.watching.finish()
                 sources.join()
             except BaseException:
                 self.viewer.release_log()
                 raise
             finally:
-                left = end_leftovers(KILL_GRACE, self.list_helpers())
+                left = end_leftovers(KILL_GRACE, self.watching.pids)
                 self.ranks.close()
                 agent.close()
         status = agent.poll()
@@ -614,15 +607,18 @@ class Supervisor:
         deaths = tuple(self.ranks.deaths)
         if code == 0:  # torchrun may have looked at a rank before this process
             deaths = tuple(replace(death, exitcode=death.exitcode or 0) for death in deaths)
-        end = NodeEnd(code, deaths, self.first_signal, self.signal_time, tuple(left), self.hang, agent.label)
+        end = NodeEnd(
+            code,
+            deaths,
+            self.first_signal,
+            self.signal_time,
+            tuple(left),
+            self.hang,
+            tuple(read_tail(log, AGENT_LINES, log_begin)),
+            describe_oom_kills(job, count_oom_kills() - oom_kills),
+        )
         # In a job of several nodes, a node has done its part if its ranks have, whatever the others need.
-        ranks = len(job.plan.ranks) if self.control else 0
-        end = judge_end(end, read_tail(log, AGENT_LINES, log_begin), ranks)
-        return replace(end, memory=describe_oom_kills(job, self.count_oom_kills() - oom_kills))
-
-    def list_helpers(self) -> set[int]:
-        """Return the PIDs of processes of the launcher's own."""
-        return {*self.agent.helpers, *(self.watching.pids if self.watching else ())}
+        return judge_end(end, len(job.plan.ranks) if self.control else 0)
 
     def attend(self, inbox: SignalQueue) -> None:
         """Wait a moment for what happens, and act on it."""
@@ -699,13 +695,12 @@ class Supervisor:
             self.hang = ""
         self.newest = max(newest, self.newest or 0)
         for process in fresh:
-            self.viewer.watch_rank(process.rank, process.attempt, has_terminal=process.has_terminal)
-        if self.watching:
-            self.watching.add_ranks(fresh)
+            self.viewer.watch_rank(process.rank, process.attempt)
+        self.watching.add_ranks(fresh)
 
     def attend_watcher(self) -> None:
         """Log what the watcher has to say, and end ranks if it says so (`watch.on_hang`)."""
-        for order in self.watching.attend(self.ranks.deaths) if self.watching else ():
+        for order in self.watching.attend(self.ranks.deaths):
             if self.stop or order.is_late(self.ranks.alive.values()):
                 continue
             self.killed_at = time.time()

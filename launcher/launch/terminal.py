@@ -17,11 +17,11 @@ import threading
 import time
 import tty
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from queue import SimpleQueue
 
 from launcher.protocol import LAUNCH_TERMINAL
+from launcher.runs.run_directory import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,9 @@ TICK = 0.1
 """Seconds between two looks at the window's size, and at who has the terminal."""
 CHUNK = 1 << 16
 """Bytes that are read at once, and of input that may wait for the program to read."""
-MOST_WAITING = 64 << 20
-"""Bytes that may wait to be shown; then the program waits too, as on any terminal that takes no more."""
+MOST_WAITING = 16 << 10
+"""Pieces that may wait to be shown, of 4 KiB at most; then the program waits too, as on any terminal that
+takes no more."""
 PATIENCE = 5.0
 """Seconds for what the program has printed last, at the end."""
 PRESSES, SPAN = 3, 3.0
@@ -55,11 +56,11 @@ class Terminal:
     """Of stdin, stdout and stderr, those that are the terminal."""
     cooked: list[int | list[bytes | int]]
     """Settings of the user's terminal as they were found, which the program's gets too."""
-    find_log: Callable[[int], Path]
-    """Returns the log of an attempt, which the shim makes before the first byte of it comes."""
+    run_dir: RunDir
     attempt: int
-    notify: Callable[[], None]
-    """Says that there is something to show."""
+    """Of the log that is written, which the shim makes before the first byte of it comes."""
+    news: threading.Event = field(default_factory=threading.Event)
+    """There is something to show."""
     pressed: dict[int, float] = field(default_factory=dict)
     """When a key last sent the program each signal, in seconds since the epoch."""
     is_raw: bool = False
@@ -71,7 +72,7 @@ class Terminal:
     """The log has everything so far."""
     held: bytes = b""
     r"""A `\r` that waits to be written to the log, until it is known whether a newline follows."""
-    output: bytearray = field(default_factory=bytearray)
+    output: "SimpleQueue[bytes]" = field(default_factory=SimpleQueue)
     """What waits to be shown: one thread adds, and another takes."""
     typed: bytes = b""
     """Input that the program's terminal has not taken yet."""
@@ -82,7 +83,6 @@ class Terminal:
     wakeup: int = field(default_factory=lambda: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
     """Descriptor that is readable at the end."""
     thread: threading.Thread | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -103,10 +103,7 @@ class Terminal:
 
     def take(self) -> bytes:
         """Return what is to be shown next; nothing if all has been shown."""
-        with self.lock:
-            data = bytes(self.output)
-            self.output.clear()
-            return data
+        return b"".join(self.output.get() for _ in range(self.output.qsize()))
 
     def run(self) -> None:
         """Copy to the end: the thread's body."""
@@ -115,7 +112,7 @@ class Terminal:
             while self.wakeup not in ready:
                 poller = select.poll()
                 poller.register(self.wakeup, select.POLLIN)
-                wanted = select.POLLIN if len(self.output) < MOST_WAITING else 0
+                wanted = select.POLLIN if self.output.qsize() < MOST_WAITING else 0
                 poller.register(self.master, wanted | (select.POLLOUT if self.typed else 0))
                 if self.is_raw and not self.hung_up and len(self.typed) < CHUNK:
                     poller.register(0, select.POLLIN)
@@ -168,7 +165,7 @@ class Terminal:
         except BlockingIOError:
             return False
         newest = self.attempt
-        while self.find_log(newest + 1).exists():
+        while self.run_dir.rank_log(0, newest + 1, "out").exists():
             newest += 1
         if newest != self.attempt or self.log < 0:  # before the first, only what is typed is echoed
             self.write_log(self.held)
@@ -176,13 +173,13 @@ class Terminal:
             os.close(self.log) if self.log >= 0 else None
             self.log, self.attempt = -1, newest
             with contextlib.suppress(FileNotFoundError):
-                self.log = os.open(self.find_log(newest), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+                log = self.run_dir.rank_log(0, newest, "out")
+                self.log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         text = self.held + data
         self.held = b"\r" if text.endswith(b"\r") else b""
         self.write_log(text.removesuffix(self.held).replace(b"\r\n", b"\n"))
-        with self.lock:
-            self.output += data
-        self.notify()
+        self.output.put(data)
+        self.news.set()
         return True
 
     def write_log(self, data: bytes) -> None:
@@ -215,13 +212,11 @@ class Terminal:
                     os.kill(os.getpid(), signal.SIGINT)
 
 
-def open_terminal(
-    find_log: Callable[[int], Path], attempt: int, notify: Callable[[], None]
-) -> Terminal | None:
+def open_terminal(run: RunDir) -> Terminal | None:
     """Return a pseudo-terminal to stand for the user's; None if there is none, or it is not ours."""
     try:
         terminal = os.fstat(0)
-        streams = tuple(number for number in range(3) if is_open(number, terminal))
+        streams = tuple(number for number in range(3) if os.path.samestat(os.fstat(number), terminal))
         if not os.isatty(0) or not is_foreground() or 1 not in streams:
             return None
         cooked = termios.tcgetattr(0)
@@ -230,7 +225,7 @@ def open_terminal(
         os.set_blocking(master, False)
     except (OSError, termios.error):
         return None
-    found = Terminal(master, slave, streams, cooked, find_log, attempt, notify)
+    found = Terminal(master, slave, streams, cooked, run, run.first_attempt)
     found.size = fcntl.ioctl(0, termios.TIOCGWINSZ, NO_SIZE)
     fcntl.ioctl(master, termios.TIOCSWINSZ, found.size)
     return found
@@ -240,13 +235,5 @@ def is_foreground() -> bool:
     """Tell whether the user's terminal is this process's: a shell may have given it to another job."""
     try:
         return os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:
-        return False
-
-
-def is_open(descriptor: int, file: os.stat_result) -> bool:
-    """Tell whether a descriptor leads to this file; one that is closed leads nowhere."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), file)
     except OSError:
         return False

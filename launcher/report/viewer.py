@@ -23,6 +23,7 @@ from launcher.runs.run_directory import RunDir
 from launcher.text import format_record, redirect_log
 
 if TYPE_CHECKING:
+    from launcher.launch.terminal import Terminal
     from launcher.plan.model import Plan
     from launcher.report.console import JobConsole
 
@@ -144,10 +145,8 @@ class OutputViewer:
     run_dir: RunDir
     follower: Follower
     options: ViewOptions
-    read_terminal: Callable[[], bytes] = bytes
-    """Returns what the program has printed on its pseudo-terminal since the last call."""
-    is_raw: Callable[[], bool] = lambda: False
-    """Tells whether the user's terminal is in raw mode."""
+    terminal: "Terminal | None" = None
+    """The pseudo-terminal that the program has in place of the user's."""
     waiting: "queue.SimpleQueue[str]" = field(default_factory=queue.SimpleQueue)
     """Lines of ours to show."""
     news: threading.Event = field(default_factory=threading.Event)
@@ -166,6 +165,8 @@ class OutputViewer:
 
     def __post_init__(self) -> None:
         """Make the thread; it starts with the job."""
+        if self.terminal:
+            self.news = self.terminal.news
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     @property
@@ -183,22 +184,18 @@ class OutputViewer:
         """Let what is logged go to stderr again."""
         self.restore_log()
 
-    def use_terminal(self, read: Callable[[], bytes], is_raw: Callable[[], bool]) -> None:
-        """Show what the program prints on its pseudo-terminal too; to be called before the start."""
-        self.read_terminal, self.is_raw = read, is_raw
+    def is_raw(self) -> bool:
+        """Tell whether the user's terminal is in raw mode."""
+        return self.terminal is not None and self.terminal.is_raw
 
-    def watch_rank(self, rank: int, attempt: int, *, has_terminal: bool = False) -> None:
+    def watch_rank(self, rank: int, attempt: int) -> None:
         """Show what a rank prints, if the mode says so; rank 0 tells of progress in any case.
 
-        With `has_terminal`, its stdout is not shown from its log.
+        What comes from its terminal is not shown from its log too.
         """
         if rank == 0 or self.options.mode == "all":
-            for stream in ("err",) if has_terminal else ("out", "err"):
+            for stream in ("err",) if self.terminal else ("out", "err"):
                 self.follower.watch(self.run_dir.rank_log(rank, attempt, stream))
-
-    def notify(self) -> None:
-        """Show at once what the program has printed on its terminal."""
-        self.news.set()
 
     def run(self) -> None:
         """Show the job to its end: the thread's body. If that fails, the job goes on without."""
@@ -234,7 +231,7 @@ class OutputViewer:
 
     def show_new(self, console: "JobConsole") -> bool:
         """Show some of what is new; False if there is nothing of the ranks'."""
-        data = self.read_terminal()
+        data = self.terminal.take() if self.terminal else b""
         if not self.is_raw():  # the user's terminal makes `\r\n` of `\n` itself again
             data = data.replace(b"\r\n", b"\n")
         busy = False

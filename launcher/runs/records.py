@@ -168,8 +168,6 @@ class Applied:
     """Variables that the shim set; None if the record does not tell."""
     time: float = 0
     """Seconds since the epoch."""
-    has_terminal: bool = False
-    """Its output goes to a pseudo-terminal of the launcher's rather than to its log."""
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.codec import DecodeError
+from launcher.files import read_signals
 from launcher.watch.flight_recorder import (
     TRACE,
     ServerError,
@@ -41,7 +42,6 @@ from launcher.watch.procfs import (
     has_open,
     list_threads,
     read_kernel_text,
-    read_signals,
     read_system_call,
     read_tree,
 )
@@ -234,7 +234,7 @@ def choose_thread(pid: int) -> int:
         for thread in list_threads(pid)
         if thread != pid
         and read_system_call(pid, f"task/{thread}/syscall") == "futex"
-        and (blocked := read_signals(pid, "SigBlk", f"task/{thread}/status")) is not None
+        and (blocked := read_signals(f"{pid}/task/{thread}", "SigBlk")) is not None
         and not blocked >> (STACK_SIGNAL - 1) & 1
     }
     return idle.get(_SERVER_THREAD, next(iter(idle.values()), pid))

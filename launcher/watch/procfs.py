@@ -68,12 +68,6 @@ def read_system_call(pid: int, entry: str = "syscall") -> str:
     return _NAMES.get(int(number), number)
 
 
-def read_signals(pid: int, field: str, entry: str = "status") -> int | None:
-    """Return a set of signals of /proc/PID/status, as `SigCgt`, or of a thread's; None if it is not shown."""
-    found = re.search(rf"^{field}:\t([0-9a-f]+)$", read_kernel_text(f"/proc/{pid}/{entry}"), re.MULTILINE)
-    return int(found[1], 16) if found else None
-
-
 def has_open(pid: int, path: Path) -> bool:
     """Tell whether a process has a file open under any descriptor."""
     with suppress(OSError):

@@ -180,7 +180,7 @@ def test_an_agent_that_fails_without_a_rank_after_a_start_with_a_failure(tmp_pat
     run_to_end(tmp_path, "raise SystemExit(5)", "new_run_dir=one", code=5)
     words = ("run_dir=one", "torchrun.rdzv_backend=nonsense")
     said = run_to_end(tmp_path, "print('never')", *words, code=3).read()
-    assert "no rank failed, but torchrun's agent ended with code 1" in said and "nonsense" in said
+    assert "no rank failed, but the agent ended with code 1" in said and "nonsense" in said
     assert "failed first" not in said and "Traceback" not in said
 
 
@@ -452,7 +452,7 @@ def test_what_was_ended_for_a_hang_has_its_code(
     code: int, number: int | None, hang: str, status: int
 ) -> None:
     end = NodeEnd(code, (), number, 0.0 if number else math.inf, (), hang)
-    assert judge_end(end, ()).status == status
+    assert judge_end(end).status == status
 
 
 @pytest.mark.parametrize(
@@ -479,7 +479,7 @@ def test_what_was_ended_for_a_hang_has_its_code(
 def test_the_first_failure_of_the_last_start(
     deaths: list[Death], log: str, failed: tuple[int, int] | None
 ) -> None:
-    end = judge_end(NodeEnd(1, tuple(deaths), None, math.inf, ()), log.splitlines())
+    end = judge_end(NodeEnd(1, tuple(deaths), None, math.inf, (), agent_log=tuple(log.splitlines())))
     found = end.failure
     assert (found and (found.process.rank, found.exitcode)) == failed
     assert end.status == (found.status if found else 3)

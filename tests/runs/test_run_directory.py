@@ -316,7 +316,7 @@ APPLIED = {
     "memory": {"policy": "preferred", "nodes": frozenset({0})},
     "problems": ("p",),
     # What the record does not tell.
-    **{"gpu": "", "num_workers": None, "env": None, "time": 0, "has_terminal": False},
+    **{"gpu": "", "num_workers": None, "env": None, "time": 0},
 }
 
 
