@@ -82,7 +82,7 @@ def test_a_run_that_failed(launch: Launch, here: Path) -> None:
     shown = launch("status", "tiny").out
     for text in ("first failure", "rank 3 on n2 (local rank 1)", "| RuntimeError: ", "7/90", "1 min 30 s"):
         assert text in shown
-    assert "preflight      sick: n3: limits: " in shown and ": 1 sick (n3)\n" in shown
+    assert "preflight      sick: n3: limits: " in shown and ": 1 sick (n3)" in shown
     assert "\x1b" not in shown
 
 
