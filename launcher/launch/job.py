@@ -14,10 +14,12 @@ from launcher.protocol import (
     LAUNCH_FIT,
     LAUNCH_PLAN,
     LAUNCH_RECORD_DIR,
+    LAUNCH_RUN_DIR,
+    LAUNCH_RUN_ID,
     LAUNCH_STRICT,
     LAUNCH_WATCH,
 )
-from launcher.runs.run_directory import RunDir, name_run_dir
+from launcher.runs.run_directory import RunDir
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -203,7 +205,8 @@ def build_agent_environ(
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience),
         LAUNCH_PLAN: str(run.plan_path(host)),
         LAUNCH_RECORD_DIR: str(run.path),
-        **name_run_dir(run),
+        LAUNCH_RUN_DIR: str(run.path),
+        LAUNCH_RUN_ID: run.id,
         LAUNCH_ATTEMPT: str(run.first_attempt),
         **({LAUNCH_WATCH: watch_folder} if watch_folder else {}),
     }

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from launcher.errors import EXIT_MACHINE, MachineError
+from launcher.files import open_own
 from launcher.launch.ending import (
     NodeEnd,
     check_success,
@@ -20,7 +21,7 @@ from launcher.launch.job import Job, JobSpec, build_agent_environ
 from launcher.launch.supervisor import Supervisor, TakeWarm, Viewer, make_agent
 from launcher.launch.terminal import Terminal, open_terminal
 from launcher.launch.watching import keep_watch_folder, watch_node
-from launcher.runs.manifest import describe_start, hold_directory, identify_process, write_manifest
+from launcher.runs.manifest import describe_start, identify_process, write_manifest
 from launcher.runs.progress import LONG_BEFORE, CleanEnd, describe_progress, explain_early_exits
 from launcher.runs.run_directory import (
     RunDir,
@@ -142,7 +143,7 @@ def prepare_run(
             manifest["training"] = {key: spec.config.program.get(key) for key in chosen}
         if hosts:  # else a job is being submitted, and hangs on no process of ours
             manifest["process"] = identify_process(os.getpid())
-            hold_directory(run.path)
+            open_own(run.path)  # until this process ends, which is known as the run's by that
         write_manifest(run, manifest)
         if plan:
             write_json(run.plan_path(hosts[0]), plan)

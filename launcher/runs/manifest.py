@@ -163,14 +163,6 @@ def check_process(record: Mapping[str, object]) -> bool | None:
         return None
 
 
-def hold_directory(path: Path) -> None:
-    """Keep a run directory open until this process ends: by that it is known as the run's `launch`.
-
-    Raises OSError. The descriptor is not passed on to other programs.
-    """
-    open_own(path)
-
-
 def open_process(record: Mapping[str, object], path: Path) -> int:
     """Return a pidfd of the `launch` of a run, whose manifest identifies it so.
 
@@ -188,7 +180,7 @@ def open_process(record: Mapping[str, object], path: Path) -> int:
             raise ProcessLookupError(f"process {pid} is another one, or has ended")
         if Path(f"/proc/{pid}").stat().st_uid != os.geteuid():
             raise PermissionError(EPERM, f"process {pid} is another user's")
-        if not holds_directory(pid, path):
+        if not _holds_directory(pid, path):
             raise PermissionError(EPERM, f"process {pid} is not the launch of this run")
     except BaseException:
         os.close(descriptor)
@@ -196,15 +188,14 @@ def open_process(record: Mapping[str, object], path: Path) -> int:
     return descriptor
 
 
-def holds_directory(pid: int, path: Path) -> bool:
+def _holds_directory(pid: int, path: Path) -> bool:
     """Tell whether a process has a directory open, as a `launch` has that of its run; raises OSError."""
-    wanted = path.stat()
     try:
         entries = [*Path(f"/proc/{pid}/fd").iterdir()]
     except FileNotFoundError:
         raise ProcessLookupError(f"process {pid} has ended") from None
     for entry in entries:
         with suppress(OSError):  # closed meanwhile
-            if os.path.samestat(entry.stat(), wanted):
+            if entry.samefile(path):
                 return True
     return False

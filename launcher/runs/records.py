@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -86,6 +86,7 @@ class NodeRecord:
     """The hang, in words, for which its ranks were ended (`watch.on_hang`)."""
     trouble: str = ""
     """Why nothing could be written to the run directory when its ranks had ended."""
+    schema: int = 1
 
 
 def refuse_node(host: str, node_rank: int, status: int, said: str, started: float) -> NodeRecord:
@@ -93,16 +94,13 @@ def refuse_node(host: str, node_rank: int, status: int, said: str, started: floa
     return NodeRecord(host, node_rank, "failed", status, None, said, None, 0, started, time.time())
 
 
-def node_path(run_path: Path, attempt: int, host: str) -> Path:
-    """The record of one node; `attempt` is the first of the start that it belongs to."""
-    return run_path / "logs" / str(attempt) / f"node-{host}.json"
-
-
 def write_node(run_path: Path, attempt: int, record: NodeRecord) -> None:
-    """Write a node's record, whole or not at all; raises OSError."""
-    text = json.dumps({"schema": 1, **asdict(record)}, indent=1) + "\n"
+    """Write a node's record, whole or not at all; raises OSError.
+
+    `attempt` is the first of the start that it belongs to.
+    """
     with open_below(run_path, "logs", str(attempt)) as at:
-        write_whole(at, node_path(run_path, attempt, record.host).name, text.encode())
+        write_whole(at, f"node-{record.host}.json", dump(record, indent=1).encode())
 
 
 def read_nodes(run_path: Path, attempt: int) -> list[NodeRecord]:
@@ -280,12 +278,18 @@ def read_run(path: Path) -> RunRecords:
             damaged.append(f"{file.name} cannot be read ({reason[:200]})")
             return None
 
+    def read_manifest(data: bytes) -> dict[str, Any]:
+        found = load(dict[str, Any], data)
+        if not isinstance(take_dict(found, "outcome").get("state"), str):
+            raise DecodeError("it has no outcome.state")
+        return found
+
     files = sorted(path.glob(name_plan_file("*")))
     plans = {parse_plan_file(file.name): read(read_ranks, file) for file in files}
     files = sorted(path.glob(name_applied_file("*")))
     records = [record for file in files if (record := read(partial(load, Applied), file))]
     file = min(path.glob("manifest*.json"), default=path / "manifest.json")
-    manifest = read(read_manifest_fields, file) or {}
+    manifest = read(read_manifest, file) or {}
     # A SLURM job's node that was left out or replaced by a spare one has a plan; others have its ranks.
     last_hosts = take_list(manifest, "hosts") if manifest.get("slurm") else []
     damaged_hosts = {host for host, plan in plans.items() if plan is None}
@@ -303,14 +307,6 @@ def read_run(path: Path) -> RunRecords:
         hosts.append(HostRecords(name, plans.get(name) or (), found, last))
     state = take_dict(manifest, "outcome").get("state", "")
     return RunRecords(str(path), tuple(hosts), state, tuple(damaged))
-
-
-def read_manifest_fields(data: bytes) -> dict[str, Any]:
-    """Read a manifest; raises DecodeError for one that does not tell how the run went."""
-    manifest = load(dict[str, Any], data)
-    if not isinstance(take_dict(manifest, "outcome").get("state"), str):
-        raise DecodeError("it has no outcome.state")
-    return manifest
 
 
 def read_ranks(data: bytes) -> tuple[RankPlan, ...]:

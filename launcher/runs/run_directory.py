@@ -18,7 +18,7 @@ from launcher.files import (
     open_own,
     write_whole,
 )
-from launcher.protocol import LAUNCH_RUN_DIR, LAUNCH_RUN_ID, LOGS, name_plan_file, name_rank_log
+from launcher.protocol import LOGS, name_plan_file, name_rank_log
 
 OURS = ("agent-", "slurm-")
 """How the logs begin that are no rank's."""
@@ -56,11 +56,6 @@ class RunDir:
     def rank_log(self, rank: int, attempt: int, ending: str) -> Path:
         """Output of one rank: `ending` is `out` or `err`."""
         return self.path / LOGS / str(attempt) / name_rank_log(rank, ending)
-
-
-def name_run_dir(run: RunDir) -> dict[str, str]:
-    """Return the variables that tell programs of their run directory and its identifier."""
-    return {LAUNCH_RUN_DIR: str(run.path), LAUNCH_RUN_ID: run.id}
 
 
 class RunIdTakenError(Exception):

@@ -38,6 +38,7 @@ from launcher.watch.hang import (
     JobView,
     choose_limit,
     find_quantile,
+    find_word,
     is_judge,
     list_orders,
     list_stalled,
@@ -189,13 +190,14 @@ class NodeWatcher:
         own, state = self._make_report(now), None
         if own.node_rank == 0:
             self._note_progress(own)
-        word = self._find_word(own)
-        self.is_judge = is_judge(own, self.files.found, now)
+        word = find_word(own, self.files.found, self.begin)
+        is_told = word is not None and not is_silent(now - word.seen, own.interval)
+        self.is_judge = is_judge(own, self.files.found, now, is_told=is_told)
         if self.is_judge:
             state = self._judge_job(own, word, now)
         else:
             self.judge.asks = 0
-            if word and not is_silent(now - word.seen, own.interval):
+            if word and is_told:
                 if word.value.asks > self.answered:
                     self._answer(own, word.value.asks)
                 self._act(word.value.hangs, now)
@@ -353,17 +355,6 @@ class NodeWatcher:
         self.notifier.tell(name, event.sentence, state=state, step=event.step)
 
     # Every node
-
-    def _find_word(self, own: NodeReport) -> Stored[JobState] | None:
-        """Return what another node that judges has told.
-
-        The run directory, and even the number of the attempt, can be those of a job of yesterday: what was
-        written before this watcher's start does not count. Ages are by the filesystem's clock.
-        """
-        word = self.files.found.job
-        if word is None or word.seen < self.begin or word.value.host == own.host:
-            return None
-        return word if word.value.attempt == own.attempt and word.value.state != "ended" else None
 
     def _answer(self, own: NodeReport, number: int) -> None:
         """Gather this node's evidence for a question."""

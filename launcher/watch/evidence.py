@@ -116,7 +116,11 @@ class _RankLook(threading.Thread):
             self.note(reason)
         else:
             self._read_stacks()
-            self._read_server()
+            try:
+                trace = post_handler(self.socket, self._limit(_SERVER_PATIENCE), *TRACE)
+                self._add(groups=parse_trace(trace), answered=True)
+            except (ServerError, DecodeError) as error:
+                self.note(f"no flight recorder from torch's server: {error}")
         if self.can_dump:
             self._read_stacks_of_children()
 
@@ -140,14 +144,6 @@ class _RankLook(threading.Thread):
                 return
             reason = check_signal(pid, self.dump) or "it did not react to the stack signal"
         self.note(f"no stacks from faulthandler: {reason}")
-
-    def _read_server(self) -> None:
-        """Get the flight recorder."""
-        try:
-            trace = post_handler(self.socket, self._limit(_SERVER_PATIENCE), *TRACE)
-            self._add(groups=parse_trace(trace), answered=True)
-        except (ServerError, DecodeError) as error:
-            self.note(f"no flight recorder from torch's server: {error}")
 
     def _read_stacks_of_children(self) -> None:
         """Get those of children that have the rank's handler and file, one by one."""

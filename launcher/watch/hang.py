@@ -21,7 +21,7 @@ from launcher.watch.model import (
     Rank,
     RankEvidence,
 )
-from launcher.watch.run_files import Found, is_silent
+from launcher.watch.run_files import Found, Stored, is_silent
 from launcher.watch.verdict import judge_evidence
 
 # The job as its judging node sees it
@@ -69,17 +69,25 @@ def make_job_view(own: NodeReport, found: Found, now: float) -> JobView:
     return JobView(tuple(fresh), tuple(silent), tuple(ended), found.hangs)
 
 
-def is_judge(own: NodeReport, found: Found, now: float) -> bool:
+def find_word(own: NodeReport, found: Found, begin: float) -> Stored[JobState] | None:
+    """Return what another node that judges has told.
+
+    The run directory, and even the number of the attempt, can be those of a job of yesterday: what was
+    written before this watcher's start does not count. Ages are by the filesystem's clock.
+    """
+    word = found.job
+    if word is None or word.seen < begin or word.value.host == own.host:
+        return None
+    return word if word.value.attempt == own.attempt and word.value.state != "ended" else None
+
+
+def is_judge(own: NodeReport, found: Found, now: float, *, is_told: bool) -> bool:
     """Tell whether this node judges: the first one does, and the first that is heard of if it is silent.
 
-    Only a node whose own ranks stand still takes over.
+    `is_told` says that another node judges. Only a node whose own ranks stand still takes over.
     """
-    if own.node_rank == 0 or not found.reports or own.stalled_since is None:
+    if own.node_rank == 0 or is_told or not found.reports or own.stalled_since is None:
         return own.node_rank == 0
-    told = found.job
-    is_others = told and told.value.attempt == own.attempt and told.value.host != own.host
-    if told and is_others and not is_silent(now - told.seen, own.interval):
-        return False
     return make_job_view(own, found, now).fresh[0].host == own.host
 
 

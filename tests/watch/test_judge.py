@@ -17,7 +17,16 @@ from launcher.cpulist import parse_cpulist
 from launcher.launch.processes import RankProcess
 from launcher.launch.watching import WatcherMessage
 from launcher.runs.records import NodeRecord
-from launcher.watch.hang import HangJudge, Pause, choose_limit, decide, is_judge, list_orders, make_job_view
+from launcher.watch.hang import (
+    HangJudge,
+    Pause,
+    choose_limit,
+    decide,
+    find_word,
+    is_judge,
+    list_orders,
+    make_job_view,
+)
 from launcher.watch.model import Heartbeat, JobState, NodeEvidence, NodeReport, RankMessage
 from launcher.watch.procfs import Sample
 from launcher.watch.ranks import RankBook
@@ -76,7 +85,8 @@ def test_who_judges(case: dict[str, Any]) -> None:
         Stored(job(told["host"], attempt=told["attempt"]), 50.0 - told["age"]) if told else None,
         (Stored(report(0), 50.0 - case["first"]),) if "first" in case else (),
     )
-    assert is_judge(own, found, 50.0) is case["judges"]
+    is_told = bool(told and find_word(own, found, 0.0) and told["age"] < 15)
+    assert is_judge(own, found, 50.0, is_told=is_told) is case["judges"]
 
 
 @table("story")
