@@ -259,9 +259,8 @@ def post_end(
         code, state = outcome.get("exit_code"), str(outcome.get("state"))
         settings = NotifySettings(url=config.url, format=config.format, events=tuple(config.events))
         name = f"{run.path.parent.name}/{run.path.name}"
-        notifier = Notifier(
-            settings, logger.warning, run=name, run_dir=str(run.path), host=host, job_id=job_id
-        )
+        job = {"run": name, "job_id": job_id, "host": host, "run_dir": str(run.path)}
+        notifier = Notifier(settings, logger.warning, job)
         notifier.tell(event, sentence, state=state, exit_code=code if isinstance(code, int) else None)
         notifier.close(NOTICE_PATIENCE)
     except Exception as error:  # the program's exit code counts, whatever becomes of the message

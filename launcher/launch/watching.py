@@ -101,7 +101,7 @@ class Watching:
     """Monotonic time of its start."""
     given_up: bool = False
     told_deaths: int = 0
-    waiting: list[Mapping[str, object]] = field(default_factory=list)
+    waiting: list[object] = field(default_factory=list)
     """What it is told once it has started."""
 
     @property
@@ -113,7 +113,7 @@ class Watching:
         """Have ranks watched that have started."""
         if found := [asdict(rank) for rank in ranks]:
             self.begin = min(self.begin, time.monotonic() + DELAY)
-            self.tell({"found": found})
+            self.tell(found)
 
     def attend(self, deaths: Sequence[Death]) -> list[WatcherMessage]:
         """Start it when it is time, tell it of the ranks' ends, and return what its messages ask for.
@@ -123,7 +123,8 @@ class Watching:
         try:
             if fresh := deaths[self.told_deaths :]:
                 self.told_deaths = len(deaths)
-                self.tell({"ended": [{**asdict(one.process), "exit_code": one.exitcode} for one in fresh]})
+                ended = {"has_ended": True}
+                self.tell([{**asdict(one.process), **ended, "exit_code": one.exitcode} for one in fresh])
             if self.process is None and not self.given_up and time.monotonic() >= self.begin:
                 self.start()
             elif self.process and not self.given_up and self.process.poll() is not None:
@@ -153,7 +154,7 @@ class Watching:
         for message in (self.settings, *self.waiting):
             self.tell(message)
 
-    def tell(self, message: Mapping[str, object]) -> None:
+    def tell(self, message: object) -> None:
         """Send it a message, which a pipe has room for; keep it until the process has started."""
         if self.process is None:
             self.waiting.append(message)

@@ -1,7 +1,7 @@
 """`python -P -m launcher.watch`: the watcher of a node, which a supervisor starts.
 
-It reads lines of JSON from stdin (`model.WatcherSettings`, then `model.RankMessage`) and writes lines of JSON
-to stdout. The end of stdin is its own end.
+It reads lines of JSON from stdin (`model.WatcherSettings`, then lists of `model.RankEntry`) and writes lines
+of JSON to stdout. The end of stdin is its own end.
 
 It reads heartbeats once a second, reports, and finds out when ranks stand still. Nothing in its loop waits
 for anything but time and the supervisor: the run directory has a thread of its own, and so has each
@@ -52,7 +52,7 @@ from launcher.watch.model import (
     NodeEvidence,
     NodeReport,
     Rank,
-    RankMessage,
+    RankEntry,
     Straggler,
     WatcherSettings,
     list_fields,
@@ -104,11 +104,11 @@ class NodeWatcher:
         def warn(text: str) -> None:
             self.send("warning", text)
 
-        job = {"run": settings.run, "run_dir": settings.run_dir, "host": host}
+        job = {"run": settings.run, "job_id": os.environ.get("SLURM_JOB_ID"), "host": host}
         self.log = MetricsLog(
             run_path, host, watch.metrics_interval, self.files.worker.put, partial(self.warn, "metrics")
         )
-        self.notifier = Notifier(settings.notify, warn, **job, job_id=os.environ.get("SLURM_JOB_ID"))
+        self.notifier = Notifier(settings.notify, warn, {**job, "run_dir": settings.run_dir})
         self.prometheus = Prometheus(settings.run, host, watch, warn)
         self.collectives = CollectiveReader(self.book.folder, settings.ranks * settings.nodes)
         self.stragglers = StragglerFinder()
@@ -183,7 +183,7 @@ class NodeWatcher:
         if now >= self.next_sample:
             still = book.list_still(_STILL)
             self.next_sample = now + (min(watch.interval, _STILL_INTERVAL) if still else watch.interval)
-            running = [known.entry.pid for known in book.ranks.values() if not known.has_ended]
+            running = [known.entry.pid for known in book.ranks.values() if not known.entry.has_ended]
             self.sample = self.sampler.sample(running, still)
             book.take_sample(self.sample, self.gpus.latest(), counts=not self.gathering)
             self.gathering = any(thread.is_alive() for thread in self.gatherers)
@@ -233,7 +233,6 @@ class NodeWatcher:
             ranks=ranks,
             stalled_since=wall - min(stalled) if stalled else None,
             limit=limit,
-            asks=self.judge.asks,
             collectives=self.collectives.read(tuple(beats.values()), wall),
             **list_fields(self.sample.node),
         )
@@ -422,7 +421,7 @@ def main() -> None:
         with suppress(queue.Empty):
             if line := inbox.get(timeout=max(0.0, due - time.monotonic())):
                 with suppress(ValueError):
-                    watcher.book.take(load(RankMessage, line))
+                    watcher.book.take(load(tuple[RankEntry, ...], line))
         if line and time.monotonic() >= due:
             watcher.try_tick()
             due = max(due + _TICK, time.monotonic())

@@ -124,19 +124,18 @@ class Prometheus:
             "gpu": [((*labels, str(one.gpu.index)), one.gpu) for labels, one in ranks if one.gpu],
             "node": [(self._labels, report)],
         }
-        names = {"rank": 4, "gpu": 5, "node": 2}
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        for metric in (one for one in METRICS if one.prometheus):
+        for metric in METRICS:
             kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
-            labels = ("run", "host", "rank", "local_rank", "gpu")[: names[metric.owner]]
-            named = [*labels, *filter(None, [metric.label])]
-            family = kind(metric.prometheus, metric.meaning.partition(",")[0], labels=named)
-            family = families.setdefault(metric.prometheus, family)
             for known, owner in owners[metric.owner]:
+                labels = ("run", "host", "rank", "local_rank", "gpu")[: len(known)]
+                named = [*labels, *filter(None, [metric.label])]
+                family = kind(metric.prometheus, metric.meaning.partition(",")[0], labels=named)
                 for more, value in metric.read_all(owner).items():
                     if value is not None:
+                        family = families.setdefault(metric.prometheus, family)
                         family.add_metric([*known, *([more] if metric.label else [])], value)
-        yield from (family for family in families.values() if family.samples)
+        yield from families.values()
 
     def take(self, report: NodeReport) -> None:
         """Give out this report from now on."""

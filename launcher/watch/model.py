@@ -186,8 +186,6 @@ class NodeReport(NodeSample):
     """Since when no rank here has made progress, once that is longer than the limit."""
     limit: float | None = None
     """Seconds without progress that count as a hang now."""
-    asks: int = 0
-    """Number of the hang that the judging node asks all nodes to report evidence for; 0 for none."""
     notes: tuple[str, ...] = ()
     collectives: tuple[CollectiveTimes, ...] = ()
     """Of its ranks, as of the last time that their recorders were read."""
@@ -458,19 +456,12 @@ class WatcherSettings:
 
 @dataclass(frozen=True, slots=True)
 class RankEntry:
-    """A rank on this node, as the supervisor knows it."""
+    """A rank on this node, as the supervisor knows it; a later line has those that started, or have ended."""
 
     rank: int
     local_rank: int
     attempt: int
     pid: int
+    has_ended: bool = False
     exit_code: int | None = None
     """As subprocess gives it; None for one that runs, or whose end nobody saw."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankMessage:
-    """A later line: ranks that were found, or have ended."""
-
-    found: tuple[RankEntry, ...] = ()
-    ended: tuple[RankEntry, ...] = ()

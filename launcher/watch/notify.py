@@ -30,21 +30,14 @@ class Notifier:
     """Posts messages, and pings; it never blocks and never raises."""
 
     def __init__(
-        self,
-        settings: NotifySettings,
-        warn: Callable[[str], None],
-        *,
-        run: str,
-        run_dir: str,
-        host: str,
-        job_id: str | None = None,
+        self, settings: NotifySettings, warn: Callable[[str], None], job: Mapping[str, object]
     ) -> None:
-        """`run` is the run's name and identifier; `job_id` is SLURM's.
+        """`job` is in every message: `run` (`NAME/ID`), SLURM's `job_id` or None, `host` and `run_dir`.
 
         `warn` is called once for each URL that cannot be reached, by another thread.
         """
         self._settings = settings
-        self._job = {"run": run, "job_id": job_id, "host": host, "run_dir": run_dir}
+        self._job = job
         self.posts = _Sender("notify.url", DELAYS, warn) if settings.url else None
         self._pings = _Sender("notify.ping_url", (), warn) if settings.ping_url else None
         self._next_ping = 0.0

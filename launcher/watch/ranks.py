@@ -3,8 +3,8 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.files import LARGEST, read_file, read_stat
@@ -18,7 +18,6 @@ from launcher.watch.model import (
     Heartbeat,
     Rank,
     RankEntry,
-    RankMessage,
     RankSample,
     list_fields,
 )
@@ -85,7 +84,6 @@ class WatchedRank:
     """The last one that there was."""
     read_at: float = 0.0
     """When it was read, on the clock of its times."""
-    has_ended: bool = False
     waited: tuple[float, float] = (0.0, 0.0)
     """Seconds of waiting for data at the last sample, and when that was."""
     data_share: float | None = None
@@ -107,25 +105,23 @@ class RankBook:
     now: float = 0.0
     """Monotonic time of the last look."""
 
-    def take(self, message: RankMessage) -> None:
+    def take(self, entries: Iterable[RankEntry]) -> None:
         """Add ranks that have started, and note that ranks have ended; a later start replaces one before."""
         ranks = dict(self.ranks)
-        for entry in message.found:
+        for entry in entries:
             known = ranks.get(entry.rank)
-            if known is None or entry.attempt >= known.entry.attempt:
+            if known and entry.has_ended and known.entry.pid == entry.pid:
+                known.entry = entry
+            elif not entry.has_ended and (known is None or entry.attempt >= known.entry.attempt):
                 ranks[entry.rank] = WatchedRank(entry)
         newest = max((known.entry.attempt for known in ranks.values()), default=0)
         self.ranks = {rank: known for rank, known in ranks.items() if known.entry.attempt == newest}
-        for entry in message.ended:
-            known = self.ranks.get(entry.rank)
-            if known and known.entry.pid == entry.pid:
-                known.entry, known.has_ended = replace(known.entry, exit_code=entry.exit_code), True
 
     def look(self, now: float) -> None:
         """Read the heartbeats; `now` is monotonic."""
         self.now = now
         for known in self.ranks.values():
-            if not known.has_ended:
+            if not known.entry.has_ended:
                 beat = self.read(self.folder / f"rank-{known.entry.rank}.beat")
                 # A file of the rank's last start has that one's PID.
                 known.beat = beat if beat and beat.pid == known.entry.pid else None
@@ -167,8 +163,8 @@ class RankBook:
         """Return the ranks' part of a report; `gpus` are by local rank, `wait_shares` by rank."""
         found = []
         for rank, known in sorted(self.ranks.items()):
-            entry, beat, idle = known.entry, known.last if known.has_ended else known.beat, None
-            if known.beat and not known.has_ended:
+            entry, beat, idle = known.entry, known.last if known.entry.has_ended else known.beat, None
+            if known.beat and not entry.has_ended:
                 idle = min(known.read_at - known.beat.activity_time, self.now - self.counts_from)
                 if not known.beat.step and idle < _MOST_START:
                     idle = min(idle, self.now - known.active_at)
@@ -181,7 +177,7 @@ class RankBook:
                     local_rank=entry.local_rank,
                     pid=entry.pid,
                     attempt=entry.attempt,
-                    phase="exited" if known.has_ended else phase,
+                    phase="exited" if entry.has_ended else phase,
                     step=beat.step if beat else 0,
                     step_age=max(0.0, time.time() - beat.step_time) if beat and beat.step_time else None,
                     p50=find_quantile(beat.durations, 0.5) if beat else None,

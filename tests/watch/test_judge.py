@@ -27,7 +27,7 @@ from launcher.watch.hang import (
     list_orders,
     make_job_view,
 )
-from launcher.watch.model import Heartbeat, JobState, NodeEvidence, NodeReport, RankMessage
+from launcher.watch.model import Heartbeat, JobState, NodeEvidence, NodeReport, RankEntry
 from launcher.watch.procfs import Sample
 from launcher.watch.ranks import RankBook
 from launcher.watch.run_files import Found, Stored
@@ -154,13 +154,8 @@ def test_who_counts_as_stalled(case: dict[str, Any]) -> None:
 
 def make_book(beat: Heartbeat | None) -> RankBook:
     book = RankBook(Path("/nowhere"), lambda _: beat)
-    book.take(make_message(0, 9))
+    book.take([RankEntry(0, 0, 0, 9)])
     return book
-
-
-def make_message(rank: int, pid: int) -> RankMessage:
-    entry = {"rank": rank, "local_rank": rank, "attempt": 0, "pid": pid}
-    return convert(RankMessage, {"found": [entry]})
 
 
 @table("work")
@@ -183,7 +178,7 @@ def test_activity_counts_as_progress_before_the_first_step_alone(case: dict[str,
 def test_ranks_are_added_while_another_thread_goes_through_them() -> None:
     book = make_book(None)
     others = iter(book.ranks.items())
-    book.take(make_message(2, 102))
+    book.take([RankEntry(2, 2, 0, 102)])
     assert [rank for rank, _ in others] == [0] and list(book.ranks) == [0, 2]
 
 
