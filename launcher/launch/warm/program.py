@@ -42,8 +42,8 @@ LITERALS = re.compile(
 )
 """A comment or a string; the group is there for one in triple quotes."""
 IMPORT = re.compile(
-    rb"^[ \t]*(?:from[ \t]+(?P<dots>\.*)(?P<module>[\w.]*)[ \t]*import[ \t]*(?P<names>\([^)]*\)|[^\n]*)"
-    rb"|import[ \t]+(?P<modules>[^\n]*))",
+    rb"(?:^|;)[ \t]*(?:from[ \t]+(?P<dots>\.*)(?P<module>[\w.]*)[ \t]*import[ \t]*"
+    rb"(?P<names>\([^)]*\)|[^\n;]*)|import[ \t]+(?P<modules>[^\n;]*))",
     re.MULTILINE,
 )
 TORCH = re.compile(rb"^(?:import|from)[ \t]+torch\b", re.MULTILINE)
@@ -196,7 +196,7 @@ class ProgramText:
         if statement["dots"]:
             above = [os.pardir] * (len(statement["dots"]) - 1)
             roots = (os.path.normpath(os.path.join(os.path.dirname(path), *above)),)
-        for piece in re.split(rb"[,;]", words.strip(b"() \t\r\n")):
+        for piece in words.strip(b"() \t\r\n").split(b","):
             name = piece.partition(b" as ")[0].split()[-1:]
             parts = b".".join(filter(None, [prefix, *name])).decode(errors="replace").split(".")
             tops = (os.path.join(root, parts[0]) for root in roots)
