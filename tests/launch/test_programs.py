@@ -17,7 +17,7 @@ import pytest
 
 from tests.seam import clean_environ
 
-SMOKE = ("files: return", "files: error", "tracebacks: hooks", "multiprocessing by spawn and forkserver")
+SMOKE = ("files: error", "tracebacks: hooks")
 TIMEOUT = 300
 OUR_LINE = re.compile(r"^launch(-rank)?: .*\n", re.MULTILINE)
 MASKS = (

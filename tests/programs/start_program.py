@@ -3,10 +3,11 @@
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PROGRAM = ["-m", "launcher.programs.train"]
+PROGRAM = ("-m", "launcher.programs.train")
 SMALL = {
     "model.layers": "2",
     "model.hidden_size": "32",
@@ -30,13 +31,14 @@ class Start:
 
     environ: dict[str, str]
     text: Path
+    program: Sequence[str] = PROGRAM
 
     def command(self, ranks: int, **options: str | bool) -> list[str]:
         """Write the command line; `ranks` of 0 is a plain process."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         flags = SMALL | {"data.path": str(self.text)} | {k.replace("_", "-"): v for k, v in options.items()}
         shown = [f"--{key}" if value is True else f"--{key}={value}" for key, value in flags.items()]
-        return [sys.executable, *(torchrun if ranks else []), *PROGRAM, *shown]
+        return [sys.executable, *(torchrun if ranks else []), *self.program, *shown]
 
     def popen(self, ranks: int, **options: str | bool) -> subprocess.Popen[str]:
         """Start it, its output in pipes."""
