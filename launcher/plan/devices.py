@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.plan.model import Gpu, Machine, Nic, PlanWarning, Request, warn
-from launcher.plan.topology import UNREACHABLE, Placement, Topology
+from launcher.plan.topology import UNREACHABLE, Placement, Topology, group_by
 from launcher.protocol import LAUNCH_NIC
 
 CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
@@ -18,8 +18,6 @@ NO_DEVICES = ("", "-1", "NoDevFiles")
 """Values that mean no device: empty, the customary -1, and SLURM's for a job without GPUs."""
 SLOW = 0.5
 """Share of the fastest NIC's rate below which one is for management rather than for training."""
-GpuName = tuple[str, int]
-"""A GPU, with its MIG instances, by PCI address and index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +121,7 @@ def spread_devices(
             -min(each, sum(len(topology.cores[node]) for node in local[at]) // (peers + 1)),
             sum(packages[at] == packages[other] for other in chosen),
             peers,
-            sum(nics.get(_name_gpu(gpu)) == nics.get(_name_gpu(other)) for other in others),
+            sum(nics.get(gpu.index) == nics.get(other.index) for other in others),
             max((_count_shared_bridges(gpu.path, other.path) for other in others), default=0),
             at,
         )
@@ -143,9 +141,9 @@ class NicChoice:
         self.nics = _list_usable(machine.nics, environ.get("NCCL_IB_HCA", ""))
         self.user = environ.get(LAUNCH_NIC)
         gpus = machine.gpus if self.nics else ()
-        self.nearest = {_name_gpu(gpu): _find_nearest(topology, gpu, self.nics) for gpu in gpus}
+        self.nearest = {gpu.index: _find_nearest(topology, gpu, self.nics) for gpu in gpus}
         self.preferred = self._deal(Counter(self.nearest.keys()), {})
-        """By the GPU's name, a number of `nics`."""
+        """By the GPU's index, which its MIG instances have too, a number of `nics`."""
 
     def choose(self, machine: Machine, ranks: Sequence[Placement]) -> None:
         """Give each rank a NIC, unless it has no GPU, or no NIC is active.
@@ -153,36 +151,32 @@ class NicChoice:
         Ranks of one GPU share its NIC. If several would do, a GPU gets the one that it would have if all of
         the machine's GPUs were in use, so that jobs side by side on a node keep apart.
         """
-        names = [_name_gpu(rank.gpu) if rank.gpu and self.nics else None for rank in ranks]
-        dealt = self._deal(Counter(filter(None, names)), self.preferred)
-        for rank, name in zip(ranks, names, strict=True):
+        dealt = self._deal(
+            Counter(rank.gpu.index for rank in ranks if rank.gpu and self.nics), self.preferred
+        )
+        for rank in ranks:
             if self.user:
                 known = (nic for nic in machine.nics if nic.name == self.user)
                 rank.nic, rank.nic_why = next(known, Nic(self.user, "", None)), "set by the user"
-            elif name:
-                rank.nic, rank.nic_why = self.nics[dealt[name]], self.nearest[name][0]
+            elif rank.gpu and self.nics:
+                gpu = rank.gpu.index
+                rank.nic, rank.nic_why = self.nics[dealt[gpu]], self.nearest[gpu][0]
 
-    def _deal(self, ranks: Counter[GpuName], preferred: Mapping[GpuName, int]) -> dict[GpuName, int]:
+    def _deal(self, ranks: Counter[int], preferred: Mapping[int, int]) -> dict[int, int]:
         """Give each GPU one of its nearest NICs: that with fewest ranks, first to those with least choice.
 
         Those that may have the same NICs get them in blocks (0, 0, 1, 1), as NVIDIA's and the clouds'
         topology files have it: neighbours on a bus share a NIC.
         """
         load: Counter[int] = Counter()
-        dealt: dict[GpuName, int] = {}
-        alike: dict[tuple[tuple[int, ...], int], list[GpuName]] = {}
-        for name in sorted(ranks, key=lambda name: (len(self.nearest[name][1]), name[1], name[0])):
-            nics, preference = self.nearest[name][1], preferred.get(name)
-            dealt[name] = min(nics, key=lambda at: (load[at], at != preference, at))
-            load[dealt[name]] += ranks[name]
-            alike.setdefault((nics, ranks[name]), []).append(name)
-        for group in alike.values():
-            dealt.update(zip(group, sorted(dealt[name] for name in group), strict=True))
+        dealt: dict[int, int] = {}
+        for gpu in sorted(ranks, key=lambda gpu: (len(self.nearest[gpu][1]), gpu)):
+            nics, preference = self.nearest[gpu][1], preferred.get(gpu)
+            dealt[gpu] = min(nics, key=lambda at: (load[at], at != preference, at))
+            load[dealt[gpu]] += ranks[gpu]
+        for alike in group_by(dealt, lambda gpu: (self.nearest[gpu][1], ranks[gpu])).values():
+            dealt.update(zip(alike, sorted(dealt[gpu] for gpu in alike), strict=True))
         return dealt
-
-
-def _name_gpu(gpu: Gpu) -> GpuName:
-    return gpu.pci, gpu.index
 
 
 def _count_shared_bridges(path: Sequence[str], other: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from launcher.plan.resources import (
     MIN_CORES_PER_RANK,
     ROUNDING,
     Cores,
-    WorkerBudget,
+    budget_workers,
     build_rank_plan,
     choose_memory,
     count_cores,
@@ -59,7 +59,7 @@ def plan(machine: Machine, request: Request) -> Plan:
     cores = count_cores(ranks)
     quota = machine.limits.cpus
     within = [have.within(None if quota is None else quota / count) for have in cores]
-    budget = WorkerBudget(request, machine, within)
+    chosen, shortages = budget_workers(request, machine, within)
     made = tuple(
         build_rank_plan(
             request,
@@ -68,8 +68,8 @@ def plan(machine: Machine, request: Request) -> Plan:
             rank,
             visible.gpu_variables[number % len(devices)] if devices else None,
             cores=within[number],
-            workers=budget.choose(within[number]),
-            why=why,
+            num_workers=chosen[number][0],
+            notes=[why, chosen[number][1]],
         )
         for number, (rank, why) in enumerate(zip(ranks, _explain(topology, ranks), strict=True))
     )
@@ -77,7 +77,7 @@ def plan(machine: Machine, request: Request) -> Plan:
         *(warn("machine", text=text) for text in machine.warnings),
         *visible.warnings,
         *_find_advice(request, machine, devices, cores),
-        *budget.find_shortages(),
+        *shortages,
         *shortfalls,
     )
     return Plan(machine, made, warnings)

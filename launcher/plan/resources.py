@@ -153,60 +153,49 @@ def limit_workers(loader: DataloaderConfig, machine: Machine, ranks: int) -> Ite
         yield WorkerLimit(most, f"{limits.files} open files", "workers_files")
 
 
-class WorkerBudget:
-    """The requested DataLoader workers, and the limits that all ranks of a node share.
+def budget_workers(
+    request: Request, machine: Machine, cores: Sequence[Cores]
+) -> tuple[list[tuple[int, str]], list[PlanWarning]]:
+    """Return the number of each rank's DataLoader workers, with why it is that, and warnings of shortages.
 
-    The node's cores: `cores = ranks * (workers + 1) + 4`; a CPU quota counts as cores. Source: S. Bekman,
-    Machine Learning Engineering Open Book, chapter on CPUs. A number that the user has set or measured is
-    taken as it is.
+    `cores` are those of each rank. The node's cores: `cores = ranks * (workers + 1) + 4`; a CPU quota counts
+    as cores. Source: S. Bekman, Machine Learning Engineering Open Book, chapter on CPUs. A number that the
+    user has set or measured is taken as it is; else there is at least one, unless none are asked for: without
+    one the GPU waits for every batch. Of cores it warns only if the user set a number (unmeasured).
     """
-
-    def __init__(self, request: Request, machine: Machine, cores: Sequence[Cores]) -> None:
-        """Find the limits; `cores` are those of each rank."""
-        loader, ranks, usable_cpus = request.dataloader, len(cores), find_usable(machine)
-        usable = len({cpu.core for cpu in machine.cpus if cpu.id in usable_cpus})
-        total = min(usable, machine.limits.cpus or usable)
-        left = int(total - ranks - count_system_cores(ranks) + ROUNDING)
-        rooms = [max(0, each.room) for each in cores]
-        numbers = range(max(rooms), 0, -1)
-        most = next((n for n in numbers if sum(min(n, room) for room in rooms) <= left), 0)
-        by_cores = WorkerLimit(most, f"{total:g} cores and {ranks} rank{'' if ranks == 1 else 's'}")
-        self.limits = (by_cores, *limit_workers(loader, machine, ranks))
-        self.requested, self.cores, self.is_measured = (
-            count_requested_workers(request),
-            cores,
-            loader.measured,
-        )
-        usual = WORKLOADS.get(loader.workload, loader.num_workers if loader.workload else None)
-        self.source = f"dataloader={loader.workload}" if loader.num_workers == usual else WORKERS_KEY
-        if read_variable_count(request.environ, LAUNCH_NUM_WORKERS) is not None:
-            self.source = LAUNCH_NUM_WORKERS
-        self.is_limited = self.source.startswith("dataloader=") and not loader.measured
-
-    def choose(self, cores: Cores) -> tuple[int, str]:
-        """The number of a rank's DataLoader workers, and why it is that.
-
-        At least one, unless none are asked for: without one the GPU waits for every batch.
-        """
-        own = WorkerLimit(cores.room, f"its {cores.own_cores + cores.worker_cores:.3g} cores")
-        limit = min((own, *self.limits), key=lambda limit: limit.max_workers)
+    loader, ranks, usable_cpus = request.dataloader, len(cores), find_usable(machine)
+    usable = len({cpu.core for cpu in machine.cpus if cpu.id in usable_cpus})
+    total = min(usable, machine.limits.cpus or usable)
+    left = int(total - ranks - count_system_cores(ranks) + ROUNDING)
+    rooms = [max(0, each.room) for each in cores]
+    numbers = range(max(rooms), 0, -1)
+    most = next((n for n in numbers if sum(min(n, room) for room in rooms) <= left), 0)
+    by_cores = WorkerLimit(most, f"{total:g} cores and {ranks} rank{'' if ranks == 1 else 's'}")
+    limits = (by_cores, *limit_workers(loader, machine, ranks))
+    requested = count_requested_workers(request)
+    usual = WORKLOADS.get(loader.workload, loader.num_workers if loader.workload else None)
+    source = f"dataloader={loader.workload}" if loader.num_workers == usual else WORKERS_KEY
+    if read_variable_count(request.environ, LAUNCH_NUM_WORKERS) is not None:
+        source = LAUNCH_NUM_WORKERS
+    is_limited = source.startswith("dataloader=") and not loader.measured
+    chosen, warnings = [], []
+    for each in cores:
+        own = WorkerLimit(each.room, f"its {each.own_cores + each.worker_cores:.3g} cores")
+        limit = min((own, *limits), key=lambda limit: limit.max_workers)
         most = max(0, limit.max_workers)
-        workers = min(self.requested, max(1, most)) if self.is_limited else self.requested
-        bound = f"; at most {most} for {limit.what}" if self.requested else ""
-        return workers, f"num_workers={workers}: {self.source} asks for {self.requested}{bound}"
-
-    def find_shortages(self) -> Iterator[PlanWarning]:
-        """Warn if resources allow fewer workers; about cores only if the user set a number (unmeasured)."""
-        room = max(0, min(self.limits[0].max_workers, *(each.room for each in self.cores)))
-        planned = min(self.requested, max(1, room)) if self.is_limited else self.requested
-        has_quota = any(each.is_limited for each in self.cores)  # a quota has a warning of its own
-        is_own = self.source == WORKERS_KEY and not (has_quota or self.is_measured)
-        if is_own and max(1, room) < self.requested:
-            yield warn("workers", requested=self.requested, room=room, what=self.limits[0].what)
-        for limit in self.limits:
-            if limit.rule and limit.max_workers < planned:
-                values = {"source": self.source, "requested": self.requested, "ranks": len(self.cores)}
-                yield warn(limit.rule, **values, room=limit.max_workers, what=limit.what)
+        workers = min(requested, max(1, most)) if is_limited else requested
+        bound = f"; at most {most} for {limit.what}" if requested else ""
+        chosen.append((workers, f"num_workers={workers}: {source} asks for {requested}{bound}"))
+    room = min(by_cores.max_workers, *rooms)
+    has_quota = any(each.is_limited for each in cores)  # a quota has a warning of its own
+    if source == WORKERS_KEY and not (has_quota or loader.measured) and max(1, room) < requested:
+        warnings.append(warn("workers", requested=requested, room=room, what=by_cores.what))
+    planned = min(requested, max(1, room)) if is_limited else requested
+    for limit in limits:
+        if limit.rule and limit.max_workers < planned:
+            values = {"source": source, "requested": requested, "ranks": ranks}
+            warnings.append(warn(limit.rule, **values, room=limit.max_workers, what=limit.what))
+    return chosen, warnings
 
 
 def count_requested_workers(request: Request) -> int:
@@ -238,8 +227,8 @@ def build_rank_plan(
     gpu_variable: tuple[str, str] | None,
     *,
     cores: Cores,
-    workers: tuple[int, str],
-    why: str,
+    num_workers: int,
+    notes: list[str],
 ) -> RankPlan:
     """Add threads and variables to a placed rank with its workers; what the user has set wins.
 
@@ -252,7 +241,6 @@ def build_rank_plan(
     (github.com/pytorch/pytorch/issues/190941).
     """
     environ, gpu, nic = request.environ, placement.gpu, placement.nic
-    num_workers, notes = workers[0], [why, workers[1]]
     # The rank's own cores, less those that workers need beyond the spare ones; at least one.
     spare = int(cores.worker_cores + ROUNDING)
     threads = max(1, int(cores.own_cores + ROUNDING) - max(0, num_workers - spare))
