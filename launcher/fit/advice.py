@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from launcher.fit.counts import count_active_parameters, count_model_parameters, count_token_flops
-from launcher.fit.gpus import GpuType, find_gpu
+from launcher.fit.gpus import find_gpu
 from launcher.fit.memory import count_kept
 from launcher.fit.training import Training, read_rules
 from launcher.plan.resources import count_node_cores
@@ -241,44 +241,38 @@ RECOMPUTING_SHARE = 0.92
 """Of the high end with all activations computed again: llm-foundry's best is 59.5% with it, 64.2% without."""
 
 
-def _find_mfu_range(training: Training, gpu: GpuType) -> tuple[float, float, str] | None:
-    """Return what published runs reach on such a GPU, and which; None for fp32, which nobody publishes."""
-    settings = training.settings
-    if settings.precision == "fp32":
-        return None
-    is_fp8 = settings.precision == "fp8" and gpu.fp8
-    low, high, source = FP8 if is_fp8 else MFU_RANGES.get(gpu.runs, OTHER)
-    low *= SMALL_SHARE if count_model_parameters(training.model) < SMALL else 1
-    low *= MIXTURE_SHARE if training.model.experts else 1
-    low *= SPLIT_SHARE if max(training.layout.tp, training.layout.cp) > 1 else 1
-    low *= QUANTIZED_SHARE if settings.quantization != "none" else 1
-    high *= RECOMPUTING_SHARE if settings.checkpointing == "full" else 1
-    return low, high, source
-
-
 def estimate_speed(training: Training) -> SpeedEstimate:
-    """Estimate speed: of the measured step if there is one, else by what published runs reach."""
-    settings, model, gpus = training.settings, training.model, training.layout.world_size
-    measured, early_stop = training.step_seconds, settings.framework != "megatron"
+    """Estimate speed: of the measured step if there is one, else by what published runs reach.
+
+    Nobody publishes runs in fp32.
+    """
+    settings, model, layout = training.settings, training.model, training.layout
+    parameters, gpus, seconds, peak, source = count_model_parameters(model), layout.world_size, None, None, ""
     of_token, done = (
         count_token_flops(
-            model, settings.seq_len, kind, early_stop=early_stop, is_frozen=settings.lora is not None
+            *(model, settings.seq_len, kind),
+            early_stop=settings.framework != "megatron",
+            is_frozen=settings.lora is not None,
         )
         for kind in ("none", settings.checkpointing)
     )
     again, tokens = done / of_token, training.step_sequences * settings.seq_len
-    flops = float(of_token) * tokens
-    gpu = find_gpu(training.device.name) if training.on_gpu else None
-    published = _find_mfu_range(training, gpu) if gpu else None
-    peak, source = (gpu.find_precision_peak(settings.precision), gpu.source) if gpu else (None, "")
-    ideal = flops / (peak * 1e12 * gpus) if peak else None
-    if measured is not None:
-        seconds = (measured, measured)
-    elif ideal is not None and published is not None:
-        seconds, source = (ideal / published[1], ideal / published[0]), f"{source}; range: {published[2]}"
-    else:
-        seconds = None
-    counts = (count_model_parameters(model), count_active_parameters(model), tokens)
+    flops, ideal = float(of_token) * tokens, None
+    if gpu := find_gpu(training.device.name) if training.on_gpu else None:
+        peak, source = gpu.find_precision_peak(settings.precision), gpu.source
+        ideal = flops / (peak * 1e12 * gpus)
+    if training.step_seconds is not None:
+        seconds = (training.step_seconds, training.step_seconds)
+    elif gpu and ideal and settings.precision != "fp32":
+        is_fp8 = settings.precision == "fp8" and gpu.fp8
+        low, high, runs = FP8 if is_fp8 else MFU_RANGES.get(gpu.runs, OTHER)
+        low *= SMALL_SHARE if parameters < SMALL else 1
+        low *= MIXTURE_SHARE if model.experts else 1
+        low *= SPLIT_SHARE if max(layout.tp, layout.cp) > 1 else 1
+        low *= QUANTIZED_SHARE if settings.quantization != "none" else 1
+        high *= RECOMPUTING_SHARE if settings.checkpointing == "full" else 1
+        seconds, source = (ideal / high, ideal / low), f"{source}; range: {runs}"
+    counts = (parameters, count_active_parameters(model), tokens)
     found = SpeedEstimate(*counts, flops, peak, source, seconds)
     if seconds is None:
         return found

@@ -27,6 +27,7 @@ from launcher.fit.training import (
     find_framework,
     read_rules,
 )
+from launcher.text import clean_text
 
 GIB, MIB = 1 << 30, 1 << 20
 LEAST_SPREAD = 0.02
@@ -180,17 +181,28 @@ def fit_to_json(report: FitReport) -> dict[str, object]:
 
 def describe_fit(report: FitReport) -> str:
     """Say in a line whether a job fits, and unless it does, the changes with which it fits."""
-    total, training, fits = report.estimate.total, report.request, report.verdict == "fits"
-    where = f"each GPU ({training.device.name})" if training.on_gpu else "each rank (on CPUs)"
-    needs = f"about {format_bytes(total.expected)}, at most {format_bytes(total.high)}"
-    if report.verdict == "does_not_fit":
-        needs = f"at least {format_bytes(total.low)}"
-    fixes = "; or ".join(map(describe_change, report.changes)) or "no change that is known here makes it fit"
-    word = {"fits": "fits", "tight": "is tight"}.get(report.verdict, "does not fit")
-    return (
-        f"{training.model.name} {word}: {where} has {format_bytes(training.capacity)}, and the training needs"
-        f" {needs}{'' if fits else f': {fixes}'}"
+    found = (
+        f"{report.request.model.name} {VERDICTS[report.verdict]}: {describe_device(report.request.device)}"
     )
+    found += f"; {describe_need(report.estimate.total, report.verdict)}"
+    fixes = "; or ".join(map(describe_change, report.changes)) or "no change that is known here makes it fit"
+    return found if report.verdict == "fits" else f"{found}: {fixes}"
+
+
+VERDICTS = {"fits": "fits", "tight": "tight, it may fit", "does_not_fit": "does not fit", "": "not judged"}
+
+
+def describe_device(device: Device) -> str:
+    """Say what a rank computes on, and its memory."""
+    memory = format_bytes(device.memory_mib << 20) if device.memory_mib else "its memory is not known"
+    return f"each {'GPU' if device.kind == 'gpu' else 'rank'} ({clean_text(device.name)}, {memory})"
+
+
+def describe_need(total: Range, verdict: str) -> str:
+    """Say the memory that is needed, by a verdict."""
+    if verdict == "does_not_fit":
+        return f"{format_bytes(total.low)} at least"
+    return f"{format_bytes(total.expected)} expected, {format_bytes(total.high)} at most"
 
 
 def describe_change(change: Change) -> str:

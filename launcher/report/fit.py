@@ -7,17 +7,19 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.fit.advice import BudgetLine, SpeedEstimate
-from launcher.fit.choice import FitReport, describe_change, describe_choice, format_bytes
+from launcher.fit.choice import (
+    VERDICTS,
+    FitReport,
+    describe_change,
+    describe_choice,
+    describe_device,
+    describe_need,
+)
 from launcher.fit.training import Device, Estimate, Range, Training
 from launcher.report.tables import make_table, print_line
 from launcher.text import clean_text, describe_time, escape_text
 
-_VERDICTS = {
-    "fits": ("fits", "bold green"),
-    "tight": ("tight, it may fit", "bold yellow"),
-    "does_not_fit": ("does not fit", "bold red"),
-    "": ("not judged", "bold"),
-}
+_STYLES = {"fits": "bold green", "tight": "bold yellow", "does_not_fit": "bold red", "": "bold"}
 _PART_NAMES = {"optimizer": "optimizer states", "communication": "communication buffers"}
 _NUMBERS = ("low", "expected", "high")
 _RANGES, _NOTES = 44, 72
@@ -65,16 +67,10 @@ def _print_verdict(
     console: Console, total: Range, verdict: str, device: Device, report: FitReport | None = None
 ) -> None:
     """Print in a line whether a job fits, and by how much."""
-    where = "each GPU" if device.kind == "gpu" else "each rank"
-    memory = format_bytes(device.memory_mib << 20) if device.memory_mib else "its memory is not known"
-    needed = f"{format_bytes(total.expected)} expected, {format_bytes(total.high)} at most"
-    if verdict == "does_not_fit":
-        needed = f"{format_bytes(total.low)} at least"
     nodes = [change for change in report.changes if change.settings[0].startswith("nodes=")] if report else []
     more = f"; {' '.join(nodes[0].settings)} is enough" if nodes else ""
-    said, style = _VERDICTS[verdict]
-    text = f"memory of {where} ({clean_text(device.name)}, {memory}): {said}; {needed}{more}"
-    print_line(console, text, style)
+    text = f"memory of {describe_device(device)}: {VERDICTS[verdict]}; {describe_need(total, verdict)}{more}"
+    print_line(console, text, _STYLES[verdict])
 
 
 def _describe_request(request: Training, speed: SpeedEstimate) -> str:
