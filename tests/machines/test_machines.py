@@ -60,40 +60,28 @@ def keep_own(folder: Path, name: str) -> None:
 
 
 def test_a_team_ships_a_machine_of_its_own(here: Path, launch: Launch) -> None:
-    keep_own(here / "conf", "ours")
-    assert plan(launch, "machine=ours")["machine"]["name"] == "ours"
-    assert "configuration from conf/machine/ours.yaml" in launch("plan", "machine=ours").err
-    assert "ours" in launch("--help-all").out
-
-
-def test_conf_comes_before_config_dir_and_the_working_directory_before_both(
-    here: Path, launch: Launch
-) -> None:
+    """conf/ comes before --config-dir, and the working directory before both."""
     keep_own(here / "team", "the team's")
     assert plan(launch, "-cd", "team", "machine=ours")["machine"]["name"] == "the team's"
     keep_own(here / "conf", "conf's")
     assert plan(launch, "-cd", "team", "machine=ours")["machine"]["name"] == "conf's"
+    assert "configuration from conf/machine/ours.yaml" in launch("plan", "machine=ours").err
+    assert "ours" in launch("--help-all").out
     (here / "ours.json").write_text((SHIPPED / "gh200.json").read_text())
     assert plan(launch, "-cd", "team", "machine=ours")["machine"]["name"].startswith("NVIDIA GH200")
-
-
-def test_a_snapshot_can_be_named_by_its_file_too(here: Path, launch: Launch) -> None:
-    by_name = plan(launch, "machine=dgx_h100")
-    assert plan(launch, "machine.snapshot=dgx_h100.json") == by_name
-    assert plan(launch, f"machine.snapshot={SHIPPED}/dgx_h100.json") == by_name
-
-
-def test_a_damaged_snapshot_is_named(here: Path, launch: Launch) -> None:
-    keep_own(here / "conf", "ours")
+    (here / "ours.json").unlink()
     (here / "conf/machine/ours.json").write_text("{")
     result = launch("plan", "machine=ours")
     assert (result.code, result.out) == (2, "")
     assert "conf/machine/ours.json: not a machine snapshot" in result.err.splitlines()[-1]
 
 
-def test_a_byte_order_mark_is_skipped(here: Path, launch: Launch) -> None:
-    (here / "marked.json").write_text((SHIPPED / "gh200.json").read_text(), encoding="utf-8-sig")
-    assert plan(launch, "machine.snapshot=marked.json") == plan(launch, "machine=gh200")
+def test_a_snapshot_can_be_named_by_its_file_too(here: Path, launch: Launch) -> None:
+    by_name = plan(launch, "machine=dgx_h100")
+    assert plan(launch, "machine.snapshot=dgx_h100.json") == by_name
+    assert plan(launch, f"machine.snapshot={SHIPPED}/dgx_h100.json") == by_name
+    (here / "marked.json").write_text((SHIPPED / "dgx_h100.json").read_text(), encoding="utf-8-sig")
+    assert plan(launch, "machine.snapshot=marked.json") == by_name
 
 
 @pytest.mark.parametrize("name", ["aws_p5_48xlarge", "cpu_2s"])
@@ -149,23 +137,16 @@ def test_a_device_list_of_this_machine_is_told_of_with_how_to_have_it(
         assert [rank["gpu"]["index"] for rank in made["ranks"]] == [6, 2, 5]
 
 
-def test_what_a_device_list_has_in_it_does_not_reach_the_terminal(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "\x1b[31m0")
-    told = launch("plan", "machine=dgx_h100").err
-    assert "CUDA_VISIBLE_DEVICES=\\x1b[31m0 is of this machine" in told and "\x1b" not in told
-
-
-def test_few_ranks_are_spread_where_that_is_asked_for(launch: Launch) -> None:
+def test_what_is_asked_for_on_another_machine(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     made = plan(launch, "machine=dgx_h100", "nproc_per_node=2", "devices=spread")
     assert [rank["gpu"]["index"] for rank in made["ranks"]] == [0, 4]
     assert [rank["env"]["CUDA_VISIBLE_DEVICES"] for rank in made["ranks"]] == ["0,4", "0,4"]
-
-
-def test_a_thread_count_of_ones_own_travels(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert {rank["omp_num_threads"] for rank in plan(launch, "machine=dgx_h100")["ranks"]} == {3}
+    assert {rank["omp_num_threads"] for rank in made["ranks"]} == {3}
+    assert len(plan(launch, "machine=a100_nosmt", "nproc_per_node=cpu")["ranks"]) == 48
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "\x1b[31m0")
+    told = launch("plan", "machine=dgx_h100").err
+    assert "CUDA_VISIBLE_DEVICES=\\x1b[31m0 is of this machine" in told and "\x1b" not in told
 
 
 def test_a_written_out_machine_is_planned_with_the_device_list(
@@ -175,11 +156,6 @@ def test_a_written_out_machine_is_planned_with_the_device_list(
     with short_lived() as root:
         fsroot.materialize(load("dgx-h100"), root)
         assert list_pci(plan(launch, f"machine.root={root}")) == ["0000:52:00.0"]
-
-
-def test_a_rank_for_each_cpu_is_one_of_the_planned_machines(launch: Launch) -> None:
-    made = plan(launch, "machine=a100_nosmt", "nproc_per_node=cpu")
-    assert len(made["ranks"]) == 48
 
 
 WANTED = (
@@ -196,13 +172,9 @@ def test_what_is_shipped_is_what_is_described() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_shipped_files_are_those_that_the_descriptions_give(name: str) -> None:
+def test_a_shipped_file_is_what_its_description_gives_and_says_where_from(name: str) -> None:
     for file, text in build_files(name).items():
         assert (SHIPPED / file).read_text() == text, "make them again: python -m tests.machines.build"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_snapshot_says_what_it_is_and_where_from_and_nothing_of_its_making(name: str) -> None:
     text = (SHIPPED / f"{name}.json").read_text()
     machine = json.loads(text)
     assert machine["name"] and len(machine["source"]) > 60

@@ -366,67 +366,29 @@ def test_healthy_gpus_are_read_whole_and_have_no_finding() -> None:
     assert judge(make_node_nvml()) == []
 
 
-FAULTS: dict[str, tuple[str, Changes, str, str]] = {
-    "recovery": (
-        "nvmlDeviceGetFieldValues",
-        {4: recover(4)},
-        "error",
-        "GPU 4 (0000:05:00.0) waits for recovery: drain and reset",
-    ),
-    "ECC": (
-        "nvmlDeviceGetTotalEccErrors",
-        {4: 3},
-        "warning",
-        "GPU 4 (0000:05:00.0): 3 uncorrected ECC errors",
-    ),
-    "remapping": ("nvmlDeviceGetRemappedRows", {4: (0, 1, 1, 0)}, "error", "waits to be remapped"),
-    "no rows left": ("nvmlDeviceGetRemappedRows", {4: (0, 9, 0, 1)}, "error", "could not be remapped"),
-    "heat": (
-        "nvmlDeviceGetCurrentClocksEventReasons",
-        {4: 0x40},
-        "error",
-        "GPU 4 (0000:05:00.0): hw_thermal_slowdown",
-    ),
-    "fell off": ("nvmlDeviceGetHandleByIndex", {4: GONE}, "error", "GPU 4 does not answer: GPU is lost"),
-    "lost on the way": (
-        "nvmlDeviceGetTemperature",
-        {4: GONE},
-        "error",
-        "GPU 4 (0000:05:00.0) does not answer: GPU is lost",
-    ),
-    "memory": (
-        "nvmlDeviceGetMemoryInfo",
-        {4: SimpleNamespace(total=80 << 30, used=70 << 30)},
-        "error",
-        "70 GiB of 80 GiB are in use",
-    ),
-    "links": (
-        "nvmlDeviceGetNvLinkState",
-        {4: lambda _, link: 1 if link < 9 else 0},
-        "error",
-        "GPU 4 (0000:05:00.0): 9 of 36 NVLinks",
-    ),
-    "peers": (
-        "nvmlDeviceGetP2PStatus",
-        {4: 1},
-        "warning",
-        "GPU 4 (0000:05:00.0) cannot reach the memory of GPU 0, 1, 2, 3, 5, 6, 7",
-    ),
-    "width": (
-        "nvmlDeviceGetCurrPcieLinkWidth",
-        {4: 4},
-        "warning",
-        "GPU 4 (0000:05:00.0) has a PCI link of x4",
-    ),
-    "kind": ("nvmlDeviceGetName", {4: b"NVIDIA H200"}, "warning", "GPUs of several kinds"),
+FULL = SimpleNamespace(total=80 << 30, used=70 << 30)
+HALF: Any = lambda _, link: 1 if link < 9 else 0  # noqa: E731
+FAULTS: dict[str, tuple[str, Any, str, str]] = {
+    "recovery": ("nvmlDeviceGetFieldValues", recover(4), "error", "waits for recovery: drain and reset"),
+    "ECC": ("nvmlDeviceGetTotalEccErrors", 3, "warning", "GPU 4 (0000:05:00.0): 3 uncorrected ECC errors"),
+    "remapping": ("nvmlDeviceGetRemappedRows", (0, 1, 1, 0), "error", "waits to be remapped"),
+    "no rows left": ("nvmlDeviceGetRemappedRows", (0, 9, 0, 1), "error", "could not be remapped"),
+    "heat": ("nvmlDeviceGetCurrentClocksEventReasons", 0x40, "error", ": hw_thermal_slowdown"),
+    "fell off": ("nvmlDeviceGetHandleByIndex", GONE, "error", "GPU 4 does not answer: GPU is lost"),
+    "lost on the way": ("nvmlDeviceGetTemperature", GONE, "error", ") does not answer: GPU is lost"),
+    "memory": ("nvmlDeviceGetMemoryInfo", FULL, "error", "70 GiB of 80 GiB are in use"),
+    "links": ("nvmlDeviceGetNvLinkState", HALF, "error", "GPU 4 (0000:05:00.0): 9 of 36 NVLinks"),
+    "peers": ("nvmlDeviceGetP2PStatus", 1, "warning", "reach the memory of GPU 0, 1, 2, 3, 5, 6, 7"),
+    "width": ("nvmlDeviceGetCurrPcieLinkWidth", 4, "warning", "has a PCI link of x4"),
+    "kind": ("nvmlDeviceGetName", b"NVIDIA H200", "warning", "GPUs of several kinds"),
 }
-"""Function of NVML, what it answers for a GPU, and the level and a part of the finding."""
+"""Function of NVML, what it answers for GPU 4, and the level and a part of the finding."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_that_nvml_tells_becomes_a_finding(name: str) -> None:
-    function, changes, level, part = FAULTS[name]
-    found = judge(make_node_nvml({function: changes}))
+    function, answer, level, part = FAULTS[name]
+    found = judge(make_node_nvml({function: {4: answer}}))
     assert [entry[0] for entry in found if part in entry[1]] == [level], found
     rest = [text for _, text in found if part not in text]
     assert rest == (["7 GPUs, and the job needs 8"] if "does not answer" in part else []), found
@@ -455,15 +417,8 @@ def test_the_jobs_gpus_alone_are_looked_at() -> None:
 @pytest.mark.parametrize(
     ("visible", "indices"),
     [
-        ("0,1,2,3", [0, 1, 2, 3]),
-        ("6", [6]),
-        ("GPU-5,GPU-2", [2, 5]),
-        ("1,9,2", [1]),
-        ("", []),
-        ("-1", []),
-        ("NoDevFiles", []),
-        ("GPU-", []),
-        ("9" * 5000, []),
+        *(("0,1,2,3", [0, 1, 2, 3]), ("6", [6]), ("GPU-5,GPU-2", [2, 5]), ("1,9,2", [1])),
+        *((nothing, []) for nothing in ("", "-1", "NoDevFiles", "GPU-", "9" * 5000)),
         ("MIG-1", list(range(8))),
     ],
 )
@@ -482,20 +437,12 @@ def test_what_a_gpu_does_not_tell_is_not_judged() -> None:
 
 
 def test_a_gpu_that_is_divided_is_not_judged_by_what_others_use() -> None:
-    made = make_node_nvml(
-        {
-            "nvmlDeviceGetMigMode": {2: (1, 1)},
-            "nvmlDeviceGetComputeRunningProcesses": {2: hold(1, 9)},
-        }
-    )
+    divided = {"nvmlDeviceGetMigMode": {2: (1, 1)}, "nvmlDeviceGetComputeRunningProcesses": {2: hold(1, 9)}}
+    made = make_node_nvml(divided)
     state = read(made)
     assert (state.gpus[2].used_mib, state.gpus[2].processes) == (None, None)
-    assert judge(made) == [
-        (
-            "unknown",
-            "memory in use and processes of GPU 2 not checked: it is divided into MIG instances",
-        )
-    ]
+    text = "memory in use and processes of GPU 2 not checked: it is divided into MIG instances"
+    assert judge(made) == [("unknown", text)]
 
 
 def test_a_driver_that_fails_is_an_error_and_none_is_none() -> None:

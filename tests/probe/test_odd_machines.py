@@ -262,24 +262,15 @@ def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def files(tree: Path) -> list[str]:
-    """The files that the probe may read: not the hexadecimal maps, which only make the list longer."""
+def paths(tree: Path) -> dict[str, list[str]]:
+    """Folders, links, and the files that the probe may read: hexadecimal maps only make the list longer."""
     skipped = ("siblings", "core_cpus", "package_cpus", "type", "id", "core_id")
-    found = (path for path in tree.rglob("*") if path.is_file() and not path.is_symlink())
-    read = (path for path in found if path.name not in skipped and not path.name.endswith("map"))
-    return sorted(str(path.relative_to(tree)) for path in read)
-
-
-@pytest.fixture(scope="module")
-def links(tree: Path) -> list[str]:
-    return sorted(str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_symlink())
-
-
-@pytest.fixture(scope="module")
-def folders(tree: Path) -> list[str]:
-    return sorted(
-        str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_dir() and not path.is_symlink()
-    )
+    found: dict[str, list[str]] = {"files": [], "folders": [], "links": []}
+    for path in sorted(tree.rglob("*")):
+        kind = "links" if path.is_symlink() else "folders" if path.is_dir() else "files"
+        if kind != "files" or not (path.name in skipped or path.name.endswith("map")):
+            found[kind].append(str(path.relative_to(tree)))
+    return found
 
 
 def check(machine: Machine) -> None:
@@ -373,9 +364,10 @@ def turned_into(root: Path, path: str, kind: str, outside: Path) -> Iterator[Non
 
 @given(data=st.data())
 def test_garbage_in_files_and_files_that_are_gone(
-    tree: Path, files: list[str], folders: list[str], data: st.DataObject
+    tree: Path, paths: dict[str, list[str]], data: st.DataObject
 ) -> None:
     """In some files, in all of a name, and a directory out of sight, as in containers and partial copies."""
+    files = paths["files"]
     some = st.lists(st.sampled_from(files), min_size=1, max_size=4, unique=True)
     names = st.sampled_from(sorted({Path(path).name for path in files}))
     alike = names.map(lambda name: [path for path in files if Path(path).name == name])
@@ -383,7 +375,7 @@ def test_garbage_in_files_and_files_that_are_gone(
     edits = data.draw(
         some.flatmap(lambda paths: contents(dict.fromkeys(paths, CONTENT)))
         | alike.flatmap(lambda paths: CONTENT.map(lambda content: dict.fromkeys(paths, content)))
-        | st.sampled_from(folders).map(lambda folder: {folder: None})
+        | st.sampled_from(paths["folders"]).map(lambda folder: {folder: None})
     )
     with spoilt(tree, edits):
         probe_and_check(tree)
@@ -391,10 +383,10 @@ def test_garbage_in_files_and_files_that_are_gone(
 
 @given(data=st.data())
 def test_things_that_are_of_another_kind(
-    tree: Path, files: list[str], folders: list[str], links: list[str], data: st.DataObject
+    tree: Path, paths: dict[str, list[str]], data: st.DataObject
 ) -> None:
     """Pipes, loops of links, folders for files, links to elsewhere, as broken copies of a tree have them."""
-    path = data.draw(st.sampled_from(files) | st.sampled_from(folders) | st.sampled_from(links))
+    path = data.draw(st.one_of(map(st.sampled_from, paths.values())))
     kind = data.draw(st.sampled_from(["folder", "file", "pipe", "loop", "dangling", "out", "up"]))
     with turned_into(tree, path, kind, tree.parent):
         probe_and_check(tree)
