@@ -437,7 +437,10 @@ def test_what_a_gpu_does_not_tell_is_not_judged() -> None:
 
 
 def test_a_gpu_that_is_divided_is_not_judged_by_what_others_use() -> None:
-    divided = {"nvmlDeviceGetMigMode": {2: (1, 1)}, "nvmlDeviceGetComputeRunningProcesses": {2: hold(1, 9)}}
+    divided: dict[str, Changes] = {
+        "nvmlDeviceGetMigMode": {2: (1, 1)},
+        "nvmlDeviceGetComputeRunningProcesses": {2: hold(1, 9)},
+    }
     made = make_node_nvml(divided)
     state = read(made)
     assert (state.gpus[2].used_mib, state.gpus[2].processes) == (None, None)
