@@ -11,8 +11,8 @@ import gc
 import os
 from time import monotonic
 
-from .import_hook import find_cuda, replace
-from .step_counter import is_foreign, mark_step, on_step, on_takeover
+from .import_hook import Suppressed, find_cuda, replace
+from .step_counter import mark_step, on_step, on_takeover
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -175,11 +175,8 @@ class Policy:
     def _write_line(self, text: str) -> None:
         """Print a line to stderr if LAUNCH_GC asks for it."""
         if self.rank is not None:
-            try:
+            with Suppressed(OSError):
                 os.write(2, f"launch: rank {self.rank}: step {self.step}: {text}\n".encode())
-            except OSError as error:
-                if is_foreign(error):
-                    raise
 
 
 policy: Policy | None = None
@@ -241,7 +238,7 @@ def _read_memory() -> dict[str, int]:
     What cannot be read is left out.
     """
     found = {}
-    try:
+    with Suppressed(Exception):
         # No file object, which warns that it is not closed if a signal's handler raises before it is.
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -250,9 +247,6 @@ def _read_memory() -> dict[str, int]:
             os.close(descriptor)
         if cuda := find_cuda():
             found["cuda"] = int(cuda.memory_allocated())
-    except Exception as error:
-        if is_foreign(error):
-            raise
     return found
 
 

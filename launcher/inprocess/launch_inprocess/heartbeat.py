@@ -17,7 +17,16 @@ import sys
 from _thread import get_ident
 from time import monotonic
 
-from .import_hook import REPLACED, call_safely, replace, surround, when_framework_is_used, when_imported
+from .import_hook import (
+    REPLACED,
+    Suppressed,
+    call_safely,
+    is_foreign,
+    replace,
+    surround,
+    when_framework_is_used,
+    when_imported,
+)
 from .loaders import watch_waits
 from .step_counter import on_step
 
@@ -208,7 +217,6 @@ class Heartbeat:
         the interpreter ends, faulthandler puts back what was there before it: the signal is ignored from then
         on, and does not end the process. Programs that the rank executes get the default.
         """
-        import contextlib
         import faulthandler
         import signal  # torch has imported it by now
 
@@ -217,7 +225,7 @@ class Heartbeat:
             self.add_note(f"no stacks by signal {number}, which the program handles")
             return
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        with contextlib.suppress(ValueError):  # a thread that is not the main one may not
+        with Suppressed(ValueError):  # a thread that is not the main one may not
             signal.signal(number, signal.SIG_IGN)
         descriptor = os.open(os.path.join(self.folder, f"rank-{self.rank}.stack"), flags, 0o600)
         faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
@@ -234,6 +242,8 @@ class Heartbeat:
         try:
             action()
         except Exception as error:
+            if is_foreign(error):
+                raise
             self.add_note(f"{what}: {type(error).__name__}: {error}"[:200])
 
     def add_note(self, text: str) -> None:

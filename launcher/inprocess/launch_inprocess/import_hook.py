@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 TYPE_CHECKING = False
@@ -25,6 +26,10 @@ REPLACED: Mapping[str, tuple[str, ...]] = {
 """Functions of modules that this package replaces, by module."""
 COPIES: dict[int, list[tuple[dict[str, object], str]]] = {}
 """The namespaces and names that hold each of these functions, by its id, where `note_copies` was called."""
+OWN_PACKAGE = __name__.partition(".")[0]
+OWN_KINDS = ("builtins", "ctypes", "torch", "torch.distributed")
+"""Modules of the exceptions that C code raises which this package calls."""
+STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 
 
 class ImportWatcher:
@@ -109,12 +114,43 @@ def find_cuda() -> Any:  # noqa: ANN401  # torch's module
     return cuda if cuda is not None and cuda.is_initialized() else None
 
 
+class Suppressed:
+    """As `contextlib.suppress`, for failures of this package: it runs in the midst of the program.
+
+    What a signal's handler of the program raises in the block goes on to the program.
+    """
+
+    def __init__(self, *kinds: type[Exception]) -> None:
+        self.kinds = kinds
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        """Drop a failure."""
+        return isinstance(error, self.kinds) and not is_foreign(error)
+
+
+def is_foreign(error: Exception) -> bool:
+    """Tell whether an exception is no failure of this package, or of what it has called in torch or Python.
+
+    It comes from a signal's handler of the program that interrupted it, or was thrown into this thread.
+    """
+    trace, name, is_library = error.__traceback__, "", False
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        name = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        is_library = file.startswith(("<frozen ", STANDARD_LIBRARY)) and "-packages" not in file
+        if not is_library and name not in (OWN_PACKAGE, "torch"):
+            return True
+        trace = trace.tb_next
+    return not is_library and type(error).__module__ not in OWN_KINDS
+
+
 def call_safely(action: Callable[[Argument], object], argument: Argument) -> None:
     """Call something whose failure must not end the program."""
-    try:
+    with Suppressed(Exception):
         action(argument)
-    except Exception:
-        return
 
 
 def note_copies() -> None:

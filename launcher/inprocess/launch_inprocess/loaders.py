@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from .import_hook import replace, when_imported
+from .import_hook import Suppressed, replace, when_imported
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # these would cost each start of an interpreter some milliseconds
@@ -117,27 +117,20 @@ class WorkerPlacement:
         most = max(len(self._read_cpus("worker_cpus")), len(self._read_cpus("cpus_before")))
         if most:
             name = "check_worker_number_rationality"
-            setattr(module.DataLoader, name, _WorkerCountCheck(vars(module.DataLoader)[name], self, most))
+            method = vars(module.DataLoader)[name]
 
+            def find_method(loader: Any) -> Callable[[], None]:  # noqa: ANN401  # a DataLoader
+                """Return torch's method; in the rank's own process, on its CPUs, one that does nothing.
 
-class _WorkerCountCheck:
-    """torch's method that warns, left out if it would count the wrong CPUs.
+                torch's is not called by one of ours, at which the warning would point.
+                """
+                is_own = os.getpid() == self.process and os.sched_getaffinity(0) == self.own_cpus
+                if is_own and 0 < loader.num_workers <= most:
+                    return lambda: None
+                found: Callable[[], None] = method.__get__(loader)
+                return found
 
-    It is a descriptor: the warning points to the method that warns, and filters for torch's modules would
-    miss one of ours.
-    """
-
-    def __init__(self, method: Callable[..., None], placement: WorkerPlacement, most: int) -> None:
-        self.method, self.placement, self.most = method, placement, most
-
-    def __get__(self, loader: object, owner: type | None = None) -> Callable[..., None]:
-        """Return the method of a loader; in the rank's own process, on its CPUs, one that does nothing."""
-        is_few = 0 < getattr(loader, "num_workers", 0) <= self.most
-        is_own = os.getpid() == self.placement.process
-        if is_few and is_own and os.sched_getaffinity(0) == self.placement.own_cpus:
-            return lambda: None
-        method: Callable[..., None] = self.method.__get__(loader, owner)
-        return method
+            setattr(module.DataLoader, name, property(find_method))
 
 
 def _move_process(pid: int, source: set[int], target: set[int]) -> None:
@@ -146,17 +139,12 @@ def _move_process(pid: int, source: set[int], target: set[int]) -> None:
     One that has ended or may not be moved stays. So does one that is not on `source`: somebody has bound it,
     or had bound the rank itself.
     """
-    for _ in range(2):
-        try:
-            threads = os.listdir(f"/proc/{pid}/task")
-        except OSError:  # it has ended
-            return
-        for thread in map(int, threads):
-            try:
-                if os.sched_getaffinity(thread) == source:
-                    os.sched_setaffinity(thread, target)
-            except OSError:
-                continue
+    with Suppressed(OSError):  # it has ended
+        for _ in range(2):
+            for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+                with Suppressed(OSError):
+                    if os.sched_getaffinity(thread) == source:
+                        os.sched_setaffinity(thread, target)
 
 
 def _install_default(module: ModuleType, class_name: str, number: int) -> None:
@@ -186,13 +174,13 @@ def _install_default(module: ModuleType, class_name: str, number: int) -> None:
                 added = _choose_options({**dict(zip(names, args)), **kwargs}, number)  # noqa: B905  # Python 3.9
         original(*args, **kwargs, **added)
         if added:
-            with contextlib.suppress(TypeError):  # a class without weak references
+            with Suppressed(TypeError):  # a class without weak references
                 loaders[id(args[0])] = args[0]
 
     def remove_in_child() -> None:
         """Take the default back in a forked child: it may be a daemon, which may have no children."""
         for loader in list(loaders.values()):
-            with contextlib.suppress(Exception):
+            with Suppressed(Exception):
                 loader.num_workers, loader.prefetch_factor = 0, None
 
     changed = [

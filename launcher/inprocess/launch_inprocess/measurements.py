@@ -17,7 +17,7 @@ import sys
 import time
 from _thread import get_ident
 
-from .import_hook import call_safely, find_cuda, surround, when_framework_is_used, when_imported
+from .import_hook import Suppressed, call_safely, find_cuda, surround, when_framework_is_used, when_imported
 from .loaders import watch_waits
 from .step_counter import COUNTER, on_step
 
@@ -275,36 +275,30 @@ def _measure_gpu() -> dict[str, int]:
     All 0 if this process has not used one. What else is used is CUDA's own context, NCCL, other processes.
     """
     found = dict.fromkeys(("gpu_total_kib", "gpu_reserved_kib", "gpu_other_kib"), 0)
-    try:
+    with Suppressed(Exception):  # an allocator without statistics, or a backend that is no NVIDIA's
         if cuda := find_cuda():
             free, total = cuda.mem_get_info()
             found["gpu_total_kib"] = total >> 10
             found["gpu_reserved_kib"] = cuda.max_memory_reserved() >> 10
             found["gpu_other_kib"] = max(0, total - free - cuda.memory_reserved()) >> 10
-    except Exception:  # an allocator without statistics, or a backend that is no NVIDIA's
-        return found
     return found
 
 
 def _list_child_pids() -> list[str]:
     """Return the PIDs of this process's children, whichever thread has started them (proc(5))."""
     found: list[str] = []
-    try:
+    with Suppressed(OSError):
         for thread in os.listdir("/proc/self/task"):
             with open(f"/proc/self/task/{thread}/children", encoding="ascii") as file:
                 found += file.read().split()
-    except OSError:
-        return found
     return found
 
 
 def _read_kib(path: str, field: str) -> int:
     """Return a field of a file of procfs in KiB; 0 if the kernel does not report it (proc_pid_status(5))."""
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith(field)), 0)
-    except OSError:
-        return 0
+    with Suppressed(OSError), open(path, encoding="ascii", errors="replace") as file:
+        return next((int(line.split()[1]) for line in file if line.startswith(field)), 0)
+    return 0
 
 
 def _write_json(path: str, record: Mapping[str, object]) -> None:

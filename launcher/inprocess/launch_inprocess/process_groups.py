@@ -13,7 +13,7 @@ import atexit
 import os
 from time import monotonic, sleep
 
-from .import_hook import surround, when_imported
+from .import_hook import Suppressed, surround, when_imported
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # these would cost each start of an interpreter some milliseconds
@@ -50,16 +50,10 @@ def settle() -> None:
 def _read_threads() -> dict[str, list[bytes]]:
     """Return the state of each of gloo's threads, with how often it has begun to wait (proc(5))."""
     found: dict[str, list[bytes]] = {}
-    try:
-        threads = os.listdir("/proc/self/task")
-    except OSError:
-        return found
-    for thread in threads:
-        try:
-            with open(f"/proc/self/task/{thread}/status", "rb") as file:
+    with Suppressed(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            with Suppressed(OSError, ValueError), open(f"/proc/self/task/{thread}/status", "rb") as file:
                 fields = dict(line.split(b":\t", 1) for line in file.read().splitlines())
-        except (OSError, ValueError):
-            continue
-        if fields.get(b"Name") == THREAD:
-            found[thread] = [fields.get(name, b"") for name in STATE]
+                if fields.get(b"Name") == THREAD:
+                    found[thread] = [fields.get(name, b"") for name in STATE]
     return found

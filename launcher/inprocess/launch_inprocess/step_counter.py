@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from _weakref import ref  # `weakref` costs a millisecond
 
-from .import_hook import when_imported
+from .import_hook import is_foreign, when_imported
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -129,16 +129,3 @@ def _call_actions(actions: list[Action], step: int) -> None:
         except Exception as error:
             if is_foreign(error):
                 raise
-
-
-def is_foreign(error: Exception) -> bool:
-    """Tell whether an exception is no failure of this package, or of what it has called in torch.
-
-    It comes from a signal's handler of the program that interrupted it, or was thrown into this thread.
-    """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    name = str(trace.tb_frame.f_globals.get("__name__", "")) if trace is not None else ""
-    is_own = name.partition(".")[0] in (__name__.partition(".")[0], "torch")
-    return type(error).__module__ != "builtins" or not is_own
