@@ -8,7 +8,7 @@ JSON is read by the interpreter's own C scanner: the `json` package costs 14 ms 
 import sys
 from _collections_abc import Mapping  # `collections.abc` costs a millisecond
 from _json import encode_basestring_ascii as quote
-from _json import make_scanner
+from _json import make_encoder, make_scanner
 from types import ModuleType
 
 from launcher.cpulist import parse_cpulist
@@ -271,13 +271,6 @@ def load_json(text: str) -> object:
 
 
 def dump_json(value: object) -> str:
-    """Write objects, lists, strings, numbers, true, false and null as JSON."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{quote(str(key))}: {dump_json(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(dump_json, value)) + "]"
-    if isinstance(value, str):
-        return quote(value)
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return repr(value)
+    """Write a value as `json.dumps` does."""
+    settings: Any = (None, None, quote, None, ": ", ", ", False, False, True)
+    return "".join(make_encoder(*settings)(value, 0))

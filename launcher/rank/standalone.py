@@ -3,7 +3,7 @@
 Every rank's start pays for this, so imports count.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from launcher.codec import to_plain
@@ -41,7 +41,11 @@ ALLOCATOR = read_settings(Request().allocator)
 
 
 def make_entry(identity: Identity, environ: dict[str, str], argv: list[str]) -> PlanEntry:
-    """Plan this node, as every other rank on it does, and return this rank's entry; raises PlacementError."""
+    """Plan this node, as every other rank on it does, and return this rank's entry; raises PlacementError.
+
+    `argv` is the program's.
+    """
+    local_rank, ranks = identity.local_rank, identity.local_world_size
     own_cpus, cpus, problem = find_node_cpus(identity, environ)
     is_alone = bool(problem)
     binding = environ.get(LAUNCH_BINDING) or BindingConfig().policy
@@ -49,61 +53,40 @@ def make_entry(identity: Identity, environ: dict[str, str], argv: list[str]) -> 
         is_alone = is_alone or cpus != own_cpus
         cpus, problem = own_cpus, ""
     try:
-        made = plan_for_rank(
-            identity.local_rank, identity.local_world_size, environ, cpus=cpus, alone=is_alone, argv=argv
+        request, warnings = Request(), list[PlanWarning]()
+        # The allocator's settings that do not go with the program are left out, as `launch` does.
+        conflicts = [*find_conflicts(merge_settings(ALLOCATOR, environ), argv, environ, contained=False)]
+        if conflicts and EXPANDABLE not in merge_settings({}, environ):
+            warnings = [warn("expandable", conflict=what) for what, _ in conflicts]
+            request = replace(request, allocator={})
+        request = replace(
+            request,
+            binding=BindingConfig(binding),
+            # A rank that keeps its CPUs need not know how many it has beside it.
+            nproc_per_node=ranks or (local_rank + 1 if is_alone else None),
+            environ=find_user_set(environ, HONOURED),
+            host_library=locate_malloc(read_host(request.allocator), environ, "/"),
         )
+        if ranks and ranks > MAX_RANKS:
+            raise UsageError(
+                f"this node is said to have {ranks} ranks, and the most is {MAX_RANKS}: "
+                "correct LOCAL_WORLD_SIZE, or the like of the launcher that started them"
+            )
+        # Only NVML knows MIG instances: if one is named, NVML is asked from the start.
+        machine = probe("/", quick="MIG-" not in environ.get("CUDA_VISIBLE_DEVICES", ""))
+        # The affinity is the kernel's own word, and needs no /proc.
+        allowed = cpus & {cpu.id for cpu in machine.cpus}
+        machine = replace(machine, allowed_cpus=allowed or machine.allowed_cpus)
+        made = plan_rank(machine, request, local_rank, environ, alone=is_alone)
     except LaunchError as error:
         raise PlacementError(str(error)) from None
-    entry = select_entry(identity, made, "made here")
+    entry = select_entry(identity, {"ranks": to_plain(made.ranks)}, "made here")
     entry.notes += [f"binding {binding}"] if binding != "exclusive" else []
     if cpus != own_cpus:
         entry.notes.append(f"bound to {format_cpulist(own_cpus)} before")
     entry.problems += [problem] if problem else []
-    warnings = made["warnings"]
-    entry.advice += warnings if isinstance(warnings, list) and identity.local_rank == 0 else []
+    entry.advice += map(str, (*made.warnings, *warnings)) if local_rank == 0 else ()
     return entry
-
-
-def plan_for_rank(
-    local_rank: int,
-    local_world_size: int | None,
-    environ: Mapping[str, str],
-    *,
-    cpus: frozenset[int],
-    alone: bool,
-    argv: Sequence[str] = (),
-) -> dict[str, object]:
-    """Return the part of the node's plan that a rank needs, as JSON values: `ranks` and `warnings`.
-
-    `cpus` are those of all ranks of the node, or this rank's alone if those are not known (`alone`).
-    `argv` is the program's. Raises UsageError and MachineError as `plan` does.
-    """
-    if local_world_size and local_world_size > MAX_RANKS:
-        raise UsageError(
-            f"this node is said to have {local_world_size} ranks, and the most is {MAX_RANKS}: "
-            "correct LOCAL_WORLD_SIZE, or the like of the launcher that started them"
-        )
-    request, warnings = Request(), list[PlanWarning]()
-    # The allocator's settings that do not go with the program are left out, as `launch` does.
-    conflicts = [*find_conflicts(merge_settings(ALLOCATOR, environ), argv, environ, contained=False)]
-    if conflicts and EXPANDABLE not in merge_settings({}, environ):
-        warnings = [warn("expandable", conflict=what) for what, _ in conflicts]
-        request = replace(request, allocator={})
-    request = replace(
-        request,
-        binding=BindingConfig(environ.get(LAUNCH_BINDING) or BindingConfig().policy),
-        # A rank that keeps its CPUs need not know how many it has beside it.
-        nproc_per_node=local_world_size or (local_rank + 1 if alone else None),
-        environ=find_user_set(environ, HONOURED),
-        host_library=locate_malloc(read_host(request.allocator), environ, "/"),
-    )
-    # Only NVML knows MIG instances: if one is named, NVML is asked from the start.
-    machine = probe("/", quick="MIG-" not in environ.get("CUDA_VISIBLE_DEVICES", ""))
-    # The affinity is the kernel's own word, and needs no /proc.
-    allowed = cpus & {cpu.id for cpu in machine.cpus}
-    machine = replace(machine, allowed_cpus=allowed or machine.allowed_cpus)
-    made = plan_rank(machine, request, local_rank, environ, alone=alone)
-    return {"ranks": to_plain(made.ranks), "warnings": list(map(str, (*made.warnings, *warnings)))}
 
 
 def plan_rank(

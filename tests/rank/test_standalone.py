@@ -6,7 +6,8 @@ import pytest
 
 from launcher.plan.model import Machine, Plan, RankPlan
 from launcher.plan.planner import plan
-from launcher.rank.standalone import plan_for_rank, plan_rank
+from launcher.rank.entry import Identity
+from launcher.rank.standalone import make_entry, plan_rank
 from tests.plan.lab_machines import NAMES, ask, convert, load
 
 MACHINES = {name: convert(load(name)) for name in NAMES}
@@ -146,11 +147,8 @@ def test_a_rank_that_keeps_its_cpus_sees_the_gpus_that_are_spread() -> None:
 def test_expandable_segments_are_left_out_for_a_program_that_refuses_them(
     words: list[str], environ: dict[str, str], settings: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = MACHINES["gh200"]
-    monkeypatch.setattr("launcher.rank.standalone.probe", lambda root, quick: machine)
-    made = plan_for_rank(0, 1, environ, cpus=machine.allowed_cpus, alone=False, argv=words)
-    ranks, warnings = made["ranks"], made["warnings"]
-    assert isinstance(ranks, list) and isinstance(warnings, list)
-    assert ranks[0]["env"].get("PYTORCH_CUDA_ALLOC_CONF") == settings
+    monkeypatch.setattr("launcher.rank.standalone.probe", lambda root, quick: MACHINES["gh200"])
+    made = make_entry(Identity({}), environ, words)
+    assert made.env.get("PYTORCH_CUDA_ALLOC_CONF") == settings
     left = settings in (None, "max_split_size_mb:64")
-    assert len([text for text in warnings if "expandable_segments is left out" in text]) == left
+    assert len([text for text in made.advice if "expandable_segments is left out" in text]) == left
