@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from launcher.inprocess.launch_inprocess.fake_step import pretended_torch
+from launcher.inprocess.launch_inprocess.fake_step import kernels, pretended_torch
 from launcher.inprocess.launch_inprocess.fake_step.session import StepMemory
 from launcher.programs.options import parse_config
 from launcher.programs.training import Trainer, make_optimizer, shard_model, wrap_ddp
@@ -71,7 +71,7 @@ def fake_device() -> None:
     """Make torch.cuda answer as with one GPU, and let DDP and the mesh do without real numbers."""
     gpu = {"name": "NVIDIA H100 80GB HBM3", "memory": 80 << 30, "capability": (9, 0), "count": 1}
     pretended_torch.pretend_cuda(gpu, StepMemory())
-    pretended_torch.replace_kernels()
+    kernels.replace_kernels()
     pretended_torch.answer_reducer(distributed)
     patches: tuple[tuple[Any, str, Any], ...] = (
         (common, "amp_definitely_not_available", lambda: False),

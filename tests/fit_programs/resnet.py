@@ -68,7 +68,7 @@ compiled = torch.compile(model)
 optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
 for step in range(3):
     x, y = torch.randn(32, 3, 224, 224), torch.randint(1000, (32,))
-    with torch.autocast("cuda", torch.bfloat16, enabled="fp32" not in sys.argv):
+    with torch.autocast("cuda", torch.bfloat16):
         out = compiled(x.cuda(non_blocking=True).to(memory_format=form))
         loss = F.cross_entropy(out, y.cuda(), label_smoothing=0.1)
     loss.backward()

@@ -155,9 +155,7 @@ def run_by_launch(program: Program, work: Path) -> tuple[Ran, list[str]]:
 )
 def test_a_program_leaves_in_a_forked_rank_what_it_leaves_by_python(name: str, tmp_path: Path) -> None:
     program = PROGRAMS[name]
-    for number in range(
-        3
-    ):  # gloo may abort a plain python at its end, which `process_groups` prevents in ranks
+    for number in range(3):  # gloo may abort a plain python at its end, which the hook prevents in ranks
         alone = run_by_python(program, program.write(tmp_path / f"python-{number}"))
         if alone.code != 128 + signal.SIGABRT:
             break

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 
@@ -192,7 +193,7 @@ def test_the_strictest_quota_of_a_rank(tmp_path: Path, line: str, unit: int) -> 
 def beat(tmp_path: Path) -> heartbeat.Heartbeat:
     """A heartbeat of this process."""
     made = heartbeat.Heartbeat(str(tmp_path), 3, 1, 1)
-    made.phase_since, made.has_begun = monotonic(), True
+    made.phase_since = monotonic()
     made.map_file()
     return made
 
@@ -210,14 +211,19 @@ def test_what_is_written_is_read(beat: heartbeat.Heartbeat, path: Path) -> None:
     assert (found.phase, found.step, found.step_time, found.can_dump) == ("starting", 0, 0, False)
     assert before - 1 < found.phase_since <= found.activity_time < time.time() + 1
     assert (found.durations, found.step_ends, found.notes) == ((), (), ())
-    beat.add_note("no server: ü")
-    beat.add_note("no room")
+    for text in ("no server: ü", "no room"):
+        beat.try_or_tell(text, partial(os.close, -1))
     for step in range(1, 4):
         beat.end_step(step)
     beat.set_phase(heartbeat.LOADING)
     found = read_heartbeat(path)
     assert found is not None
-    assert (found.phase, found.step, found.notes) == ("loading", 3, ("no server: ü", "no room"))
+    why = "OSError: [Errno 9] Bad file descriptor"
+    assert (found.phase, found.step, found.notes) == (
+        "loading",
+        3,
+        (f"no server: ü: {why}", f"no room: {why}"),
+    )
     assert len(found.durations) == len(found.step_ends) == 2, "nobody knows when the first step began"
     assert found.step_ends[1] == pytest.approx(found.step_time, abs=1e-6)
     assert found.step_ends[1] - found.step_ends[0] == pytest.approx(found.durations[1], abs=1e-6)

@@ -99,7 +99,7 @@ class Heartbeat:
         self.folder, self.rank, self.local_rank, self.world_size = folder, rank, local_rank, world_size
         self.file: Any = None
         """The mapped structure; in a forked child, one that nobody sees."""
-        self.has_begun = self.has_joined = False
+        self.has_joined = False
         self.notes: list[str] = []
         self.thread, self.loader = get_ident(), 0
         """The one that trains: what others do is no phase of the rank; the one whose wait is the phase."""
@@ -118,9 +118,8 @@ class Heartbeat:
 
     def begin(self, _module: object = None) -> None:
         """Make the file, once; without it there is no heartbeat."""
-        if self.has_begun:
+        if self.file is not None:
             return
-        self.has_begun = True
         self.thread = get_ident()
         os.register_at_fork(after_in_child=self.stop)
         self.phase_since = monotonic()
@@ -131,7 +130,7 @@ class Heartbeat:
 
     def end_step(self, step: int) -> None:
         """Count a step; its entry is in the rings before it counts."""
-        if not self.has_begun:
+        if self.file is None:
             self.begin()
         now, file = monotonic(), self.file
         # A program may set a model to evaluate, as one that is not trained, for the step itself.
@@ -222,8 +221,7 @@ class Heartbeat:
 
         number = signal.SIGRTMIN + DUMP_OFFSET
         if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
-            self.add_note(f"no stacks by signal {number}, which the program handles")
-            return
+            raise OSError(f"the program handles signal {number}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         with Suppressed(ValueError):  # a thread that is not the main one may not
             signal.signal(number, signal.SIG_IGN)
@@ -244,12 +242,8 @@ class Heartbeat:
         except Exception as error:
             if is_foreign(error):
                 raise
-            self.add_note(f"{what}: {type(error).__name__}: {error}"[:200])
-
-    def add_note(self, text: str) -> None:
-        """Tell what could not be set up."""
-        self.notes.append(text)
-        self.file.notes = "\n".join(self.notes).encode(errors="replace")[:MAX_NOTES]
+            self.notes.append(f"{what}: {type(error).__name__}: {error}"[:200])
+            self.file.notes = "\n".join(self.notes).encode(errors="replace")[:MAX_NOTES]
 
     def stop(self) -> None:
         """Write to nowhere from now on, in a forked child: the file is still mapped there."""
@@ -332,35 +326,34 @@ def note_phases(beat: Heartbeat) -> None:
         surround(module.callback_handler, "run_start_callbacks", lambda: beat.set_phase(COMPILING))
         surround(module.callback_handler, "run_end_callbacks", return_to_base)
 
+    def replace_train(module: ModuleType, is_compiling: Callable[[], bool]) -> None:
+        """Replace the method that `eval` calls, too, and that calls itself for submodules.
+
+        Where torch.compile traces it, it is the original: `is_compiling` comes first, since Dynamo makes a
+        guard of what is read before it, and would compile again when the heartbeat has another mode.
+        """
+        original = module.Module.train
+
+        def train(self: Any, mode: bool = True) -> Any:  # noqa: ANN401  # torch's own form
+            if not is_compiling() and mode is not beat.is_training:
+                beat.note_mode(is_training=mode is not False)
+            return original(self, mode)
+
+        replace(module.Module, "train", train)
+
     for name in SAVERS:
         watch(name, watch_savers)
     watch_waits(watch, beat.begin_loading, beat.end_loading)
     # The method is replaced once torch can tell whether it compiles it.
     watch(
         "torch.nn.modules.module",
-        lambda module: watch("torch.compiler", lambda compiler: _replace_train(beat, module, compiler)),
+        lambda module: watch("torch.compiler", lambda torch: replace_train(module, torch.is_compiling)),
     )
     watch("torch._dynamo.callback", watch_compiling)
     watch(
         "torch.distributed.distributed_c10d",
         lambda module: surround(module, "init_process_group", begin_joining, return_to_base),
     )
-
-
-def _replace_train(beat: Heartbeat, module: ModuleType, compiler: ModuleType) -> None:
-    """Replace the method that `eval` calls, too, and that calls itself for submodules.
-
-    Where torch.compile traces it, it is the original: `is_compiling` comes first, since Dynamo makes a guard
-    of what is read before it, and would compile again when the heartbeat has another mode.
-    """
-    is_compiling, original = compiler.is_compiling, module.Module.train
-
-    def train(self: Any, mode: bool = True) -> Any:  # noqa: ANN401  # torch's own form
-        if not is_compiling() and mode is not beat.is_training:
-            beat.note_mode(is_training=mode is not False)
-        return original(self, mode)
-
-    replace(module.Module, "train", train)
 
 
 def _start_server(beat: Heartbeat) -> None:

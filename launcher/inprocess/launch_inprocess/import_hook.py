@@ -30,6 +30,8 @@ OWN_PACKAGE = __name__.partition(".")[0]
 OWN_KINDS = ("builtins", "ctypes", "torch", "torch.distributed")
 """Modules of the exceptions that C code raises which this package calls."""
 STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+OTHER_PACKAGES = tuple(STANDARD_LIBRARY + name for name in ("site-packages", "dist-packages"))
+"""Folders in it that are none of it."""
 
 
 class ImportWatcher:
@@ -69,11 +71,7 @@ class ImportWatcher:
             if getattr(module, "__name__", None) != name:
                 return
             attributes.pop("exec_module", None)
-            actions = self.actions.pop(name, [])
-            finders = getattr(sys, "meta_path", None) or []
-            if not self.actions and self in finders:
-                finders.remove(self)
-            for action in actions:
+            for action in self.actions.pop(name, []):
                 call_safely(action, module)
 
         attributes["exec_module"] = execute_and_report
@@ -140,7 +138,7 @@ def is_foreign(error: Exception) -> bool:
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         name = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-        is_library = file.startswith(("<frozen ", STANDARD_LIBRARY)) and "-packages" not in file
+        is_library = file.startswith(("<frozen ", STANDARD_LIBRARY)) and not file.startswith(OTHER_PACKAGES)
         if not is_library and name not in (OWN_PACKAGE, "torch"):
             return True
         trace = trace.tb_next

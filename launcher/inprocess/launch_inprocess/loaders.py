@@ -27,10 +27,7 @@ def start_loader_policies(environ: Mapping[str, str]) -> None:
     """Have the workers that this very process starts moved, and give its loaders the number of the plan."""
     plan = environ.get("LAUNCH_RANK_PLAN")
     if plan:
-        placement = WorkerPlacement(plan)
-        # It gets the workers' PIDs of every loader, torchdata's too, once they have started.
-        when_imported("torch.utils.data._utils.signal_handling", placement.move_started_workers)
-        when_imported("torch.utils.data.dataloader", placement.correct_count_check)
+        place_workers(plan)
     number = environ.get("LAUNCH_NUM_WORKERS", "")
     if environ.get("LAUNCH_LOADER_DEFAULT") == "1" and number.isdecimal() and int(number):
         for module, name in LOADER_CLASSES.items():
@@ -73,64 +70,57 @@ def watch_waits(
         watch(name, replace_waits)
 
 
-class WorkerPlacement:
-    """Where the workers of a rank belong."""
+def place_workers(plan: str) -> None:
+    """Have the workers that this process starts moved to their CPUs in the rank's plan."""
+    process, own_cpus = os.getpid(), os.sched_getaffinity(0)  # on which its children start
 
-    def __init__(self, plan: str) -> None:
-        self.plan = plan
-        self.process = os.getpid()
-        self.own_cpus = os.sched_getaffinity(0)
-        """CPUs of the rank's own process, on which its children start."""
-
-    def _read_cpus(self, name: str) -> set[int]:
+    def read_cpus(name: str) -> set[int]:
         """Return CPUs of the plan; empty if they are the rank's own. Raises KeyError and the like."""
         import json  # torch has imported it by now
 
         cpus: set[int] = set()
-        for part in json.loads(self.plan)[name].split(","):
+        for part in json.loads(plan)[name].split(","):
             low, _, high = part.partition("-")
             cpus.update(range(int(low), int(high or low) + 1))
-        return set() if cpus == self.own_cpus else cpus
+        return set() if cpus == own_cpus else cpus
 
-    def move_started_workers(self, module: ModuleType) -> None:
+    def move_started_workers(module: ModuleType) -> None:
         """Have workers moved as soon as torch notes their PIDs, before it gives them work.
 
         From here, it is the same for fork, spawn and forkserver, and pickles nothing.
         """
-        cpus = self._read_cpus("worker_cpus")
-        original = module._set_worker_pids
+        cpus, original = read_cpus("worker_cpus"), module._set_worker_pids
 
         def note_and_move(loader: int, pids: tuple[int, ...]) -> None:
             original(loader, pids)
-            if os.getpid() == self.process:
-                for pid in pids:
-                    _move_process(pid, self.own_cpus, cpus)
+            for pid in pids if os.getpid() == process else ():
+                _move_process(pid, own_cpus, cpus)
 
         if cpus:
             module.__dict__["_set_worker_pids"] = note_and_move
 
-    def correct_count_check(self, module: ModuleType) -> None:
+    def correct_count_check(module: ModuleType) -> None:
         """Leave out torch's warning of too many workers if it counts the rank's own CPUs alone.
 
-        The CPUs that workers get count, and so do those that the rank would have without us.
+        The CPUs that workers get count, and so do those that the rank would have without us. It is a
+        descriptor, since torch's warning points at its caller, which is not to be one of ours.
         """
-        most = max(len(self._read_cpus("worker_cpus")), len(self._read_cpus("cpus_before")))
+        most = max(len(read_cpus("worker_cpus")), len(read_cpus("cpus_before")))
+        name = "check_worker_number_rationality"
+        method = vars(module.DataLoader)[name]
+
+        def find_method(_check: object, loader: object, owner: type | None = None) -> Callable[..., None]:
+            is_own = os.getpid() == process and os.sched_getaffinity(0) == own_cpus
+            is_left_out = is_own and 0 < getattr(loader, "num_workers", 0) <= most
+            found: Callable[..., None] = method.__get__(loader, owner)
+            return (lambda: None) if is_left_out else found
+
         if most:
-            name = "check_worker_number_rationality"
-            method = vars(module.DataLoader)[name]
+            setattr(module.DataLoader, name, type("Check", (), {"__get__": find_method})())
 
-            def find_method(loader: Any) -> Callable[[], None]:  # noqa: ANN401  # a DataLoader
-                """Return torch's method; in the rank's own process, on its CPUs, one that does nothing.
-
-                torch's is not called by one of ours, at which the warning would point.
-                """
-                is_own = os.getpid() == self.process and os.sched_getaffinity(0) == self.own_cpus
-                if is_own and 0 < loader.num_workers <= most:
-                    return lambda: None
-                found: Callable[[], None] = method.__get__(loader)
-                return found
-
-            setattr(module.DataLoader, name, property(find_method))
+    # It gets the workers' PIDs of every loader, torchdata's too, once they have started.
+    when_imported("torch.utils.data._utils.signal_handling", move_started_workers)
+    when_imported("torch.utils.data.dataloader", correct_count_check)
 
 
 def _move_process(pid: int, source: set[int], target: set[int]) -> None:

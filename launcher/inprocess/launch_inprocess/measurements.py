@@ -133,7 +133,7 @@ class Meter:
 
     def note_step(self, _step: int) -> None:
         """Count a step of the leading optimizer; batches before the first were no steps."""
-        if self.done or os.getpid() != self.process:
+        if self.done:
             return
         if self.unit == "batch":
             self.unit, self.first = "step", None
@@ -209,9 +209,10 @@ class Meter:
         and the most that this process has had in memory, with what its children have now.
         """
         measured = self.marks[self.first :] if self.first is not None else []
-        names = ("workers", "iterable", "batch_size", "batches")
-        # `strict` is Python 3.10's.
-        loaders = [dict(zip(names, (*kind, count))) for kind, count in self.loaders.items()]  # noqa: B905
+        loaders = [
+            {"workers": workers, "iterable": iterable, "batch_size": size, "batches": count}
+            for (workers, iterable, size), count in self.loaders.items()
+        ]
         of_children = sum(_read_kib(f"/proc/{pid}/smaps_rollup", "Pss:") for pid in _list_child_pids())
         record = {
             "rank": self.rank,

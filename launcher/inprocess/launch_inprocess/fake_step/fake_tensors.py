@@ -27,7 +27,6 @@ META, GPU, CPU = torch.device("meta"), torch.device("cuda", 0), torch.device("cp
 DEVICES = {"cuda": GPU, "cpu": CPU}
 MOST_KNOWN = 1 << 20
 """Elements of a tensor of whole numbers or truth values whose values are kept beside the fake one."""
-MASKS = (torch.bool, torch.uint8)
 aten = torch.ops.aten
 read_device = torch._C.TensorBase.device.__get__
 VALUE = "_launch_fit_value"
@@ -53,6 +52,11 @@ class Local(threading.local):
 
 
 local = Local()
+
+
+def list_tensors(value: object) -> list[Any]:
+    """Return the tensors within lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def get_device(tensor: torch.Tensor) -> torch.device:
@@ -162,15 +166,13 @@ class FakeDispatch(TorchDispatchMode):
         if any(_has_own_dispatch(kind) for kind in types):
             return NotImplemented  # a wrapper, such as DTensor: its operations on what it wraps come here
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(
-                *args, **kwargs
-            )  # somebody computes shapes by torch's own fake tensors, as DTensor does
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            return func(*args, **kwargs)  # DTensor computes shapes by torch's own fake tensors
+        leaves = list_tensors((args, kwargs))
         fakes = {id(leaf): kind for leaf in leaves if (kind := find_kind(leaf))}
         if fakes and func is aten._local_scalar_dense.default:
             value = find_value(args[0])
             return self.session.answer_scalar(args[0]) if value is None else value.item()
-        if fakes and _is_composite(func):
+        if (fakes or func is aten.to.device) and _is_composite(func):
             with self:  # as autograd does, where it is on
                 return func.decompose(*args, **kwargs)
         kind = self._choose_kind(kwargs.get("device"), leaves, list(fakes.values()))
@@ -180,7 +182,7 @@ class FakeDispatch(TorchDispatchMode):
             try:
                 result = self._run_fake(func, args, kwargs, kind, fakes)
             except Exception as error:
-                self.session.failure = _name_operator(func), error
+                self.session.failure = func.name(), error
                 raise
         self.session.note_result(result)
         return result
@@ -202,13 +204,11 @@ class FakeDispatch(TorchDispatchMode):
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: str, fakes: dict[int, str]
     ) -> Any:
         """Compute the shapes of an operation's results; one that has none without values ends the session."""
-        if func.namespace == "_c10d_functional" and func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]
         if func is aten.index.Tensor:
             args = [args[0], _name_rows(args[1])]
         value = _compute_value(func, args, kwargs) if _is_dynamic(func) or kind == "cpu" else None
         if value is None and (reason := _find_obstacle(func, args)):
-            self.session.refuse(reason, _name_operator(func))
+            self.session.refuse(reason, func.name())
         if func is aten._to_copy.default and value is not None:
             return value  # the program has it back from the GPU
         given, replaced = set(fakes), {}
@@ -234,23 +234,11 @@ class FakeDispatch(TorchDispatchMode):
                 named["device"] = META
             named.pop("pin_memory", None)
             with _compute_shapes():
-                result = _compute(func, lowered, named)
+                result = func(*lowered, **named)
         found = tree_map_only(torch.Tensor, wrap, result)
         _keep_values(func, args, kwargs, found)
         self.last_kind = kind
         return found
-
-
-def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation by its kernel for `meta`, or by what torch takes it to pieces with."""
-    from torch._decomp import decomposition_table
-
-    try:
-        return func(*args, **kwargs)
-    except NotImplementedError:
-        if func not in decomposition_table:
-            raise
-    return decomposition_table[func](*args, **kwargs)
 
 
 @functools.cache
@@ -268,14 +256,14 @@ def _is_dynamic(func: Any) -> bool:  # an operator
 
 def _find_obstacle(func: Any, args: Sequence[Any]) -> str:
     """Return why an operation has no shape without values; empty if it has."""
-    if func is aten.index.Tensor:
-        masks = [index for index in args[1] if isinstance(index, torch.Tensor) and index.dtype in MASKS]
-        return "the shape of its result depends on values" if masks else ""
-    if func is aten.repeat_interleave.Tensor and len(args) > 1:
-        return ""
-    if _is_dynamic(func):
+    is_sized = func is aten.repeat_interleave.Tensor and len(args) > 1
+    if (_is_dynamic(func) and not is_sized) or (func is aten.index.Tensor and any(map(_is_mask, args[1]))):
         return "the shape of its result depends on values"
     return "its result depends on values" if torch.Tag.data_dependent_output in func.tags else ""
+
+
+def _is_mask(index: object) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _can_be_known(tensor: torch.Tensor) -> bool:
@@ -302,11 +290,10 @@ def _compute_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     if func._schema.is_mutable or func.namespace != "aten":
         return None
     known = {}
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor):
-            known[id(leaf)] = find_value(leaf)
-            if known[id(leaf)] is None:
-                return None
+    for leaf in list_tensors((args, kwargs)):
+        known[id(leaf)] = find_value(leaf)
+        if known[id(leaf)] is None:
+            return None
     values, named = tree_map_only(torch.Tensor, lambda leaf: known[id(leaf)], (tuple(args), kwargs))
     if "device" in named:
         named["device"] = CPU
@@ -316,7 +303,7 @@ def _compute_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 
 def _keep_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
     """Keep the values of results that are whole numbers or truth values, if they follow from known ones."""
-    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    leaves = list_tensors(result)
     if not leaves or not all(map(_can_be_known, leaves)):
         return
     value = _compute_value(func, args, kwargs)
@@ -329,12 +316,6 @@ def _name_rows(indices: Sequence[Any]) -> list[Any]:
     """Return indices with the rows that a mask of known values names in its place."""
     rows: list[Any] = []
     for index in indices:
-        is_mask = isinstance(index, torch.Tensor) and index.dtype in MASKS
-        value = find_value(index) if is_mask else None
+        value = find_value(index) if _is_mask(index) else None
         rows += [index] if value is None else value.nonzero().unbind(1)
     return rows
-
-
-def _name_operator(func: Any) -> str:
-    """Return the name of an operator as torch writes it."""
-    return str(getattr(func, "_schema", func)).partition("(")[0]

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import collections
 import functools
-import inspect
 import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import library
-from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device
 
 from ..import_hook import when_imported
-from .autocast import replace_autocast
 from .fake_tensors import CPU, GPU, find_kind, find_value, get_device, local, show_devices
+from .kernels import replace_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,18 +28,13 @@ if TYPE_CHECKING:
 
     from .session import StepMemory, StepSession
 
-FLASH_TYPES = (torch.float16, torch.bfloat16)
-MOST_WIDTH = 256
-"""Of a head, in flash attention."""
-LIKE = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
-NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
-OF_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")
+OF_DATA = ("tensor", "as_tensor", "asarray")
 """These look for the GPU before they dispatch."""
-OF_WORKERS = {
-    *("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"),
-    *("pin_memory", "worker_init_fn"),
+WITHOUT_WORKERS = {
+    **{"num_workers": 0, "prefetch_factor": None, "persistent_workers": False},
+    **{"pin_memory": False, "timeout": 0},
 }
-"""Arguments of a DataLoader that are left out."""
+"""Attributes of a DataLoader that reads in this process."""
 SAVERS = {
     "torch.serialization": "save",
     "torch.distributed.checkpoint": "save async_save save_state_dict",
@@ -77,8 +69,6 @@ PROPERTIES = {
     **{"gcnArchName": "", "uuid": "00000000-0000-0000-0000-000000000000"},
 }
 """Of the pretended GPU, beside its name, memory and capability: an H100's."""
-kernels: list[Any] = []
-"""That torch is told of, as long as this lives."""
 loose: Any = torch
 tensor_class: Any = torch.Tensor
 
@@ -91,22 +81,24 @@ def replace_functions() -> None:
         name = getattr(function, "__name__", "")
         if getattr(torch, name, None) is function:
             setattr(torch, name, name_device(function))
-    for name in LIKE:
-        setattr(torch, f"{name}_like", name_device(getattr(torch, f"{name}_like"), has_default=False))
-    for name in NEW:
-        setattr(tensor_class, name, name_device(getattr(tensor_class, name), has_default=False))
+    tensor_class.new_tensor = make_alike
     replace_moves()
     replace_values()
     replace_kernels()
 
 
-def name_device(function: Any, *, has_default: bool = True) -> Any:  # torch's
+def make_alike(self: torch.Tensor, data: Any, *, dtype: Any = None, device: Any = None, **named: Any) -> Any:
+    """Do what `Tensor.new_tensor` does."""
+    return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device, **named)
+
+
+def name_device(function: Any) -> Any:  # torch's
     """Return a function that names the GPU with its index, and that tells the program's `meta` from C++'s."""
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         device = named.get("device")
-        if device is None and has_default and not local.in_kernel:
+        if device is None and not local.in_kernel:
             device = find_default()
         if device is None or local.in_kernel:
             return function(*args, **named)
@@ -144,46 +136,26 @@ def replace_moves() -> None:
     def to(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
         if local.in_kernel:
             return move(self, *args, **named)  # type: ignore[no-any-return]
-        first, rest = (args[0], args[1:]) if args else (None, ())
-        if isinstance(first, torch.Tensor):
-            named.update(device=first.device, dtype=first.dtype)
-        elif isinstance(first, torch.dtype):
-            named["dtype"] = first
-        elif first is not None:
-            named["device"] = first
-        names: tuple[str, ...] = ("non_blocking", "copy")
-        if rest and not isinstance(rest[0], bool):
-            names = ("dtype", *names)
-        named.update(zip(names, rest, strict=False))
-        named = {key: value for key, value in named.items() if value is not None}
-        device = as_device(named.pop("device", self.device))
-        if device == self.device and not named.get("copy"):
-            named.pop("non_blocking", None)
-            return move(self, named.pop("dtype", self.dtype), **named)  # type: ignore[no-any-return]
+        is_copied = named.pop("copy", False)
+        first: Any
+        first, *rest = args or (named.pop("device", None),)
+        if isinstance(first, torch.Tensor):  # whose device C++ would ask for
+            first, rest = first.device, [first.dtype, *rest]
+        if rest[1:] and isinstance(rest[-2], bool):
+            rest, is_copied = rest[:-1], rest[-1]
+        first = GPU if type(first) is int else first
+        device, dtype, _, form = torch._C._nn._parse_to(first, *rest, **named)
+        device, dtype = as_device(device or self.device), dtype or self.dtype
+        if device == self.device and not is_copied:
+            return move(self, dtype, memory_format=form)  # type: ignore[no-any-return]
         with local.doing(wants_meta=device.type == "meta"):
-            return move(self, device, **{**named, "copy": True})  # type: ignore[no-any-return]
+            return move(self, device, dtype, copy=True, memory_format=form)  # type: ignore[no-any-return]
 
-    def cuda(
-        self: torch.Tensor, device: Any = None, non_blocking: bool = False, **named: Any
-    ) -> torch.Tensor:
-        return to(self, GPU, non_blocking=non_blocking, **named)
-
-    def cpu(self: torch.Tensor, **named: Any) -> torch.Tensor:
-        return to(self, CPU, **named)
-
-    def deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
-        if not find_kind(self):
-            return copy(self, memo)
-        if id(self) not in memo:
-            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
-        return memo[id(self)]
-
-    copy = tensor_class.__deepcopy__
-    tensor_class.to, tensor_class.cuda, tensor_class.cpu = to, cuda, cpu
-    tensor_class.__deepcopy__ = deepcopy
+    tensor_class.to = to
+    tensor_class.cuda = lambda self, *_, memory_format=None, **__: to(self, GPU, memory_format=memory_format)
+    tensor_class.cpu = lambda self, **named: to(self, CPU, **named)
     tensor_class.pin_memory = lambda self, *_: self
-    tensor_class.is_pinned = lambda _self, *_: False
-    tensor_class.record_stream = lambda _self, _stream: None
+    tensor_class.is_pinned, tensor_class.record_stream = give(False), return_none
 
 
 def replace_values() -> None:
@@ -210,83 +182,21 @@ def replace_values() -> None:
     loose._tensor_str._str = describe
 
 
-def replace_kernels() -> None:
-    """Take the kernels of a GPU where torch's CPU build takes an operation to pieces, which keep more."""
-    original, drop = F.scaled_dot_product_attention, F.dropout
-
-    def attend_or_not(query: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        return (attend if find_kind(query) == "cuda" else original)(query, *args, **named)
-
-    def dropout(
-        input: torch.Tensor,  # noqa: A002 - torch's own name
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-    ) -> torch.Tensor:
-        if training and 0 < p < 1 and not inplace and find_kind(input) == "cuda":
-            return torch.native_dropout(input, p, True)[0]
-        return drop(input, p, training, inplace)
-
-    functions: Any = F
-    functions.scaled_dot_product_attention, functions.dropout = attend_or_not, dropout
-    kernels.extend((library.Library("aten", "IMPL", "CUDA"), replace_autocast()))
-    for name in ("silu_backward", "_fused_rms_norm"):
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
-            kernels[0].impl(name, lambda *_: None)
-    torch.backends.mha.set_fastpath_enabled(False)
+def give(value: Any) -> Callable[..., Any]:
+    """Return a function that gives a value, whatever it is asked."""
+    return lambda *_, **__: value
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,  # torch's own form
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Compute attention by the kernel of a GPU: flash, memory-efficient, or the formula."""
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        query, key, value = (each.to(dtype) for each in (query, key, value))
-        is_bias = attn_mask is not None and attn_mask.is_floating_point()
-        attn_mask = attn_mask.to(dtype) if is_bias else attn_mask  # type: ignore[union-attr]
-    ops, shape = torch.ops.aten, query.shape
-    args: list[Any] = [attn_mask]
-    if len(shape) != 4 or query.dtype == torch.float64:
-        compute, named = ops._scaled_dot_product_attention_math, {"enable_gqa": enable_gqa}
-    elif query.dtype in FLASH_TYPES and attn_mask is None and shape[-1] <= MOST_WIDTH:
-        found = ops._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )
-        return found[0]  # type: ignore[no-any-return]
-    else:
-        if enable_gqa and key.shape[-3] != shape[-3]:
-            repeats = shape[-3] // key.shape[-3]
-            key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
-        if attn_mask is not None:  # the kernel adds it, for all heads: expanded, no copy
-            is_flag = attn_mask.dtype == torch.bool
-            bias = torch.zeros_like(attn_mask, dtype=query.dtype) if is_flag else attn_mask
-            attn_mask = bias.expand((*shape[:3], key.shape[2]))
-        compute, named = ops._scaled_dot_product_efficient_attention, {}
-        args = [attn_mask, torch.is_grad_enabled()]
-    found = compute(query, key, value, *args, dropout_p, is_causal, scale=scale, **named)
-    return found[0]  # type: ignore[no-any-return]
-
-
-def return_none(*_: object, **__: object) -> None:
-    """Stand for what has an effect on a GPU or on files alone."""
+return_none = give(None)
+"""In place of what has an effect on a GPU or on files alone."""
 
 
 class Pretended:
     """In place of CUDA's streams, events and contexts: work on fake tensors is done at once."""
 
     device, device_index, stream_id, cuda_stream, priority = GPU, 0, 0, 0, 0
-    synchronize = wait_stream = wait_event = record = wait = __exit__ = return_none
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
+    __init__ = synchronize = wait_stream = wait_event = record = wait = __exit__ = return_none
+    query, is_capturing, elapsed_time = give(True), give(False), give(1.0)
 
     def __enter__(self) -> Pretended:
         return self
@@ -295,18 +205,6 @@ class Pretended:
         """Return the event."""
         return event or Pretended()
 
-    def query(self) -> bool:
-        """All work is done."""
-        return True
-
-    def is_capturing(self) -> bool:
-        """No graph is being captured."""
-        return False
-
-    def elapsed_time(self, _other: object) -> float:
-        """Return a millisecond."""
-        return 1.0
-
 
 def pretend_cuda(gpu: dict[str, Any], memory: StepMemory) -> None:
     """Put functions about a pretended GPU into `torch.cuda`; see `launch fit` for what `gpu` has."""
@@ -314,13 +212,13 @@ def pretend_cuda(gpu: dict[str, Any], memory: StepMemory) -> None:
     known = {"name": gpu["name"], "total_memory": total, "major": major, "minor": minor}
     properties = SimpleNamespace(**known, **PROPERTIES)
 
-    def measure_now() -> int:
+    def measure_now(*_: object, **__: object) -> int:
         return memory.totals.get("cuda", 0)
 
-    def measure_most() -> int:
+    def measure_most(*_: object, **__: object) -> int:
         return memory.peaks.get("cuda", (0, 0))[0]
 
-    def describe_memory() -> dict[str, int]:
+    def describe_memory(*_: object, **__: object) -> dict[str, int]:
         found = collections.Counter({"num_alloc_retries": 0, "num_ooms": 0})
         for kind in ("allocated", "reserved", "active"):
             found[f"{kind}_bytes.all.current"] = measure_now()
@@ -331,23 +229,23 @@ def pretend_cuda(gpu: dict[str, Any], memory: StepMemory) -> None:
         torch.cuda,
         {
             NO_EFFECT: return_none,
-            "is_available is_initialized _is_compiled can_device_access_peer": lambda: True,
-            "is_current_stream_capturing": lambda: False,
-            "is_bf16_supported is_tf32_supported": lambda: major >= 8,
-            "device_count": lambda: int(gpu["count"]),
-            "current_device _exchange_device _maybe_exchange_device utilization initial_seed": lambda: 0,
-            "get_device_name": lambda: gpu["name"],
-            "get_device_capability": lambda: (major, minor),
-            "get_device_properties": lambda: properties,
-            "get_arch_list": lambda: [f"sm_{major}{minor}"],
-            "get_rng_state": lambda: torch.zeros(16, dtype=torch.uint8),
-            "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
+            "is_available is_initialized _is_compiled can_device_access_peer": give(True),
+            "is_current_stream_capturing": give(False),
+            "is_bf16_supported is_tf32_supported": give(major >= 8),
+            "device_count": give(int(gpu["count"])),
+            "current_device _exchange_device _maybe_exchange_device utilization initial_seed": give(0),
+            "get_device_name": give(gpu["name"]),
+            "get_device_capability": give((major, minor)),
+            "get_device_properties": give(properties),
+            "get_arch_list": give([f"sm_{major}{minor}"]),
+            "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
+            "get_rng_state_all": lambda *_, **__: [torch.zeros(16, dtype=torch.uint8)],
             "memory_allocated memory_reserved memory_cached": measure_now,
             "max_memory_allocated max_memory_reserved max_memory_cached": measure_most,
-            "mem_get_info": lambda: (max(0, total - measure_now()), total),
+            "mem_get_info": lambda *_, **__: (max(0, total - measure_now()), total),
             "memory_stats": describe_memory,
-            "memory_summary": lambda: "",
-            "memory_snapshot": lambda: [],
+            "memory_summary": give(""),
+            "memory_snapshot": give([]),
             "current_stream default_stream": Pretended,
         },
     )
@@ -355,14 +253,14 @@ def pretend_cuda(gpu: dict[str, Any], memory: StepMemory) -> None:
         setattr(torch.cuda, name, Pretended)
     loose.Stream, loose.Event, loose.Generator = Pretended, Pretended, Generator
     loose.version.cuda = loose.version.cuda or "12.8"
-    loose.cuda.nccl.version = lambda: (2, 27, 5)
+    loose.cuda.nccl.version = give((2, 27, 5))
     if hasattr(torch._C, "_get_accelerator"):  # FSDP2 asks there
-        loose._C._get_accelerator = lambda *_: torch.device("cuda")
+        loose._C._get_accelerator = give(torch.device("cuda"))
     if hasattr(torch, "accelerator"):
-        answers: dict[str, Callable[[], Any]] = {
+        answers = {
             "set_device_index set_device_idx set_stream synchronize empty_cache": return_none,
-            "current_accelerator": lambda: torch.device("cuda"),
-            "is_available": lambda: True,
+            "current_accelerator": give(torch.device("cuda")),
+            "is_available": give(True),
             "device_count": torch.cuda.device_count,
             "current_device_index current_device_idx": torch.cuda.current_device,
             "current_stream": Pretended,
@@ -370,11 +268,11 @@ def pretend_cuda(gpu: dict[str, Any], memory: StepMemory) -> None:
         answer_by_names(torch.accelerator, answers)
 
 
-def answer_by_names(module: ModuleType, answers: dict[str, Callable[[], Any]]) -> None:
-    """Put functions into a module that give an answer whatever they are asked; several names have one."""
-    for names, give in answers.items():
+def answer_by_names(module: ModuleType, answers: dict[str, Callable[..., Any]]) -> None:
+    """Put functions into a module; several names have one."""
+    for names, function in answers.items():
         for name in names.split():
-            setattr(module, name, lambda *_, _give=give, **__: _give())
+            setattr(module, name, function)
 
 
 class Generator(torch.Generator):
@@ -414,7 +312,7 @@ def pretend_group() -> None:
     replacements = {
         "init_process_group": init_process_group,
         "_new_process_group_helper": make_group,
-        "is_nccl_available": lambda: True,
+        "is_nccl_available": give(True),
         "get_backend": lambda *_, **__: "nccl" if torch.cuda.is_available() else "gloo",
         "gather_object": gather_object,
         "all_gather_object": lambda found, value, *_, **__: gather_object(value, found),
@@ -448,7 +346,7 @@ def answer_reducer(module: ModuleType) -> None:
         register(self, None, return_bucket)
 
     kind.__init__ = init
-    kind.register_comm_hook = kind._register_builtin_comm_hook = lambda *_, **__: None
+    kind.register_comm_hook = kind._register_builtin_comm_hook = return_none
 
 
 def leave_out_work(session: StepSession) -> None:
@@ -483,12 +381,10 @@ def leave_out_saving(names: list[str], module: ModuleType) -> None:
 
 def leave_out_workers(module: ModuleType) -> None:
     """Have a DataLoader read in this process: fake tensors cannot be sent."""
-    original = module.DataLoader.__init__
-    signature = inspect.signature(original)
+    make = module.DataLoader.__iter__
 
-    @functools.wraps(original)
-    def init(*args: Any, **named: Any) -> None:
-        given = signature.bind(*args, **named).arguments
-        original(**{name: value for name, value in given.items() if name not in OF_WORKERS})
+    def iterate(loader: Any) -> Any:
+        vars(loader).update(WITHOUT_WORKERS)
+        return make(loader)
 
-    module.DataLoader.__init__ = init
+    module.DataLoader.__iter__ = iterate

@@ -24,9 +24,8 @@ import torch._dynamo  # torch itself imports it later, and compares functions th
 from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
-from .fake_tensors import FakeDispatch, get_device, make_fake
+from .fake_tensors import FakeDispatch, get_device, list_tensors, make_fake
 from .pretended_torch import leave_out_work, pretend_cuda, pretend_group, replace_functions
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ LIBRARIES = tuple(
     os.path.abspath(path) + os.sep
     for path in (sysconfig.get_paths()["stdlib"], os.path.dirname(os.path.dirname(HERE)))
 )
+NO_OWNER = None, ""
 ROUNDING = 512
 """Bytes that CUDA's caching allocator rounds up to (kMinBlockSize)."""
 
@@ -150,11 +150,6 @@ class StepMemory:
         return {"total": total, "categories": categories, "modules": modules}
 
 
-def list_tensors(value: object) -> list[Any]:
-    """Return the tensors within lists, tuples and dicts."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def unwrap_tensor(value: Any) -> list[torch.Tensor]:
     """Return the tensors with a storage within a tensor; a wrapper such as DTensor has them as attributes."""
     if type(value) in (torch.Tensor, nn.Parameter) or not hasattr(value, "__tensor_flatten__"):
@@ -234,16 +229,12 @@ class StepSession:
             self.memory.note(leaf.untyped_storage(), leaf.device.type, category, owner)
         self.memory.end_operation()
 
-    def find_owner(self, parameter: object) -> str:
-        """Return the module of a parameter."""
-        return self.parameters.get(id(parameter), (None, ""))[1]
-
     def begin_step(self, optimizer: Any, *_: object) -> None:  # torch's hook
         """Note the gradients, and that an optimizer steps."""
         self.is_in_optimizer = True
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                owner = self.find_owner(parameter)
+                _, owner = self.parameters.get(id(parameter), NO_OWNER)
                 self.memory.mark(parameter, "weights", owner)
                 if parameter.grad is not None:
                     self.memory.mark(parameter.grad, "gradients", owner)
@@ -252,11 +243,12 @@ class StepSession:
         """Note the optimizer's states; after the last step, end the process."""
         self.is_in_optimizer = False
         for parameter, state in optimizer.state.items():
+            _, owner = self.parameters.get(id(parameter), NO_OWNER)
             for value in list_tensors(state):
                 if value.dim():
-                    self.memory.mark(value, "optimizer", self.find_owner(parameter))
+                    self.memory.mark(value, "optimizer", owner)
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
-        wanted = int(self.order.get("steps", 2))
+        wanted = self.order["steps"]
         if min(self.steps.values()) >= wanted or max(self.steps.values()) > wanted:
             self.finish()
 
@@ -267,7 +259,7 @@ class StepSession:
         a truth value decides shapes or the way: then nobody can tell what memory the step would take, and the
         session ends. Two known questions have their answers: gradients are finite, and none is infinite.
         """
-        place, text = find_line(traceback.walk_stack(sys._getframe(1)))
+        place, text = find_line(traceback.walk_stack(sys._getframe(1))).values()
         answer: bool | int | float = 1
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))][:30]
@@ -293,15 +285,15 @@ class StepSession:
         operator, chain = "", (error, error.__cause__, error.__context__)
         if self.failure is not None and self.failure[1] in chain:
             operator = self.failure[0]
-        place, text = find_line(reversed([*traceback.walk_tb(trace)]))
         what = f"{kind.__name__}: {error}".strip().partition("\n")[0]
-        self.write(failed={"reason": what, "operator": operator, "place": place, "line": text})
+        where = find_line(reversed([*traceback.walk_tb(trace)]))
+        self.write(failed={"reason": what, "operator": operator, **where})
         self.show_error(kind, error, trace)
 
     def refuse(self, reason: str, operator: str) -> None:
         """End the process: torch cannot go on without values."""
-        place, text = find_line(traceback.walk_stack(sys._getframe(1)))
-        self.finish(refused={"reason": reason, "operator": operator, "place": place, "line": text})
+        where = find_line(traceback.walk_stack(sys._getframe(1)))
+        self.finish(refused={"reason": reason, "operator": operator, **where})
 
     def finish(self, **how: object) -> None:
         """Write the result, and end the process before the program goes on."""
@@ -336,8 +328,8 @@ class StepSession:
         os.replace(f"{path}.draft", path)
 
 
-def find_line(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
-    """Return `FILE:LINE` and text of the first line that is neither Python's, a package's, nor this hook's.
+def find_line(frames: Iterable[tuple[FrameType, int]]) -> dict[str, str]:
+    """Return place and text of the first line that is neither Python's, a package's, nor this hook's.
 
     The file is short if it is below the working directory.
     """
@@ -346,5 +338,5 @@ def find_line(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
         if file.startswith(("<", *LIBRARIES)) or f"{os.sep}site-packages{os.sep}" in file or HERE in file:
             continue
         short = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
-        return f"{short}:{line}", linecache.getline(file, line).strip()[:MOST_LINE]
-    return "the program", ""
+        return {"place": f"{short}:{line}", "line": linecache.getline(file, line).strip()[:MOST_LINE]}
+    return {"place": "the program", "line": ""}
