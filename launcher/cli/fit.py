@@ -6,14 +6,13 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from launcher.cli.child import run_child
 from launcher.cli.main import Call, print_json
 from launcher.codec import DecodeError, load
 from launcher.config.program import find_program
@@ -44,8 +43,6 @@ from launcher.fit.gpus import find_gpu
 from launcher.fit.memory import estimate_memory
 from launcher.fit.training import Device, Learned
 from launcher.launch.job import render_shim
-from launcher.launch.processes import prepare_agent
-from launcher.launch.signals import STOPPING, catch_signals
 from launcher.plan.model import Plan
 from launcher.protocol import LAUNCH_BINDING, LAUNCH_FIT, LAUNCH_QUIET, LAUNCH_RUN_DIR
 from launcher.runs.records import fingerprint_ranks, read_measured_runs
@@ -56,7 +53,6 @@ logger = logging.getLogger(__name__)
 STEPS = 2
 """Optimizer steps: states appear in the first, and the second has them from its beginning."""
 LARGEST_RESULT = 64 << 20
-POLL_SECONDS = 0.1
 LARGEST_END = 1 << 16
 """Bytes of the program's output that are looked at."""
 MOST_LINES = 20
@@ -219,8 +215,7 @@ def _run_steps(argv: Sequence[str], environ: Mapping[str, str], job: FitJob, dev
 
     A signal that stops this process ends the program, too: raises SystemExit.
     """
-    signals, parent, timeout = list[int](), os.getpid(), job.config.fit.timeout
-    gpu, known = None, find_gpu(device.name)
+    gpu, known, timeout = None, find_gpu(device.name), job.config.fit.timeout
     if device.kind == "gpu":
         # The name is as the driver writes it, so that programs find it in their tables.
         name = f"NVIDIA {known.name.upper()}" if known and "NVIDIA" not in device.name else device.name
@@ -229,7 +224,6 @@ def _run_steps(argv: Sequence[str], environ: Mapping[str, str], job: FitJob, dev
     with (
         tempfile.TemporaryDirectory(prefix="launch-fit-") as folder,
         open(f"{folder}/output", "w+b") as output,  # noqa: PTH123
-        catch_signals() as inbox,
     ):
         result = Path(folder, "result.json")
         variables = {
@@ -252,32 +246,9 @@ def _run_steps(argv: Sequence[str], environ: Mapping[str, str], job: FitJob, dev
             LAUNCH_FIT: json.dumps({"result": str(result), "gpu": gpu, "steps": STEPS}),
         }
         try:
-            process = subprocess.Popen(
-                render_shim(argv),
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                preexec_fn=lambda: prepare_agent(parent, ()),  # noqa: PLW1509 - no other thread forks here
-            )
+            status, _ = run_child(render_shim(argv), variables, output, timeout, GRACE)
         except OSError as error:
             raise MachineError(f"the program could not be started ({error})") from None
-        deadline = time.monotonic() + timeout
-        try:
-            while process.poll() is None and not signals and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
-                signals += [number for number in inbox.take() if number in STOPPING]
-            status = process.returncode
-        finally:
-            # What is left of it, and of what it has started.
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(GRACE)
-        if signals:
-            raise SystemExit(128 + signals[0])
         output.seek(max(0, output.seek(0, os.SEEK_END) - LARGEST_END))
         lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
         return _judge_end(result, lines[-MOST_LINES:], status, timeout)

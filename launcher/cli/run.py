@@ -137,8 +137,7 @@ def specify_job(
     """
     given = composed.given
     config = resolve(composed, run_path.path)
-    variables = read_env_files(config)
-    config = fill_env(config, variables)
+    config = fill_env(config, read_env_files(config))
     if run_path.key == "run_dir":
         _check_earlier(run_path.path, Path(config.runs_dir))
         config = _keep_chosen(config, run_path.path)
@@ -182,8 +181,6 @@ def specify_job(
         cluster=cluster,
         agent=agent,
         environ=merged,
-        file_variables=variables,
-        unset_allocator=left_out,
         name=run_path.name,
         run_path=run_path.path,
         run_key=run_path.key,
@@ -264,16 +261,13 @@ def plan_job(spec: JobSpec) -> Job:
     )
 
 
-def settle_fit(spec: JobSpec, job: Job, *, judges: bool = True) -> tuple[JobSpec, Job]:
-    """Return a job with what is chosen of the bundled program; raises MachineError if it cannot fit here.
-
-    Without `judges` nothing is said of that, and nothing refused.
-    """
+def settle_fit(spec: JobSpec, job: Job) -> tuple[JobSpec, Job]:
+    """Return a job with what is chosen of the bundled program; raises MachineError if it cannot fit here."""
     if spec.fit_model is None:
         return spec, job
     from launcher.config.training import settle_job, settle_training
 
-    config = settle_training(_describe_fit(spec, job.plan), judges=judges)
+    config = settle_training(_describe_fit(spec, job.plan))
     return settle_job(spec, config), replace(
         job, config=config, program=find_program(spec.program, config, spec.environ)
     )

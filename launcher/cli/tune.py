@@ -1,4 +1,7 @@
-"""`launch tune`: finds a setting that a program is fastest with, by running it again and again."""
+"""`launch tune`: finds a setting that a program is fastest with, by running it again and again.
+
+Each trial is a `launch` of its own, with the settings and the program of this one and the value to try.
+"""
 
 import contextlib
 import json
@@ -8,37 +11,30 @@ import re
 import shlex
 import signal
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from itertools import dropwhile, takewhile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.cli.job_warnings import name_files, unset_settings
-from launcher.cli.main import Call, print_json
+from launcher.cli.child import run_child
+from launcher.cli.job_warnings import name_files
+from launcher.cli.main import Call, group_words, parse_command, print_json
 from launcher.cli.plan import check_target, explain, write_file
-from launcher.cli.run import plan_job, settle_fit, specify_job, try_again
-from launcher.config.compose import Composed, read_values, resolve
-from launcher.config.program import fill_env
-from launcher.config.run_path import choose_run_path, render_config
+from launcher.cli.run import plan_job, specify_job, try_again
+from launcher.config.compose import Composed, read_values
+from launcher.config.run_path import choose_run_path
+from launcher.config.words import read_key
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import LARGEST, read_file
-from launcher.launch.ending import complete_manifest, describe_failure, explain_failure
-from launcher.launch.job import Job, JobSpec, build_agent_environ, render_start
+from launcher.launch.job import Job, JobSpec
 from launcher.launch.local_run import prepare_run
-from launcher.launch.supervisor import Supervisor, make_agent
-from launcher.launch.watching import watch_node
-from launcher.plan.model import plan_to_json
+from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.probe.limits import find_usable_memory, is_memory_low
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
-from launcher.report.tables import show_spinner
-from launcher.runs.manifest import stamp_time, write_manifest
-from launcher.runs.progress import Progress
+from launcher.runs.manifest import read_manifest, stamp_time, take_dict, write_manifest
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.run_directory import RunDir, write_json
 from launcher.runs.secrets import mask_words
-from launcher.text import count_things, format_size, join_words, print_text, redirect_log
+from launcher.text import count_things, describe_first_failed_rank, format_size, join_words, print_text
 from launcher.tune.batch import FIRST_BATCH, BatchSearch
 from launcher.tune.trials import FAILED, FITS, TOO_LARGE, VERDICTS, MeasureError, Trial, find_memory_error
 from launcher.tune.workers import WorkersSearch, find_max_workers
@@ -52,7 +48,7 @@ MARK = "# Written by `launch tune "
 WARMUP = 2
 """Steps after which garbage collection is as in the later steps of a long run: before any is measured."""
 RECORDS = "measured"
-"""Folder of the ranks' records in a trial's run directory."""
+"""Folder of the ranks' records, by trial."""
 LOG_LINES = 20_000
 """Last lines of each rank's logs that are searched for an allocation that has failed."""
 KNOWN = (
@@ -63,39 +59,9 @@ KNOWN = (
 """Options that are recognized among a program's arguments, if tune.option names none."""
 PREFIX = "program."
 """Of keys of the configured program."""
-OF_A_SEARCH = ("save", "format", "new_run_dir")
+OF_A_SEARCH = ("save", "format", "new_run_dir", "yes", "dry_run")
 """Settings beside `tune` that a search alone has."""
 Search = WorkersSearch | BatchSearch
-
-
-class TrialViewer:
-    """Shows what is being tried, on a terminal alone, and nothing of what the trial prints or logs."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.showing = ExitStack()
-
-    def start(self) -> None:
-        """Show it: not before the agent's start, since a thread must not hold locks in a fork."""
-        self.showing.enter_context(show_spinner(self.text))
-        self.showing.callback(redirect_log(lambda _: None))
-
-    def ignore(self, *_: object, **__: object) -> None:
-        """A trial has no terminal, and what it prints is not shown."""
-
-    watch_rank = ignore
-
-    def release_log(self) -> None:
-        """Let what is logged be seen."""
-        self.showing.close()
-
-    def finish(self, *, patient: bool = True) -> Sequence[Progress]:
-        return ()
-
-    def close(self) -> bool:
-        """Take the line down."""
-        self.showing.close()
-        return True
 
 
 def tune_program(call: Call) -> int:
@@ -137,8 +103,8 @@ def _tune(call: Call, subject: str) -> int:
         chosen += [LAUNCH_NUM_WORKERS, LAUNCH_LOADER_DEFAULT]
     if given := [name for name in chosen if name in config.env]:
         raise UsageError(f"env.{given[0]} is set, which `launch tune` chooses: leave it out")
-    tuning = Tuning(search, call.composition, spec, call.argv, target)
-    return tuning.preview() if config.dry_run else tuning.run(job)
+    tuning = Tuning(search, spec, job, call.argv, call.composition.own_files, target)
+    return tuning.preview() if config.dry_run else tuning.run()
 
 
 def _measure_here(composed: Composed) -> None:
@@ -164,30 +130,30 @@ class Tuning:
     """A search with the job that it runs with one value after the other."""
 
     search: Search
-    composed: Composed
     spec: JobSpec
+    job: Job
+    """As it is without the value."""
     argv: Sequence[str]
+    own_files: Sequence[str]
     target: str | None
     """The file that the choice is written to."""
 
     def preview(self) -> int:
         """Say what would be tried, and return exit code 0."""
-        first, variables = self._specify(self.search.next() or 0, Path("RUN_DIR"))
-        shown = [f"{name}={first.environ[name]}" for name in variables]
-        command = join_words(["env", *shown, *render_start(_plan_trial(first)[1], "RUN_ID")])
+        command = join_words(["launch", *self._list_words(self.search.next() or 0, Path("RUN_DIR"))])
         written = f"would write {self.target}\n" if self.target else ""
         steps = self.spec.config.tune.steps
         print_text(f"would try {self.search.bounds}, each for {steps} steps at most\n{written}{command}\n")
         return 0
 
-    def run(self, job: Job) -> int:
+    def run(self) -> int:
         """Try values until the best is known, keep it, and return the exit code.
 
         Raises LaunchError, and RunIdTakenError before anything has run.
         """
-        search, spec = self.search, self.spec
+        search, spec, job = self.search, self.spec, self.job
         run, manifest = prepare_run(spec, self.argv, [job.host])
-        name_files(self.composed.own_files)
+        name_files(self.own_files)
         program = f"program={spec.choices.get('program', '')}"
         if spec.program is not None:
             program = shlex.join(mask_words(spec.program))
@@ -207,18 +173,18 @@ class Tuning:
                 logger.info(describe_trial(trial, search))
             if search.conclude().value is None:
                 raise MachineError(search.conclude().lines[0])
-        except KeyboardInterrupt as error:
-            status = 128 + (error.args[0] if error.args else signal.SIGINT)
+        except (KeyboardInterrupt, SystemExit) as stop:
+            status = int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
         except LaunchError as error:
             end("failed", error.exit_code)
             for line in error.lines if isinstance(error, MeasureError) else ():
                 logger.info(line)
             raise
         end("stopped" if status else "succeeded", status)
-        self._show(run, job, where, status)
+        self._show(run, where, status)
         return status
 
-    def _show(self, run: RunDir, job: Job, where: str, status: int) -> None:
+    def _show(self, run: RunDir, where: str, status: int) -> None:
         """Print what was found, and write it down: in the run directory, and to the file for later runs."""
         search, config, found = self.search, self.spec.config, self.search.conclude()
         ordered = sorted(search.trials, key=lambda trial: trial.value)
@@ -247,7 +213,7 @@ class Tuning:
             return
         *lines, last = found.lines
         if isinstance(search, BatchSearch):
-            last += f": `{self._render_command(search, found.value)}`"
+            last += f": `{self._render_command(found.value)}`"
         for line in (*lines, last):
             logger.info(f"interrupted, and no file is written: {line}" if status else line)
         if saved is not None:
@@ -281,123 +247,100 @@ class Tuning:
                 raise explain("save", name, error) from None
         write_file("save", name, f"{MARK}{comments}\n{text}".encode("utf-8", "replace"))
 
-    def _render_command(self, search: BatchSearch, batch: int) -> str:
+    def _render_command(self, batch: int) -> str:
         """Return the command that uses a size, with the settings of this one that later runs need too."""
-        words = dropwhile(lambda word: word in ("tune", "batch"), self.argv)
-        settings = []
-        for word in takewhile(lambda word: "=" in word and not word.startswith("-"), words):
-            key = word.partition("=")[0].lstrip("+~")
-            if key not in (*OF_A_SEARCH, search.option.removesuffix("=")) and not key.startswith("tune."):
-                settings.append(word)
-        rest = [search.argument(batch)]
+        rest = [self.search.argument(batch)]
         if self.spec.program is not None:
-            rest = ["--", *mask_words(set_argument(self.spec.program, search.option, batch))]
-        return f"launch {join_words([*mask_words(settings), *rest])}"
+            rest = ["--", *mask_words(set_argument(self.spec.program, self._option, batch))]
+        return f"launch {join_words([*mask_words(self._list_settings()), *rest])}"
 
-    def _specify(self, value: int, folder: Path) -> tuple[JobSpec, Mapping[str, str]]:
-        """Return a trial with a run directory and variables of its own, and these variables.
+    @property
+    def _option(self) -> str:
+        """The program's option of the micro-batch; empty if workers are tuned."""
+        return self.search.option if isinstance(self.search, BatchSearch) else ""
 
-        A configured program is resolved from the configuration, in which a micro-batch is set.
-        """
-        spec, search, variables = self.spec, self.search, dict[str, str]()
-        if isinstance(search, WorkersSearch):
-            variables = {LAUNCH_NUM_WORKERS: str(value), LAUNCH_LOADER_DEFAULT: "1"}
-        elif spec.program is None:
-            self.composed.tree.program[search.option.removeprefix(PREFIX).removesuffix("=")] = value
+    def _list_settings(self) -> list[str]:
+        """Return the command line's settings for the job itself."""
+        left_out = (*OF_A_SEARCH, self._option.removesuffix("="))
+        keys = ((read_key(word), word) for word in self.spec.overrides)
+        return [word for key, word in keys if key not in left_out and not key.startswith("tune.")]
+
+    def _list_words(self, value: int, folder: Path) -> list[str]:
+        """Return the command line of a trial, whose run directory and ranks' records are in a folder."""
+        config, program, name = self.spec.config, self.spec.program, f"{self.search.title}-{value}"
+        tune = config.tune
+        flags = [group for group in group_words(parse_command(self.argv).words) if group[0][:1] == "-"]
+        order = {"folder": str(folder / RECORDS / name), "steps": tune.steps, "seconds": tune.seconds}
+        own = [
+            *(f"new_run_dir={folder / name}", "cluster.kind=local", "nodes=1"),
+            *("restarts=0", "torchrun.max_restarts=null", f"gc.warmup={min(config.gc.warmup, WARMUP)}"),
+            *("logs.console=none", "watch.enabled=false", "preflight.kind=off", "fit.check=off"),
+            *("notify.url=null", "notify.ping_url=null"),
+            f"env.{LAUNCH_METER}={json.dumps(order)}",
+        ]
+        if self._option and program is not None:
+            program = set_argument(program, self._option, value)
+        elif self._option:
+            own.append(self.search.argument(value))
         else:
-            spec = replace(spec, program=set_argument(spec.program, search.option, value))
-        config = fill_env(resolve(self.composed, folder), spec.file_variables)
-        config = replace(
-            unset_settings(config, spec.unset_allocator),
-            gc=replace(config.gc, warmup=min(config.gc.warmup, WARMUP)),
-            torchrun=replace(config.torchrun, max_restarts=0),
-            restarts=None,
-        )
-        order = {"folder": str(folder / RECORDS), "steps": config.tune.steps, "seconds": config.tune.seconds}
-        variables[LAUNCH_METER] = json.dumps(order)
-        trial = replace(
-            spec,
-            config=config,
-            config_text=render_config(self.composed),
-            environ={**spec.environ, **variables},
-            run_path=folder,
-            run_key="new_run_dir",
-        )
-        return trial, variables
+            own += [f"env.{LAUNCH_NUM_WORKERS}={value}", f"env.{LAUNCH_LOADER_DEFAULT}=1"]
+        if self.spec.is_bundled:
+            # Steps of one micro-step: sequences a second do not depend on how many there are.
+            own.append("program.global_batch=auto")
+            own += ["program.grad_accumulation=1"] * (config.program.get("grad_accumulation") == "auto")
+        # What files of variables hold is in the trial's environment: a pipe is read once.
+        settings = [word for word in self._list_settings() if read_key(word) != "env.from_file"]
+        given = [word for group in flags if group[0] not in ("-m", "--multirun") for word in group]
+        return [*given, "--run", *settings, *own, *(["--", *program] if program else ())]
 
     def _try(self, value: int, folder: Path) -> Trial:
         """Run the program with a value, and return what that has brought.
 
-        Once a value has fitted, what says nothing is put down to the value. Raises LaunchError,
-        KeyboardInterrupt with the number of a signal, and what any job raises.
+        Once a value has fitted, what says nothing is put down to the value. Raises LaunchError, and
+        SystemExit for a signal.
         """
-        trial, _ = self._specify(value, folder / f"{self.search.title}-{value}")
         try:
-            return self._run_trial(trial, value)
+            return self._run_trial(value, folder)
         except MeasureError as error:
             if not any(trial.verdict == FITS for trial in self.search.trials):
                 raise
             lines = [line.removeprefix("  | ").strip() for line in (str(error), *error.lines)]
             return Trial(value, verdict=FAILED, reason=next(line for line in reversed(lines) if line))
 
-    def _run_trial(self, trial: JobSpec, value: int) -> Trial:
+    def _run_trial(self, value: int, folder: Path) -> Trial:
         """Run the program to its end, or until it has been measured, or the machine's memory runs out.
 
         A program that catches the error of an allocation, and goes on or ends in peace, does not fit either.
         """
-        trial, job = _plan_trial(trial)
-        run, manifest = prepare_run(trial, self.argv, [job.host], plan_to_json(job.plan))
-        (run.path / RECORDS).mkdir(mode=0o700)
-        viewer = TrialViewer(f"trying {self.search.argument(value)} …")
-        environ = build_agent_environ(job.config, job.cluster, job.environ, run, job.host)
-        timeout = trial.config.tune.timeout
-        supervisor = Supervisor(
-            job,
-            run,
-            viewer,
-            make_agent(job, run, environ),
-            watch_node(job, run, "", 0),
-            manifest,
-            deadline=time.monotonic() + timeout,
-            is_starved=is_memory_low,
-        )
-        try:
-            ending = supervisor.run_to_end()
-        finally:
-            viewer.close()
-        failure = describe_failure(job, run, ending)
-        complete_manifest(run, manifest, ending, failure and failure.to_json(job.host), ending.state)
-        if ending.signal is not None and not supervisor.timed_out:
-            raise KeyboardInterrupt(ending.signal)
-        ranks = len(job.plan.ranks)
-        logs = [run.rank_log(rank, run.first_attempt, end) for rank in range(ranks) for end in ("err", "out")]
-        reason = find_memory_error(line for log in logs for line in read_tail(log, LOG_LINES))
-        if not reason and supervisor.starved:
+        search, config, name = self.search, self.spec.config, f"{self.search.title}-{value}"
+        path, records, console = folder / name, folder / RECORDS / name, folder / f"{name}.log"
+        records.mkdir(mode=0o700, parents=True)
+        command = [sys.executable, "-P", "-m", "launcher", *self._list_words(value, folder)]
+        timeout, grace = config.tune.timeout, config.torchrun.shutdown_timeout + TERM_GRACE + 2 * KILL_GRACE
+        with console.open("xb") as output:
+            doing = f"trying {search.argument(value)} …"
+            status, starved = run_child(
+                command, self.spec.environ, output, timeout, grace, doing, is_memory_low
+            )
+        said = read_tail(console, LOG_LINES)
+        logs = [line for log in sorted(path.glob("logs/*/*")) for line in read_tail(log, LOG_LINES)]
+        reason = find_memory_error([*logs, *said])
+        if not reason and starved:
             reason = "the machine's memory ran out, so it was ended"
-        elif not reason and ending.memory:
-            reason = "the kernel killed a process for memory"
         if reason:
             return Trial(value, verdict=TOO_LARGE, reason=reason)
-        if supervisor.timed_out:
+        if status is None:
             raise MeasureError(
                 f"not measured within tune.timeout={timeout:g} s: give more time, or a smaller task"
             )
-        if ending.status:
-            first, *lines = explain_failure(job, run, ending, failure)
-            raise MeasureError(first, ending.status, lines)
-        return self.search.measure(run.path / RECORDS, value, ranks)
-
-
-def _plan_trial(trial: JobSpec) -> tuple[JobSpec, Job]:
-    """Plan a trial; what is free of the bundled program is chosen around what is tried, as a run does."""
-    job = plan_job(trial)
-    if trial.fit_model is None or not trial.is_bundled:
-        return trial, job
-    # Steps of one micro-step: sequences a second do not depend on how many there are.
-    program = {**trial.config.program, "global_batch": "auto"}
-    if program.get("grad_accumulation") == "auto":
-        program["grad_accumulation"] = 1
-    return settle_fit(replace(trial, config=replace(trial.config, program=program)), job, judges=False)
+        if status:
+            failure = take_dict(take_dict(read_manifest(path), "outcome"), "first_failure")
+            if not failure:
+                raise MeasureError(next(reversed(said), "").removeprefix("launch: error: "), status)
+            where, last = f"rank {failure['rank']} on {failure['host']}", failure["last_lines"]
+            first, *lines = describe_first_failed_rank(where, failure["reason"], f"{path}/logs", last)
+            raise MeasureError(first, 128 - status if status < 0 else status, lines)
+        return search.measure(records, value, len(self.job.plan.ranks))
 
 
 def describe_trial(trial: Trial, search: Search, remark: str = "") -> str:

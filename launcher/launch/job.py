@@ -78,10 +78,6 @@ class JobSpec:
     """What starts the ranks."""
     environ: Mapping[str, str]
     """The user's environment with `env.*` over it."""
-    file_variables: Mapping[str, str]
-    """Variables of `env.from_file`."""
-    unset_allocator: tuple[str, ...]
-    """Settings of the allocator that are left out, since they do not go with the program."""
     name: str
     """The run's name."""
     run_path: Path

@@ -535,17 +535,9 @@ class Supervisor:
     """If the program has the user's terminal."""
     control: SignalChannel | None = None
     """Commands from the job's first node; None outside of a step of SLURM's."""
-    deadline: float = math.inf
-    """Monotonic time at which the job is ended as by SIGTERM to `launch`."""
-    is_starved: Callable[[], bool] | None = None
-    """Asked again and again; once it is true, the ranks are killed."""
     on_stop: Callable[[int, bool], None] = lambda *_: None
     """Called once, with the first stopping signal, and whether the job's first node sent it."""
 
-    starved: bool = False
-    """That has happened."""
-    timed_out: bool = False
-    """The deadline has passed."""
     stop: StopStages | None = None
     first_signal: int | None = None
     signal_time: float = math.inf
@@ -635,11 +627,6 @@ class Supervisor:
         if self.control and self.stop is None and fresh and self.has_agent_heard():
             self.handle_stop_signal(signal.SIGTERM, by_slurm=True)  # the agent alone got it
         self.handle_signals(inbox)
-        if now > self.deadline and not self.timed_out:
-            self.timed_out = True
-            signal.raise_signal(signal.SIGTERM)
-        if self.is_starved and not self.starved and self.is_starved():
-            self.starved = ranks.signal_groups(signal.SIGKILL)
         # torchrun's agents restart for nodes that come, not for those that go: ranks that do not fail by
         # themselves wait for the lost ones in a collective until that times out.
         control, lost_at = self.control, self.control.lost_at if self.control else None

@@ -25,8 +25,9 @@ MEMORY_ERROR = re.compile(
     r"|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
     r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory"
     r"|^(?:\w+\.)*_?(?:Array)?MemoryError\b|\bstd::bad_alloc\b|Cannot allocate memory"
+    r"|out of memory: the kernel killed"
 )
-"""How PyTorch, CUDA, NumPy, Python and C++ say that an allocation has failed."""
+"""How PyTorch, CUDA, NumPy, Python, C++ and `launch` say that an allocation has failed."""
 LONGEST_REASON = 120
 """Characters of such a line that are shown, from the error on."""
 
