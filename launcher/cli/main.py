@@ -114,10 +114,9 @@ class Call:
 
         if self.composed is None:
             return Settings()
-        from launcher.cli.job_warnings import name_files, warn_elsewhere
-        from launcher.config.compose import resolve
+        from launcher.config.compose import name_files, resolve
         from launcher.config.program import fill_env, read_env_files
-        from launcher.config.rules import Context, check
+        from launcher.config.rules import check, warn_elsewhere
 
         name_files(self.composed.own_files)
         config = resolve(self.composed)
@@ -125,7 +124,7 @@ class Call:
             config = fill_env(config, read_env_files(config))
             if self.verb != "topo" or config.image:
                 warn_elsewhere(config, os.environ)
-        check(Context(config, f"launch {self.verb}", self.given))
+        check(config, f"launch {self.verb}", self.given)
         return config
 
     @cached_property
@@ -265,10 +264,17 @@ def call_composed(
     """Call the verb with a configuration; return the exit code, raise LaunchError."""
     for warning in composed.warnings:
         logger.warning(warning)
-    if find_verb(command.verb).takes == "program":
-        from launcher.cli.job_warnings import warn_unread
+    from launcher.config.program import find_script
+    from launcher.config.words import read_key
 
-        warn_unread(command.program or ())
+    program = command.program or ()
+    settings = _list_own_keys() - {"model", "data", "program", "name"}  # hardly a program's own
+    words = [word for word in program[1:] if "=" in word and read_key(word).partition(".")[0] in settings]
+    if words:
+        logger.info(
+            f"{_mask(words, ', ')} after the program: it gets what stands there; write settings of launch"
+            f" before {Path(find_script(program))}"
+        )
     return call_verb(Call(command.verb, composed, command.names, command.program, argv, early))
 
 
@@ -482,10 +488,10 @@ def _explain_option(group: Sequence[str]) -> str:
     return f"there is no option {option}: a program's options stand after the program"
 
 
-def _mask(words: Sequence[str]) -> str:
+def _mask(words: Sequence[str], between: str = " ") -> str:
     from launcher.runs.secrets import mask_words
 
-    return " ".join(mask_words(list(words)))
+    return between.join(mask_words(list(words)))
 
 
 def _list_own_keys() -> set[str]:

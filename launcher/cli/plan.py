@@ -10,9 +10,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from launcher.cli.job_warnings import settle_allocator, unset_settings, warn_overruled
 from launcher.cli.main import Call, print_json
 from launcher.config.program import render_program
+from launcher.config.rules import settle_allocator, warn_overruled
 from launcher.config.start import plan_node, read_machine
 from launcher.config.words import quote_value
 from launcher.errors import MachineError, UsageError
@@ -35,8 +35,7 @@ def show_plan(call: Call) -> int:
     if not words:
         with contextlib.suppress(UsageError):  # a run says so
             words = render_program(config.program, {"model": config.model, "data": config.data})
-    left_out = settle_allocator(config, words, environ, given)
-    made = plan_node(unset_settings(config, left_out), environ)
+    made = plan_node(settle_allocator(config, words, environ, given), environ)
     fit = None
     if config.fit.check != "off":
         from launcher.cli.fit import estimate_fit  # what estimates is loaded for an estimate alone

@@ -10,17 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.job_warnings import (
-    name_files,
-    settle_allocator,
-    unset_settings,
-    warn_elsewhere,
-    warn_overruled,
-    warn_unused,
-    warn_visible,
-)
 from launcher.cli.main import Call
-from launcher.config.compose import Composed, compose, read_values, resolve
+from launcher.config.compose import Composed, compose, name_files, read_values, resolve
 from launcher.config.program import (
     BUNDLED,
     clear_sections,
@@ -30,7 +21,14 @@ from launcher.config.program import (
     find_unused,
     read_env_files,
 )
-from launcher.config.rules import Context, check, check_placed
+from launcher.config.rules import (
+    check,
+    check_placed,
+    settle_allocator,
+    warn_elsewhere,
+    warn_job,
+    warn_overruled,
+)
 from launcher.config.run_path import (
     RunPath,
     choose_run_path,
@@ -141,21 +139,19 @@ def specify_job(
     if run_path.key == "run_dir":
         _check_earlier(run_path.path, Path(config.runs_dir))
         config = _keep_chosen(config, run_path.path)
-    context = Context(config, verb, given)
-    check(context)
+    check(config, verb, given)
     merged = {**environ, **config.env}
     if verb == "launch":
         warn_overruled(merged, given)
     cluster = choose_cluster(config, merged)
     if cluster.kind == "slurm" and not config.dry_run:
         check_command("sbatch", cluster.why, merged)
-    check_placed(context, cluster)
+    check_placed(config, cluster)
     agent = choose_agent(config, cluster, merged)
     argv = find_program(program, config, merged)
     if program and (remark := describe_interpreter(program)):
         logger.info(remark)
-    warn_unused(cluster, given)
-    warn_visible(config, cluster, given)
+    warn_job(config, cluster, given)
     if cluster.kind != "slurm":
         warn_elsewhere(config, environ)
     is_bundled = not program and config.program.get("command") == list(BUNDLED)
@@ -169,10 +165,9 @@ def specify_job(
         name = composed.choices.get("model")
         use = "says what the job needs of memory, and is not passed on" if fit_model else "is not used"
         logger.info(f"model={name} {use}: the program has its own arguments")
-    left_out = settle_allocator(config, argv, merged, given)
     unused = find_unused(config, program, given)
     return JobSpec(
-        config=unset_settings(clear_sections(config, unused), left_out),
+        config=settle_allocator(clear_sections(config, unused), argv, merged, given),
         config_text=render_config(composed, unused),
         choices={key: option for key, option in composed.choices.items() if key not in unused},
         given=given,

@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher.cli.child import run_child
-from launcher.cli.job_warnings import name_files
 from launcher.cli.main import Call, group_words, parse_command, print_json
 from launcher.cli.plan import check_target, explain, write_file
 from launcher.cli.run import plan_job, specify_job, try_again
-from launcher.config.compose import Composed, read_values
+from launcher.config.compose import Composed, name_files, read_values
 from launcher.config.run_path import choose_run_path
 from launcher.config.words import read_key
 from launcher.errors import LaunchError, MachineError, UsageError

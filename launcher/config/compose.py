@@ -2,6 +2,7 @@
 
 import gc
 import io
+import logging
 import os
 import re
 import traceback
@@ -49,7 +50,10 @@ from launcher.config.words import (
     rewrite_override,
 )
 from launcher.errors import UsageError
+from launcher.files import name_user
 from launcher.text import print_text, suggest
+
+logger = logging.getLogger(__name__)
 
 ACTED_ON = ("mode", "searchpath", "sweeper", "sweep.dir", "job.config")
 """Keys and groups of `hydra` that have an effect, with all keys below them."""
@@ -266,6 +270,16 @@ def list_own_files(sources: Sources, tree: DictConfig) -> list[str]:
     return [
         os.path.relpath(path) for path in dict.fromkeys(found) if path and find_shipped() not in path.parents
     ]
+
+
+def name_files(own_files: Sequence[str]) -> None:
+    """Say which configuration is not the shipped one, and whose it is if it is another user's."""
+    named = []
+    for path in own_files:
+        owner = Path(path).stat().st_uid
+        named.append(path if owner in (os.geteuid(), 0) else f"{path} (of {name_user(owner)})")
+    if named:
+        logger.info(f"configuration from {', '.join(named)}")
 
 
 def show_hydra(tree: DictConfig) -> DictConfig:

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.cli import doctor, job_warnings
+from launcher.cli import doctor
 from launcher.cli.early_start import find_early_program
 from launcher.cli.main import parse_command
+from launcher.config import rules
 from launcher.doctor.model import Facts, PathFacts
 from launcher.preflight import PreflightRequest, render_answer
 from launcher.probe import limits
@@ -38,12 +39,12 @@ def test_programs_that_share_gpu_memory_are_warned_of_in_a_container_that_may_no
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("nodes=2", "cluster=slurm", "dry_run=true", "--", "python", "-m", "verl.trainer.main_ppo")
-    monkeypatch.setattr(job_warnings, "CONTAINER_MARKS", ())
+    monkeypatch.setattr(rules, "CONTAINER_MARKS", ())
     assert "165685" not in launch(*words).err
     contained = launch("cluster.container.image=a.sif", *words)
     assert contained.code == 0
     assert "pytorch/issues/165685" in contained.err and "--cap-add=SYS_PTRACE to have both" in contained.err
-    monkeypatch.setattr(job_warnings, "CONTAINER_MARKS", ("/",))
+    monkeypatch.setattr(rules, "CONTAINER_MARKS", ("/",))
     for capabilities in (0, 1 << 19):
         monkeypatch.setattr(limits, "read_capabilities", lambda _, found=capabilities: found)
         said = launch("nproc_per_node=1", "dry_run=true", "--", "echo", "verl.trainer").err
