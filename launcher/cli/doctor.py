@@ -199,45 +199,42 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
     Raises MachineError if it is not, for `preflight.on_failure`; returns 128+n for a signal that stopped it.
     A node of a job that is started by hand reports alone: the others would wait for it.
     """
-
-    def write(report: PreflightReport | None = None, **facts: object) -> None:
-        """Write down what was found; if that cannot be, say so and go on."""
-        manifest.update(facts)
-        try:
-            if report:
-                write_preflight_report(run.path, run.first_attempt, report)
-            write_manifest(run, manifest)
-        except OSError as error:
-            logger.warning(f"preflight: what was found could not be written ({error})")
-
-    settings = job.config.preflight
+    settings, status, stops = job.config.preflight, 0, False
     try:
         report = _check_this_machine(job.config, job.environ, run.path, job.program)
     except SystemExit as stop:
-        status = int(stop.code or 0)
-        outcome = {"state": "stopped", "exit_code": status, "signal": name_signal(status - 128)}
-        write(ended=stamp_time(), outcome=outcome)
-        return status
-    if isinstance(report, str):
+        status, report = int(stop.code or 0), "stopped"
+        manifest["outcome"] = {"state": "stopped", "exit_code": status, "signal": name_signal(status - 128)}
+    reason = f"preflight found this machine sick (preflight.on_failure={settings.on_failure})"
+    if isinstance(report, PreflightReport):
+        lines = list_preflight_lines(report)
+        for line in lines:
+            logger.info(f"preflight: {line}")
+        stops = bool(report.sick) and settings.on_failure != "report"
+        if stops and job.cluster.kind == "manual":
+            stops = False
+            logger.info("preflight: this node starts all the same: the job's others wait for it")
+        action = "stop" if stops else "start"
+        told = {"action": action, "left_out": [], "lines": lines}
+        manifest["preflight"] = {**describe_report(report), **told}
+    elif not status:
         problem = f"this machine was not checked: {report}"
         logger.warning(f"preflight: {problem}")
-        write(preflight={"kind": settings.kind, "problem": report, "lines": [problem]})
-        return 0
-    lines = list_preflight_lines(report)
-    for line in lines:
-        logger.info(f"preflight: {line}")
-    stops = bool(report.sick) and settings.on_failure != "report"
-    if stops and job.cluster.kind == "manual":
-        stops = False
-        logger.info("preflight: this node starts all the same: the job's others wait for it")
-    action = "stop" if stops else "start"
-    write(report, preflight={**describe_report(report), "action": action, "left_out": [], "lines": lines})
+        manifest["preflight"] = {"kind": settings.kind, "problem": report, "lines": [problem]}
     if stops:
-        reason = f"preflight found this machine sick (preflight.on_failure={settings.on_failure})"
         outcome = {"state": "failed", "cause": "sick_node", "exit_code": EXIT_MACHINE, "reason": reason}
-        write(ended=stamp_time(), outcome=outcome)
+        manifest["outcome"] = outcome
+    if stops or status:
+        manifest["ended"] = stamp_time()
+    try:
+        if isinstance(report, PreflightReport):
+            write_preflight_report(run.path, run.first_attempt, report)
+        write_manifest(run, manifest)
+    except OSError as error:
+        logger.warning(f"preflight: what was found could not be written ({error})")
+    if stops:
         raise MachineError(f"{reason}: see above for the fixes, or set preflight.on_failure=report")
-    return 0
+    return status
 
 
 def _check_this_machine(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.main import Command
+from launcher.cli.main import Call
 from launcher.errors import UsageError
 from launcher.protocol import LAUNCH_WATCH
 
@@ -56,12 +56,12 @@ class EarlyStart:
 
 
 @contextlib.contextmanager
-def start_early(command: Command, environ: Mapping[str, str]) -> Iterator[EarlyStart]:
+def start_early(call: Call, environ: Mapping[str, str]) -> Iterator[EarlyStart]:
     """Give an early start, with a process in it if the ranks may be forked from it.
 
     Errors of the command line are left to those who report them.
     """
-    early = EarlyStart(find_early_program(command, environ) or ())
+    early = EarlyStart(find_early_program(call, environ) or ())
     try:
         if early.argv:
             from launcher.launch.warm.process import WarmProcess
@@ -79,7 +79,7 @@ def start_early(command: Command, environ: Mapping[str, str]) -> Iterator[EarlyS
         early.close()
 
 
-def find_early_program(command: Command, environ: Mapping[str, str]) -> tuple[str, ...] | None:
+def find_early_program(call: Call, environ: Mapping[str, str]) -> tuple[str, ...] | None:
     """Return the program's argv if a run of a Python program that uses torch is asked for; None if not.
 
     That is the one on the command line, or the bundled one if no file of the user's own and no word names
@@ -88,16 +88,16 @@ def find_early_program(command: Command, environ: Mapping[str, str]) -> tuple[st
     from launcher.config.program import BUNDLED, resolve_program
     from launcher.launch.warm.program import read_program
 
-    words = [word for word in command.words if word not in RUN_FLAGS]
+    words = [word for word in call.words if word not in RUN_FLAGS]
     if any(word.startswith("-") or ("=" not in word and word[:1] != "~") for word in words):  # no settings
         return None
-    if command.program is None and (Path("conf").exists() or any(w.startswith("program=") for w in words)):
+    if call.program is None and (Path("conf").exists() or any(w.startswith("program=") for w in words)):
         return None
     try:
-        argv = resolve_program(command.program or BUNDLED, environ)
+        argv = resolve_program(call.program or BUNDLED, environ)
     except UsageError:
         return None
-    if command.program is None:
+    if call.program is None:
         return argv
     text = read_program(argv, environ)
     return argv if text and text.uses_torch and not text.obstacle else None

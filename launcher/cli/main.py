@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -79,16 +79,19 @@ def find_verb(name: str) -> Verb:
 
 @dataclass
 class Call:
-    """What a verb is called with."""
+    """A command line's parts, and the configuration that they ask for."""
 
     verb: str
-    composed: "Composed | None" = None
-    """The configuration before it is resolved; None if a verb of runs or nodes is given no setting."""
+    words: tuple[str, ...] = ()
+    """Overrides and Hydra's flags."""
     names: Sequence[str] = ()
+    """Runs, jobs and nodes, for the verbs that take them; what `tune` is to tune."""
     program: tuple[str, ...] | None = None
     """The program on the command line and its arguments; None if there is none."""
     argv: Sequence[str] = ()
     """The whole command line."""
+    composed: "Composed | None" = None
+    """The configuration before it is resolved; None if a verb of runs or nodes is given no setting."""
     early: "EarlyStart | None" = None
     """A warm process for a run, started while the configuration was composed."""
 
@@ -166,7 +169,7 @@ def run_guarded(argv: Sequence[str]) -> int:
     """Run a command line and return the exit code; errors become one line on stderr."""
     set_up_logging()
     try:
-        status = run_command(parse_command(argv), argv)
+        status = run_command(parse_command(argv))
         sys.stdout.flush()
     except LaunchError as error:
         log_error(str(error))
@@ -193,13 +196,14 @@ def drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def run_command(command: "Command", argv: Sequence[str]) -> int:
+def run_command(call: Call) -> int:
     """Do what a command line asks, and return the exit code; raises LaunchError."""
-    if "--help-all" in command.words:
+    if "--help-all" in call.words:
         return print_full_help()
-    if {"-h", "--help"} & set(command.words):
-        return print_help(command.verb)
-    if "--version" in command.words:
+    if {"-h", "--help"} & set(call.words):
+        print_text((HELP / f"{call.verb}.txt").read_text(encoding="utf-8"))
+        return 0
+    if "--version" in call.words:
         from launcher.runs.provenance import DISTRIBUTION, find_version
 
         sys.stdout.write(f"launch {find_version(DISTRIBUTION) or 'is not installed'}\n")
@@ -207,21 +211,21 @@ def run_command(command: "Command", argv: Sequence[str]) -> int:
     from launcher.config.words import check_here
 
     check_here()
-    if command.verb == "run" and "dry_run=true" not in command.words:
+    if call.verb == "run" and "dry_run=true" not in call.words:
         from launcher.cli.early_start import start_early
 
-        with start_early(command, os.environ) as early:
-            return compose_and_call(command, argv, early)
-    return compose_and_call(command, argv)
+        with start_early(call, os.environ) as call.early:
+            return compose_and_call(call)
+    return compose_and_call(call)
 
 
-def compose_and_call(command: "Command", argv: Sequence[str], early: "EarlyStart | None" = None) -> int:
+def compose_and_call(call: Call) -> int:
     """Compose what the words ask for, and call the verb with it: once, or for each job of a sweep."""
     from launcher.config.words import Sources, asks_sweep, find_shipped, parse_flags
 
-    if not {"-sc", "--shell-completion"} & set(command.words):
-        check_words(command)
-    flags = parse_flags(command.words)
+    if not {"-sc", "--shell-completion"} & set(call.words):
+        check_words(call)
+    flags = parse_flags(call.words)
     if flags.completion:
         from launcher.cli.completion import complete_line
 
@@ -230,22 +234,21 @@ def compose_and_call(command: "Command", argv: Sequence[str], early: "EarlyStart
         from launcher.config.compose import show_flags
 
         return show_flags(flags)
-    if asks_sweep(flags, command.verb):
-        if early:
-            early.close()
+    if asks_sweep(flags, call.verb):
+        if call.early:
+            call.early.close()
         from launcher.cli.run import run_sweep
 
-        return run_sweep(flags, command, argv)
-    if find_verb(command.verb).takes_names:
-        if not flags.overrides and flags.sources == Sources((find_shipped(),)):
-            # Without a setting these verbs need no Hydra, which takes longer than all of the rest.
-            return call_verb(Call(command.verb, None, command.names, argv=argv))
-        overrides = list(flags.overrides)
-    else:
-        overrides = add_pet(flags.overrides, os.environ)
+        return run_sweep(flags, replace(call, early=None))
+    overrides = list(flags.overrides)
+    if not find_verb(call.verb).takes_names:
+        overrides = add_pet(overrides, os.environ)
+    elif not overrides and flags.sources == Sources((find_shipped(),)):
+        # Without a setting these verbs need no Hydra, which takes longer than all of the rest.
+        return call_verb(call)
     from launcher.config.compose import compose
 
-    return call_composed(compose(flags.sources, overrides), command, argv, early)
+    return call_composed(call, compose(flags.sources, overrides))
 
 
 def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
@@ -258,16 +261,14 @@ def add_pet(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     return [*(f"{key}={quote_value(value)}" for key, value in pet.items()), *overrides]
 
 
-def call_composed(
-    composed: "Composed", command: "Command", argv: Sequence[str], early: "EarlyStart | None" = None
-) -> int:
+def call_composed(call: Call, composed: "Composed") -> int:
     """Call the verb with a configuration; return the exit code, raise LaunchError."""
     for warning in composed.warnings:
         logger.warning(warning)
     from launcher.config.program import find_script
     from launcher.config.words import read_key
 
-    program = command.program or ()
+    program = call.program or ()
     settings = _list_own_keys() - {"model", "data", "program", "name"}  # hardly a program's own
     words = [word for word in program[1:] if "=" in word and read_key(word).partition(".")[0] in settings]
     if words:
@@ -275,7 +276,7 @@ def call_composed(
             f"{_mask(words, ', ')} after the program: it gets what stands there; write settings of launch"
             f" before {Path(find_script(program))}"
         )
-    return call_verb(Call(command.verb, composed, command.names, command.program, argv, early))
+    return call_verb(replace(call, composed=composed))
 
 
 def call_verb(call: Call) -> int:
@@ -290,12 +291,6 @@ def print_json(value: object) -> None:
     import json
 
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
-
-
-def print_help(verb: str) -> int:
-    """Print the help of a verb, or of `run`, and return exit code 0."""
-    print_text((HELP / f"{verb}.txt").read_text(encoding="utf-8"))
-    return 0
 
 
 def print_full_help() -> int:
@@ -329,20 +324,7 @@ def print_full_help() -> int:
 # The words of a command line
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command line's parts."""
-
-    verb: str
-    words: tuple[str, ...]
-    """Overrides and Hydra's flags."""
-    names: tuple[str, ...]
-    """Runs, jobs and nodes, for the verbs that take them; what `tune` is to tune."""
-    program: tuple[str, ...] | None
-    """The program and its arguments; None if there is none."""
-
-
-def parse_command(argv: Sequence[str]) -> Command:
+def parse_command(argv: Sequence[str]) -> Call:
     """Split a command line into verb, overrides and program; raises UsageError for an empty program."""
     words = list(argv)
     name = words.pop(0) if words and words[0] in VERBS else "run"
@@ -364,7 +346,7 @@ def parse_command(argv: Sequence[str]) -> Command:
         words = [word for group in groups for word in group if len(group) == 2 or word not in names]
     else:
         _check_verbs(name, alone)
-    return Command(name, tuple(words), tuple(names), program)
+    return Call(name, tuple(words), tuple(names), program, argv)
 
 
 def group_words(argv: Sequence[str], *, has_program: bool = True) -> Iterator[tuple[str, ...]]:
@@ -432,24 +414,24 @@ def _check_verbs(verb: str, words: Sequence[str]) -> None:
             raise UsageError(f"there is no verb {words[0]!r}: did you mean {near[0]}?")
 
 
-def check_words(command: Command) -> None:
+def check_words(call: Call) -> None:
     """Raise UsageError for the words before the program that are neither settings nor flags.
 
     All names of other tools are told of at once, with ours.
     """
     problems: list[str] = []
-    for group in group_words(command.words):
+    for group in group_words(call.words):
         word = group[0]
         if word.startswith("-") and word != "-":
             problems.append(_explain_option(group))
         elif "=" in word or word.startswith("~") or not word:
-            problems.append(_explain_key(word, command.words))
+            problems.append(_explain_key(word, call.words))
         elif not any(problems):
             wrong = f"{word!r} is not KEY=VALUE, and"
-            if find_verb(command.verb).takes == "program":
+            if find_verb(call.verb).takes == "program":
                 problems.append(f"{wrong} no file here: to run it as a program, put `--` before it")
             else:
-                problems.append(f"{wrong} `launch {command.verb}` takes nothing else")
+                problems.append(f"{wrong} `launch {call.verb}` takes nothing else")
             break
     if any(problems):
         raise UsageError("; ".join(filter(None, problems)))

@@ -10,12 +10,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.main import Call
+from launcher.cli.main import Call, add_pet, call_composed
 from launcher.config.compose import Composed, compose, name_files, read_values, resolve
 from launcher.config.program import (
     BUNDLED,
     clear_sections,
-    describe_interpreter,
     fill_env,
     find_program,
     find_unused,
@@ -39,7 +38,7 @@ from launcher.config.run_path import (
 )
 from launcher.config.settings import Settings
 from launcher.config.start import check_command, choose_agent, choose_cluster, guess_kind
-from launcher.errors import LaunchError, UsageError
+from launcher.errors import UsageError
 from launcher.launch.job import Job, JobSpec, render_start
 from launcher.plan.model import plan_to_json
 from launcher.protocol import name_host
@@ -51,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from launcher.cli.early_start import EarlyStart
-    from launcher.cli.main import Command
-    from launcher.config.sweep import Multirun
     from launcher.config.training import FitJob
     from launcher.config.words import Flags
     from launcher.launch.terminal import Terminal
@@ -149,8 +146,6 @@ def specify_job(
     check_placed(config, cluster)
     agent = choose_agent(config, cluster, merged)
     argv = find_program(program, config, merged)
-    if program and (remark := describe_interpreter(program)):
-        logger.info(remark)
     warn_job(config, cluster, given)
     if cluster.kind != "slurm":
         warn_elsewhere(config, environ)
@@ -276,7 +271,11 @@ def _execute_here(spec: JobSpec, job: Job, argv: Sequence[str], early: "EarlySta
     run, manifest = local_run.prepare_run(spec, argv, [job.host], plan_to_json(job.plan))
     # What the job is expected to take, for later estimates to learn from.
     device = "gpu" if any(rank.gpu for rank in job.plan.ranks) else "cpu"
-    predicted = _predict_memory(spec, job.plan) if spec.fit_model else 0
+    predicted = 0
+    if spec.fit_model:
+        from launcher.cli.fit import predict_memory
+
+        predicted = predict_memory(_describe_fit(spec, job.plan))
     keep_prediction(run, job.program, device, job.world_size, predicted)
     if spec.config.preflight.kind not in ("off", "auto"):
         from launcher.cli.doctor import check_before_run  # only if it is asked for
@@ -292,20 +291,6 @@ def _describe_fit(spec: JobSpec, plan: "Plan") -> "FitJob":
 
     nodes, model, bundled = spec.cluster.min_nodes, spec.fit_model, spec.is_bundled
     return FitJob.of_plan(spec.config, plan, model, nodes, spec.environ, is_bundled=bundled)
-
-
-def _predict_memory(spec: JobSpec, plan: "Plan") -> int:
-    """Return the bytes that a rank is expected to take, 0 if that is not known."""
-    from launcher.cli.fit import predict_memory
-
-    try:
-        return predict_memory(_describe_fit(spec, plan))
-    except LaunchError:  # `settle_fit` has told of it
-        return 0
-    except Exception as error:  # a mistake of the estimate ends no run
-        what = f"{type(error).__name__}: {error}"
-        logger.warning(f"later estimates learn nothing of this run ({what}): report it")
-        return 0
 
 
 def _describe_agent(job: Job) -> str:
@@ -336,40 +321,39 @@ def _make_viewer(job: "Job", run: "RunDir", terminal: "Terminal | None") -> "Out
 # Sweeps
 
 
-def run_sweep(flags: "Flags", command: "Command", argv: Sequence[str]) -> int:
+def run_sweep(flags: "Flags", call: Call) -> int:
     """Run the jobs of a sweep; return the first exit code that is not 0."""
-    from launcher.cli.main import add_pet, call_composed
-    from launcher.config.sweep import expand_sweep, read_multirun
+    from launcher.config.sweep import expand_sweep, find_sweep_dir
     from launcher.launch.signals import STOPPING
 
-    multirun = read_multirun(flags.sources, add_pet(flags.overrides, os.environ))
-    if multirun.sweeper != "basic":
-        return run_plugin(multirun, command, argv)
-    jobs = expand_sweep(multirun)
+    sweep = compose(flags.sources, add_pet(flags.overrides, os.environ), sweep=True)
+    if sweep.sweeper != "basic":
+        return run_plugin(sweep, call)
+    jobs = expand_sweep(sweep)
     # A mistake in the last job shows before the first runs.
-    composed = [compose(multirun.sources, overrides, number) for number, overrides in enumerate(jobs)]
-    folder = multirun.sweep_dir
-    for number, each in enumerate(composed if folder and command.verb == "run" else ()):
+    composed = [compose(flags.sources, overrides, number) for number, overrides in enumerate(jobs)]
+    folder = find_sweep_dir(sweep)
+    for number, each in enumerate(composed if folder and call.verb == "run" else ()):
         use_sweep_folder(each.tree, f"{folder}/{number}")
-    if command.verb == "run" and all(map(is_for_slurm, composed)):
-        return try_again(lambda: submit_all(specify_all(composed, command), composed, argv))
+    if call.verb == "run" and all(map(is_for_slurm, composed)):
+        return try_again(lambda: submit_all(specify_all(composed, call), composed, call.argv))
     first = 0
     for number, (each, overrides) in enumerate(zip(composed, jobs, strict=True), 1):
         logger.info(f"job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}")
-        status = call_composed(each, command, argv)
+        status = call_composed(call, each)
         first = first or status
         if status - 128 in STOPPING:
             break
     return first
 
 
-def specify_all(composed: Sequence[Composed], command: "Command") -> list[JobSpec]:
+def specify_all(composed: Sequence[Composed], call: Call) -> list[JobSpec]:
     """Resolve and check the jobs of an array, each with a run directory of its own; raises LaunchError."""
     specs: list[JobSpec] = []
     for each in composed:
         taken = {spec.run_path for spec in specs}
-        run_path = choose_run_path(each, command.program, submits=True, taken=taken)
-        specs.append(specify_job(each, command.program, run_path, os.environ))
+        run_path = choose_run_path(each, call.program, submits=True, taken=taken)
+        specs.append(specify_job(each, call.program, run_path, os.environ))
     return specs
 
 
@@ -383,7 +367,7 @@ def submit_all(specs: Sequence[JobSpec], composed: Sequence[Composed], argv: Seq
     return submit_jobs(specs, argv)
 
 
-def run_plugin(multirun: "Multirun", command: "Command", argv: Sequence[str]) -> int:
+def run_plugin(sweep: Composed, call: Call) -> int:
     """Run the trials that a plugin of Hydra's asks for; raises LaunchError.
 
     It says first which files the sweep is from.
@@ -391,36 +375,35 @@ def run_plugin(multirun: "Multirun", command: "Command", argv: Sequence[str]) ->
     from launcher.config.sweep import run_trials
     from launcher.runs.progress import read_objective
 
-    sweeper = f"hydra/sweeper={multirun.sweeper}"
+    sweeper = f"hydra/sweeper={sweep.sweeper}"
     what = f"{sweeper} chooses trials by the results of runs"
-    if command.verb != "run":
-        raise UsageError(f"{what}: leave it out for `launch {command.verb}`")
-    if multirun.tree.dry_run:
+    if call.verb != "run":
+        raise UsageError(f"{what}: leave it out for `launch {call.verb}`")
+    if sweep.tree.dry_run:
         raise UsageError(f"{what}, and dry_run=true starts none: leave one of them out")
-    name_files(multirun.own_files)
-    return run_trials(multirun, lambda batch: run_batch(batch, command, argv), read_objective)
+    name_files(sweep.own_files)
+    return run_trials(sweep, lambda batch: run_batch(batch, call), read_objective)
 
 
-def run_batch(batch: Sequence[Composed], command: "Command", argv: Sequence[str]) -> Iterator[int]:
+def run_batch(batch: Sequence[Composed], call: Call) -> Iterator[int]:
     """Run trials to their ends, on a cluster all of them at the same time, and give their exit codes.
 
     The process exits if the user stops a trial or leaves it to the queue.
     """
-    from launcher.cli.main import call_composed
     from launcher.launch.signals import STOPPING
     from launcher.runs.manifest import CLOSED, read_manifest, take_dict
 
     if not all(map(is_for_slurm, batch)):
         for each in batch:
-            code = call_composed(each, command, argv)
+            code = call_composed(call, each)
             if code - 128 in STOPPING:
                 sys.exit(code)
             yield code
         return
     for each in batch:
         each.tree.follow = True
-    specs = specify_all(batch, command)
-    status = submit_all(specs, batch, argv)
+    specs = specify_all(batch, call)
+    status = submit_all(specs, batch, call.argv)
     for spec in specs:
         outcome = take_dict(read_manifest(spec.run_path), "outcome")
         if outcome.get("state") not in CLOSED:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher.cli.child import run_child
-from launcher.cli.main import Call, group_words, parse_command, print_json
+from launcher.cli.main import Call, group_words, print_json
 from launcher.cli.plan import check_target, explain, write_file
 from launcher.cli.run import plan_job, specify_job, try_again
 from launcher.config.compose import Composed, name_files, read_values
@@ -102,7 +102,7 @@ def _tune(call: Call, subject: str) -> int:
         chosen += [LAUNCH_NUM_WORKERS, LAUNCH_LOADER_DEFAULT]
     if given := [name for name in chosen if name in config.env]:
         raise UsageError(f"env.{given[0]} is set, which `launch tune` chooses: leave it out")
-    tuning = Tuning(search, spec, job, call.argv, call.composition.own_files, target)
+    tuning = Tuning(search, spec, job, call, target)
     return tuning.preview() if config.dry_run else tuning.run()
 
 
@@ -132,8 +132,7 @@ class Tuning:
     spec: JobSpec
     job: Job
     """As it is without the value."""
-    argv: Sequence[str]
-    own_files: Sequence[str]
+    call: Call
     target: str | None
     """The file that the choice is written to."""
 
@@ -151,8 +150,8 @@ class Tuning:
         Raises LaunchError, and RunIdTakenError before anything has run.
         """
         search, spec, job = self.search, self.spec, self.job
-        run, manifest = prepare_run(spec, self.argv, [job.host])
-        name_files(self.own_files)
+        run, manifest = prepare_run(spec, self.call.argv, [job.host])
+        name_files(self.call.composition.own_files)
         program = f"program={spec.choices.get('program', '')}"
         if spec.program is not None:
             program = shlex.join(mask_words(spec.program))
@@ -268,7 +267,7 @@ class Tuning:
         """Return the command line of a trial, whose run directory and ranks' records are in a folder."""
         config, program, name = self.spec.config, self.spec.program, f"{self.search.title}-{value}"
         tune = config.tune
-        flags = [group for group in group_words(parse_command(self.argv).words) if group[0][:1] == "-"]
+        flags = [group for group in group_words(self.call.words) if group[0][:1] == "-"]
         order = {"folder": str(folder / RECORDS / name), "steps": tune.steps, "seconds": tune.seconds}
         own = [
             *(f"new_run_dir={folder / name}", "cluster.kind=local", "nodes=1"),

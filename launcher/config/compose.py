@@ -102,8 +102,20 @@ class Composed:
     """The command line's settings as they were given; of a job of a sweep, its own."""
     own_files: tuple[str, ...]
     """Files that are not the shipped ones, relative to the working directory."""
+    words: tuple[str, ...]
+    """The same in Hydra's terms."""
     given_run_dir: str | None
     """`run_dir` as it is given; in the tree stands the one that was chosen last."""
+
+    @property
+    def asks_sweep(self) -> bool:
+        """Whether `hydra.mode` is MULTIRUN."""
+        return bool(self.hydra.hydra.mode == RunMode.MULTIRUN)
+
+    @property
+    def sweeper(self) -> str:
+        """The chosen option of the group `hydra/sweeper`."""
+        return str(self.hydra.hydra.runtime.choices["hydra/sweeper"])
 
     @property
     def given(self) -> frozenset[str]:
@@ -213,14 +225,20 @@ def open_hydra(sources: Sources, settings: DictConfig = HYDRAS_OWN) -> Iterator[
         STORED.node = HYDRAS_OWN
 
 
-def compose(sources: Sources, overrides: Sequence[str], number: int | None = None) -> Composed:
-    """Compose the configuration, of the job with this number in a sweep; raises UsageError with the fix."""
-    uses_hydra = any("hydra" in word for word in overrides) or sources.mention("hydra")
+def compose(
+    sources: Sources, overrides: Sequence[str], number: int | None = None, *, sweep: bool = False
+) -> Composed:
+    """Compose the configuration, of the job with this number in a sweep; raises UsageError with the fix.
+
+    With `sweep` it is what is the same for all jobs of a sweep.
+    """
+    uses_hydra = sweep or any("hydra" in word for word in overrides) or sources.mention("hydra")
     settings = HYDRAS_OWN if uses_hydra else NO_GROUPS
     with open_hydra(sources, settings) as hydra, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        words = normalize_overrides(hydra, sources, overrides)
-        tree = hydra.config_loader.load_configuration(sources.primary, words, RunMode.RUN)
+        words = normalize_overrides(hydra, sources, overrides, sweep=sweep)
+        mode = RunMode.MULTIRUN if sweep else RunMode.RUN
+        tree = hydra.config_loader.load_configuration(sources.primary, words, mode)
         sources = add_searchpath(sources, tree)
         own_files = list_own_files(sources, tree)
         if OmegaConf.get_type(tree) is not Settings:
@@ -252,6 +270,7 @@ def compose(sources: Sources, overrides: Sequence[str], number: int | None = Non
         warnings=tuple(dict.fromkeys(" ".join(str(entry.message).split()) for entry in caught)),
         sources=sources,
         overrides=tuple(overrides),
+        words=tuple(words),
         own_files=tuple(own_files),
         given_run_dir=cast(Any, tree._get_node("run_dir"))._value(),
     )

@@ -91,13 +91,13 @@ def resolve_program(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[st
             raise UsageError(f"{first} cannot be read: `chmod +r {first}`")
     except OSError as error:  # a folder on the way is closed, or the name is too long
         raise UsageError(f"no such program: {first} ({error.strerror}): check the path") from None
-    if read_interpreter(first) and os.access(first, os.X_OK):
+    if os.access(first, os.X_OK) and names_interpreter(first):
         return (first if "/" in first else f"./{first}", *argv[1:])
     return (python, *argv)
 
 
-def read_interpreter(script: str) -> str:
-    """Return what a script's `#!` line runs if that is no Python, such as `uv run --script`; else empty.
+def names_interpreter(script: str) -> bool:
+    """Tell whether a script's `#!` line runs something other than a Python, such as `uv run --script`.
 
     A Python that such a line names is not used, as under torchrun: it seldom is the one that has torch.
     """
@@ -105,21 +105,11 @@ def read_interpreter(script: str) -> str:
         with os.fdopen(open_file(script, follow=True), "rb", 0) as file:  # a folder or a pipe is no script
             line = file.read(SHEBANG).partition(b"\n")[0].decode(errors="replace")
     except OSError:
-        return ""
+        return False
     words = line.removeprefix("#!").split() if line.startswith("#!") else []
     if words and Path(words[0]).name == "env":
         words = [word for word in words[1:] if not word.startswith("-S") and "=" not in word]
-    return "" if not words or Path(words[0]).name.startswith("python") else " ".join(words)
-
-
-def describe_interpreter(argv: Sequence[str]) -> str:
-    """Say what interpreter runs a program, if its `#!` line names one; else empty."""
-    script = argv[0] if argv else ""
-    interpreter = read_interpreter(script) if script.endswith(".py") else ""
-    if not interpreter or os.access(script, os.X_OK):
-        return interpreter and f"{script} runs by its own #! line, {interpreter}"
-    how = f"under Python, not by its #! line ({interpreter})"
-    return f"warning: {script} runs {how}: `chmod +x {script}` lets it"
+    return bool(words) and not Path(words[0]).name.startswith("python")
 
 
 def find_executable(name: str, environ: Mapping[str, str]) -> str:
@@ -179,16 +169,19 @@ def check_module(names: Sequence[str], environ: Mapping[str, str]) -> None:
     folders = list(
         filter(None, [str(Path.cwd()), *environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path])
     )
-    parts, package = names[0].split("."), ""
-    for number, part in enumerate(parts):
+    name, package = names[0], ""
+    for part in (*name.split("."), "__main__"):
         found = _find_module(f"{package}{part}", folders)
         if found is None:
-            inside = [module.name for module in iter_modules(folders if number else folders[:1])]
+            inside = [module.name for module in iter_modules(folders if package else folders[:1])]
+            if part == "__main__":
+                near = suggest("", inside, prefix=package, most=9) or ": name a module in it"
+                raise UsageError(f"{name} is a package without a __main__.py{near}")
             near = suggest(part, inside, prefix=package) or ": install it, or start from its folder"
-            raise UsageError(f"no module {names[0]!r} here or in this Python{near}")
+            raise UsageError(f"no module {name!r} here or in this Python{near}")
         if found.submodule_search_locations is None:
-            if number + 1 < len(parts):
-                raise UsageError(f"no module {names[0]!r}: {package}{part} is a module and no package")
+            if not f"{package}{part}".startswith(name):
+                raise UsageError(f"no module {name!r}: {package}{part} is a module and no package")
             return
         package += f"{part}."
         if found.origin is None:  # a namespace, whose own list can be read only once its parent is imported
@@ -198,10 +191,6 @@ def check_module(names: Sequence[str], environ: Mapping[str, str]) -> None:
         init = Path(found.origin)
         if not init.is_file() or b"__path__" in init.read_bytes():  # in an archive, or one that is changed
             return
-    if _find_module(f"{package}__main__", folders) is None:
-        inside = [module.name for module in iter_modules(folders)]
-        near = suggest("", inside, prefix=package, most=9) or ": name a module in it"
-        raise UsageError(f"{names[0]} is a package without a __main__.py{near}")
 
 
 def _find_module(name: str, folders: Sequence[str]) -> ModuleSpec | None:

@@ -140,27 +140,25 @@ class RequeueConfig:
     timeout: int = setting(100, minimum=0)
     """The job reached its time limit while ranks were running."""
     node_failure: int = setting(10, minimum=0)
-    """A node was lost. It is excluded from the next attempt."""
+    """A node was lost; the next attempt excludes it."""
     sick_node: int = setting(3, minimum=0)
-    """Preflight found a node sick, and `preflight.on_failure=exclude` could not do without it."""
+    """A node was sick, and `preflight.on_failure=exclude` could not do without it."""
     stopped: int = setting(10, minimum=0)
-    """A node's task, or a rank, got a SIGTERM that neither launch nor SLURM's queue sent."""
+    """A SIGTERM came that neither launch nor SLURM's queue sent."""
     requested: int = setting(100, minimum=0)
-    """The first rank that failed ended with one of `exit_codes`, and nobody had asked for a stop."""
+    """The first rank that failed ended with one of `exit_codes`."""
     hang: int = setting(3, minimum=0)
-    """The ranks hung, and `watch.on_hang=stop` ended them."""
+    """`watch.on_hang=stop` ended the ranks."""
     crash: int = setting(0, minimum=0)
     """The program failed."""
     exit_codes: list[int] = setting([75], minimum=1, maximum=255)
-    """Exit codes by which a program asks to be started again; 75 is EX_TEMPFAIL of sysexits.h."""
+    """By which a program asks to be started again; 75 is EX_TEMPFAIL."""
     no_progress: int = setting(3, minimum=0)
-    """The job stops after this many attempts in a row without a later step printed by rank 0 or a newer
-    checkpoint; 0 means never."""
+    """Attempts in a row without a later step or a newer checkpoint, after which the job stops."""
     limit: int = setting(200, minimum=1)
     """Attempts in all."""
     allocation: bool = False
-    """Inside an allocation: the job is requeued like a submitted one. For a job script that ends with
-    `exec launch`, as that of `dry_run=true` does."""
+    """In an allocation, requeue the job like a submitted one: for a script that ends with `exec launch`."""
 
 
 @dataclass
@@ -184,36 +182,35 @@ class ClusterConfig:
     """Where the job runs. SLURM's options have SLURM's names; null leaves an option to SLURM."""
 
     kind: str = one_of("auto", "local", "slurm", "allocation", "manual")
-    """`local` (this machine), `slurm` (sbatch), `allocation` (a step in the SLURM job that launch runs in),
-    `manual` (one node of a job that is started by hand on each), or `auto`: `allocation` in a job, else
-    `slurm` for several nodes, else `local`."""
+    """`local` (this machine), `slurm` (sbatch), `allocation` (a step in the surrounding SLURM job), `manual`
+    (started by hand on each node), or `auto`: `allocation` in a job, else `slurm` for several nodes, else
+    `local`."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     time: str | None = None
-    """SLURM's notations: minutes, MM:SS, HH:MM:SS, DD-HH, DD-HH:MM, DD-HH:MM:SS."""
+    """As SLURM writes it: minutes, MM:SS, HH:MM:SS, DD-HH, DD-HH:MM, DD-HH:MM:SS."""
     gpus_per_node: Any = "auto"
-    """A number, `TYPE:NUMBER`, or `auto`: one for each rank; all of a node's if nproc_per_node is auto."""
+    """A number, `TYPE:NUMBER`, or `auto`: one for each rank, or all if nproc_per_node is auto."""
     cpus_per_task: Any = "auto"
-    """CPUs of each node (one task runs on each); `auto`: the share of a node that belongs to the GPUs."""
+    """CPUs of each node; `auto`: the share that belongs to the GPUs."""
     mem: Any = "auto"
-    """Memory of each node in SLURM's notation (`200G`); `auto`: the share that belongs to the GPUs."""
+    """Memory of each node (`200G`); `auto`: the share that belongs to the GPUs."""
     constraint: str | None = None
     exclude: str | None = None
     nodelist: str | None = None
     reservation: str | None = None
     switches: str | None = None
     segment: int | None = setting(None, minimum=1)
-    """Nodes that lie together in one block of the network, such as an NVLink domain (`--segment`); divides
-    the number of nodes, spare ones included."""
+    """Nodes in one block of the network, such as an NVLink domain (`--segment`); divides the number of nodes,
+    spare ones included."""
     exclusive: Any = setting(None, choices=("true", "false", "user", "mcs", "topo"))
     """`true`: the job has its nodes whole; `user`, `mcs` or `topo` as with SLURM's `--exclusive`."""
     spares: int = setting(0, minimum=0, maximum=1000)
-    """Nodes that SLURM is asked for besides `nodes`. They are checked, wait idle, and replace nodes that are
-    lost."""
+    """Nodes beside `nodes` that are checked, wait idle, and replace lost ones."""
     node_order: str = "auto"
-    """The order of the nodes' ranks: `topology` (SLURM's switches), `slurm`, a file with one node a line, or
-    `auto`: `topology` if SLURM knows of switches, else `slurm`."""
+    """The order of the nodes: `topology` (SLURM's switches), `slurm`, a file with one node a line, or `auto`:
+    `topology` if SLURM knows of switches, else `slurm`."""
     array_parallelism: int = setting(256, minimum=1)
     """How many jobs of a sweep run at the same time."""
     dependency: str | None = None
@@ -224,9 +221,9 @@ class ClusterConfig:
     setup: list[str] = field(default_factory=list)
     """Shell lines before the start: module loads, environment activation."""
     additional: dict[str, Any] = field(default_factory=dict)
-    """Any other option of sbatch, by its name; true means an option without a value."""
+    """Any other option of sbatch; true means one without a value."""
     srun: dict[str, Any] = field(default_factory=dict)
-    """Any other option of srun, by its name."""
+    """Any other option of srun."""
     machine: str | None = None
     """A shipped machine or a snapshot; `dry_run=true` shows the plan for it."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
@@ -264,8 +261,8 @@ class MachineConfig:
     root: str = "/"
     """The folder that holds the machine's `sys` and `proc`."""
     snapshot: str | None = None
-    """A file that `launch topo save=FILE` or `launch plan format=json` wrote; relative to the working
-    directory, then to `machine/` in each configuration folder."""
+    """A file that `launch topo save=FILE` or `launch plan format=json` wrote, here or in a folder `machine/`
+    of the configuration."""
 
 
 @dataclass
@@ -274,7 +271,7 @@ class LogsConfig:
 
     console: str = one_of("rank0", "all", "none")
     tail: int = setting(20, minimum=1)
-    """How many lines of the first failed rank's log the final message shows."""
+    """Last lines of the first failed rank's log that are shown."""
 
 
 @dataclass
@@ -282,8 +279,7 @@ class ProgressConfig:
     """What counts as progress, besides the steps that rank 0 prints and files below RUN_DIR/checkpoints."""
 
     paths: list[str] = setting([], pattern=".+", give="paths that are not empty")
-    """Patterns of checkpoints elsewhere, such as `/scratch/me/ckpt/*`, with `**` for any depth; relative to
-    the working directory."""
+    """Patterns of checkpoints elsewhere, such as `/scratch/me/ckpt/*`, with `**` for any depth."""
 
 
 @dataclass
@@ -312,20 +308,19 @@ class WatchConfig:
     enabled: bool = True
     """Watch the ranks. Their program is not changed, and nothing ends them but `on_hang`."""
     hang_seconds: Any = setting("auto", minimum=1, words=("auto",), give="a number of seconds")
-    """Seconds without activity of a rank that others wait for, after which it is a hang; `auto`: 60, or three
-    times the longest pause so far."""
+    """Seconds without activity of a rank that others wait for; `auto`: 60, or three times the longest pause
+    so far."""
     on_hang: str = one_of("report", "restart", "stop")
-    """`restart` kills the ranks and starts them again, as often as `restarts` says, else 3 times; `stop` ends
-    the job with exit code 124, under SLURM with the cause `hang` of cluster.requeue."""
+    """`restart` starts the ranks again, as often as `restarts` says, else 3 times; `stop` ends the job with
+    exit code 124, under SLURM with the cause `hang` of cluster.requeue."""
     interval: float = setting(5.0, minimum=0.5, maximum=3600, give="a number of seconds")
     """Seconds from one report of a node to the next."""
     metrics_interval: float = setting(30.0, minimum=0, maximum=3600, give="a number of seconds")
-    """Seconds from one line of `metrics-HOST.jsonl` to the next; fewer at the beginning of a run. 0 writes
-    none."""
+    """Seconds from one line of `metrics-HOST.jsonl` to the next, fewer at first; 0 writes none."""
     prometheus_port: int | None = setting(
         None, minimum=0, maximum=65535, give="a port, or 0 for any free one,"
     )
-    """Port on which each node serves its metrics to Prometheus; null means none."""
+    """Port on which each node serves its metrics to Prometheus."""
     prometheus_address: str = "127.0.0.1"
     """Address that it listens on."""
     textfile: str | None = setting(None, pattern=".+", give="a folder, or leave it out")
@@ -337,13 +332,13 @@ class NotifyConfig:
     """Whom a job tells how it goes. A message that cannot be sent is a warning."""
 
     url: str | None = None
-    """Gets a POST with JSON when the job starts, hangs, recovers, has a straggler, fails or ends."""
+    """Gets a POST with JSON for each of the events."""
     format: str = one_of("auto", "json", "slack")
     """`json`, `slack`, or `auto`: Slack's form for hooks.slack.com."""
     events: list[str] = setting(list(EVENTS), choices=EVENTS)
-    """Which of these to tell."""
+    """Which to tell."""
     ping_url: str | None = None
-    """Gets a GET every `ping_interval` seconds as long as steps are made, for a service that misses them."""
+    """Gets a GET every `ping_interval` seconds as long as steps are made."""
     ping_interval: float = setting(60.0, minimum=1, give="a number of seconds")
 
 
@@ -396,20 +391,20 @@ class FitConfig:
     """
 
     check: str = one_of("error", "warn", "off")
-    """What happens to a job of the bundled program that cannot fit its GPUs; others are never refused."""
+    """What becomes of a job of the bundled program that cannot fit; others are never refused."""
     precision: str = one_of("auto", "fp32", "bf16", "mixed", "fp8")
     """`mixed` is bf16 with fp32 weights."""
     optimizer: str = one_of("adamw", "adamw8bit", "adafactor", "lion", "sgd", "muon")
     checkpointing: str = one_of("auto", "none", "selective", "full")
     """Activation checkpointing."""
     offload: str = one_of("none", "optimizer", "parameters")
-    """What is kept in CPU memory; with `parameters`, the optimizer too."""
+    """What is in CPU memory; with `parameters`, the optimizer too."""
     micro_batch: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_BATCH, words=("auto",))
     """Sequences of a replica in a micro-step."""
     accumulation: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_BATCH, words=("auto",))
     """Micro-steps of an optimizer step; `auto`: from global_batch if that is set, else 1."""
     global_batch: int | None = setting(None, minimum=1, maximum=LARGEST_BATCH)
-    """Sequences of an optimizer step: micro_batch * dp * accumulation."""
+    """micro_batch * dp * accumulation."""
     seq_len: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_BATCH, words=("auto",))
     """Tokens of a sequence; `auto`: the program's, else the model's max_seq_len, at most 4096."""
     flash_attention: bool = True
@@ -417,33 +412,33 @@ class FitConfig:
     """`plain`: all logits at once, with fp32 copies; `compiled`: without copies; `chunked`; `fused`: Liger's
     or cut cross-entropy; `auto`: not known."""
     compile: Any = setting("auto", choices=("auto", "true", "false"))
-    """Whether torch.compile is used; `auto` is not known, which makes ranges wide."""
+    """torch.compile; `auto` is not known."""
     optimizer_fused: Any = setting("auto", choices=("auto", "true", "false"))
-    """Whether the optimizer's step makes no list of temporaries (`fused=True`)."""
+    """The optimizer's `fused=True`."""
     gradients: str = one_of("auto", "fp32", "bf16")
     """`bf16` in recipes of Megatron Bridge; `auto` is the framework's."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     quantization: str = one_of("none", "nf4", "int8")
     """Of the weights that LoRA freezes: 4 bits (QLoRA, bitsandbytes, torchao), or 8 (LLM.int8)."""
     optimizer_in_backward: bool = False
-    """Whether each parameter is updated, and its gradient freed, as soon as it has one."""
+    """Each parameter is updated, and its gradient freed, as soon as it has one."""
     activation_offload: bool = False
-    """Whether activations are in CPU memory between forward and backward."""
+    """Activations are in CPU memory between forward and backward."""
     recompute_modules: list[str] = setting([], choices=BLOCK_PARTS)
-    """What checkpointing=selective computes again, in Megatron Core's words, or the whole `attention` block;
-    []: by operator, as torchtitan does, or Megatron's default."""
+    """What checkpointing=selective computes again, in Megatron Core's words; []: by operator, or Megatron's
+    default."""
     gpu: str | None = setting(None, pattern=r".*\S.*", give="a name such as H100, or leave it out")
     """A GPU by name (`H100`, `A100-40GB`), in place of the machine's."""
     gpu_memory_gib: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
     """Memory of a GPU in GiB, in place of the machine's."""
     tokens: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
-    """Tokens to train on in all, for time and GPU-hours."""
+    """To train on in all, for time and GPU-hours."""
     step_seconds: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
-    """Measured seconds of an optimizer step, for TFLOPS, MFU and HFU."""
+    """Measured, of an optimizer step, for TFLOPS, MFU and HFU."""
     grid: bool = False
-    """Whether `launch plan` shows micro-batches by checkpointing by sharding."""
+    """`launch plan` shows micro-batches by checkpointing by sharding."""
     timeout: float = 600.0
-    """Seconds that `launch fit` gives a program for its first two steps."""
+    """Seconds that `launch fit` gives a program."""
 
 
 @dataclass
@@ -455,11 +450,11 @@ class PreflightConfig:
     on_failure: str = one_of("report", "stop", "exclude")
     """If a node is sick: `report` it and go on; `stop` (exit code 3); `exclude` it."""
     paths: list[str] = setting([], pattern=".+", give="paths that are not empty")
-    """Further paths that have to answer on every node, such as the data's."""
+    """Further paths that have to answer on every node."""
     min_free_gib: float = setting(1.0, minimum=0)
-    """Free space that the run directory and the temporary directory should have."""
+    """Free space for the run directory and the temporary directory."""
     tolerance: float = setting(0.93, above=0, maximum=1)
-    """Share of the median of the job's devices below which one is slow."""
+    """Share of the devices' median below which one is slow."""
 
 
 @dataclass
@@ -467,12 +462,12 @@ class StartConfig:
     """How ranks of `agent=direct` come to run."""
 
     warm: str = one_of("auto", "off")
-    """`auto`: fork the ranks from a process that has imported torch, if the program then runs as it would by
-    itself; `off`: exec each rank's interpreter."""
+    """`auto`: fork the ranks from a process that has imported torch, if the program then runs the same;
+    `off`: exec each rank's interpreter."""
     preload: list[str] = field(default_factory=list)
-    """Further modules that this process imports before the ranks are forked, such as `transformers`."""
+    """Further modules for that process to import, such as `transformers`."""
     read_ahead: str = one_of("auto", "on", "off")
-    """Read torch's files into the page cache before the ranks ask for them; `auto`: if they are not there."""
+    """Read torch's files into the page cache first; `auto`: if they are not there."""
 
 
 @dataclass
@@ -480,34 +475,34 @@ class Settings:
     """All keys."""
 
     nodes: Any = "auto"
-    """A number of nodes, `min:max` for an elastic job, or `auto`: those of the allocation, else 1."""
+    """A number, `min:max` for an elastic job, or `auto`: the allocation's, else 1."""
     nproc_per_node: Any = "auto"
-    """Ranks on each node; `auto`: one for each visible GPU, else one for each NUMA node with usable CPUs."""
+    """Ranks on each node; `auto`: one for each visible GPU, else for each NUMA node."""
     name: str | None = None
     """The run's name; by default the model's or the program's."""
     runs_dir: str = "runs"
     """The folder for run directories: RUNS_DIR/NAME/ID."""
     run_dir: str | None = None
-    """An earlier run's directory, to go on with that run."""
+    """An earlier run's directory, to go on with it."""
     new_run_dir: str | None = None
-    """A directory for a new run, in place of RUNS_DIR/NAME/ID; `${run_dir}` refers to it."""
+    """A new run's directory, in place of RUNS_DIR/NAME/ID; `${run_dir}` refers to it."""
     node_rank: int | None = None
     """The number of this node, for `cluster=manual`."""
     rdzv_endpoint: str | None = None
     """HOST:PORT of the rendezvous, on the node with `node_rank=0`, for `cluster=manual`."""
     devices: str = one_of("all", "own", "spread")
-    """`all`: every rank sees the job's GPUs, and rank N uses GPU N. `own`: its own GPU alone. `spread`: with
-    fewer ranks than GPUs, GPUs spread over packages and NICs."""
+    """What a rank sees: `all` of the job's GPUs, its `own` alone, or `spread`: of more GPUs than ranks, those
+    that are spread over packages and NICs."""
     agent: str = one_of("auto", "direct", "torchrun")
-    """What starts the ranks: `direct` (launch itself) or `torchrun`; `auto`: `torchrun` if elastic jobs,
-    `cluster=manual` or its options ask for it, else `direct`."""
+    """What starts the ranks: `direct` (launch itself) or `torchrun`; `auto`: `torchrun` for elastic jobs,
+    `cluster=manual` or its options, else `direct`."""
     restarts: int | None = setting(None, minimum=0)
-    """How often all ranks are started again within the job after one has failed; null: never, and 3 times
-    with `watch.on_hang=restart`."""
+    """How often all ranks are started again after one has failed; null: never, but 3 times with
+    `watch.on_hang=restart`."""
     follow: bool = False
-    """Stay with a submitted job: show why it waits and its output, and end with its exit code."""
+    """Stay with a submitted job: its queue, output and exit code."""
     rank: int | None = setting(None, minimum=0)
-    """The rank whose output `launch logs` shows, or that `launch watch` begins with; null means all ranks."""
+    """The rank that `launch logs` or `launch watch` shows; null means all."""
     yes: bool = False
     """`launch cancel` does not ask; `launch tune` replaces a file that it did not write."""
     dry_run: bool = False
@@ -517,21 +512,19 @@ class Settings:
     explain: bool = False
     """Say for each rank why it runs where it does, and list its variables."""
     save: str | None = None
-    """The file for a snapshot of the machine (`launch topo`), or for the choice (`launch tune`)."""
+    """The file for a machine's snapshot (`launch topo`) or the choice (`launch tune`)."""
     image: str | None = None
-    """The file for a picture of the machine and its ranks (`launch topo`): `FILE.svg`, `.png` or `.pdf`."""
+    """The file for a picture of the machine (`launch topo`): `FILE.svg`, `.png` or `.pdf`."""
     objective: str = one_of("loss", "file")
-    """What a sweeper such as Optuna optimizes: the last `loss` that rank 0 prints, or what the program writes
-    to RUN_DIR/objective.txt (`file`)."""
+    """What a sweeper optimizes: the last `loss` that rank 0 prints, or the `file` RUN_DIR/objective.txt."""
     env: dict[str, Any] = field(default_factory=dict)
-    """Variables for the program, by name. `env.from_file` is a dotenv file with more, or a list of them."""
+    """Variables for the program; `env.from_file` names dotenv files with more."""
     model: dict[str, Any] = field(default_factory=dict)
-    """The model of the bundled program; the group `model` sets it. `model.config` is a Hugging Face
-    config.json that gives the dimensions for `launch plan`."""
+    """The model of the bundled program; `model.config` is a Hugging Face config.json for `launch plan`."""
     data: dict[str, Any] = field(default_factory=dict)
     """The text for the bundled program: `data.path` and `data.val_fraction`."""
     program: dict[str, Any] = field(default_factory=dict)
-    """The program and its arguments; the group `program` sets them."""
+    """The program and its arguments."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     binding: BindingConfig = field(default_factory=BindingConfig)
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)

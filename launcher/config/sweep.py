@@ -4,8 +4,7 @@ import contextlib
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from itertools import product
 from pathlib import Path
@@ -13,23 +12,10 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
 
-from launcher.config.compose import (
-    Composed,
-    add_searchpath,
-    compose,
-    explain_primary,
-    list_own_files,
-    normalize_overrides,
-    open_hydra,
-    read_values,
-    show_hydra,
-)
+from launcher.config.compose import Composed, compose, normalize_overrides, open_hydra, read_values
 from launcher.config.run_path import choose_id, use_sweep_folder
-from launcher.config.settings import Settings
-from launcher.config.words import Sources, quote_value
+from launcher.config.words import quote_value
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_own
 from launcher.runs.secrets import mask_words
@@ -40,59 +26,21 @@ HYDRAS_FOLDER = "multirun/${now:"
 """How Hydra's default of `hydra.sweep.dir` begins."""
 
 
-@dataclass(frozen=True, slots=True)
-class Multirun:
-    """What is known of a sweep before its jobs are."""
-
-    sources: Sources
-    words: tuple[str, ...]
-    """The command line's overrides in Hydra's terms."""
-    tree: DictConfig
-    """The configuration without the values of the sweep."""
-    own_files: Sequence[str]
-    """The user's files that the sweep is composed from."""
-    asked: bool
-    """`hydra.mode=MULTIRUN`."""
-    sweeper: str
-    """The chosen option of the group `hydra/sweeper`."""
-    params: Mapping[str, object]
-    """`hydra.sweeper.params` of the basic sweeper."""
-    sweep_dir: str | None
-    """`hydra.sweep.dir`, if the user has set it; launch has no use for Hydra's default."""
+def find_sweep_dir(sweep: Composed) -> str | None:
+    """Return `hydra.sweep.dir` if the user has set it; launch has no use for Hydra's default."""
+    is_given = not str(sweep.hydra.hydra.sweep._get_node("dir")._value()).startswith(HYDRAS_FOLDER)
+    return str(sweep.hydra.hydra.sweep.dir) if is_given else None
 
 
-def read_multirun(sources: Sources, overrides: Sequence[str]) -> Multirun:
-    """Compose what is the same for all jobs of a sweep; raises UsageError."""
-    with open_hydra(sources) as hydra:
-        words = normalize_overrides(hydra, sources, overrides, sweep=True)
-        tree = hydra.config_loader.load_configuration(sources.primary, words, RunMode.MULTIRUN)
-        if OmegaConf.get_type(tree) is not Settings:
-            raise UsageError(explain_primary(sources))
-        OmegaConf.set_struct(tree, value=False)
-        show_hydra(tree)
-        sweeper = str(tree.hydra.runtime.choices["hydra/sweeper"])
-        is_given = not str(tree.hydra.sweep._get_node("dir")._value()).startswith(HYDRAS_FOLDER)
-        return Multirun(
-            sources,
-            tuple(words),
-            tree,
-            list_own_files(add_searchpath(sources, tree), tree),
-            asked=tree.hydra.mode == RunMode.MULTIRUN,
-            sweeper=sweeper,
-            params=dict(tree.hydra.sweeper.params or {}) if sweeper == "basic" else {},
-            sweep_dir=str(tree.hydra.sweep.dir) if is_given else None,
-        )
-
-
-def expand_sweep(multirun: Multirun) -> list[list[str]]:
+def expand_sweep(sweep: Composed) -> list[list[str]]:
     """Return the overrides of each job of a sweep: every combination of the values, the last varying first.
 
     Values of the command line override those of `hydra.sweeper.params`. Raises UsageError.
     """
-    params = [f"{key}={value}" for key, value in multirun.params.items()]
+    params = [f"{key}={value}" for key, value in (sweep.hydra.hydra.sweeper.params or {}).items()]
     values: dict[str, list[str]] = {}
-    with open_hydra(multirun.sources) as hydra:
-        words = [*normalize_overrides(hydra, multirun.sources, params, sweep=True), *multirun.words]
+    with open_hydra(sweep.sources) as hydra:
+        words = [*normalize_overrides(hydra, sweep.sources, params, sweep=True), *sweep.words]
         for override in OverridesParser.create(hydra.config_loader).parse_overrides(words):
             key, line = override.get_key_element(), str(override.input_line)
             if not override.is_sweep_override():
@@ -118,7 +66,7 @@ class TrialError(LaunchError):
 
 
 def run_trials(
-    multirun: Multirun,
+    sweep: Composed,
     run: Callable[[Sequence[Composed]], Iterator[int]],
     read_objective: Callable[[Path, str], object],
 ) -> int:
@@ -128,8 +76,8 @@ def run_trials(
     of a run directory, by the value of `objective`; it raises ValueError. Trial N runs in FOLDER/N; the
     sweeper's own files are beside these.
     """
-    folder = make_folder(multirun)
-    parsed = OverridesParser.create().parse_overrides(list(multirun.words))
+    folder = make_folder(sweep)
+    parsed = OverridesParser.create().parse_overrides(list(sweep.words))
     fixed = {one.get_key_element(): str(one.input_line) for one in parsed if not one.is_sweep_override()}
 
     def run_batch(trials: Sequence[tuple[int, Sequence[str]]]) -> list[JobReturn]:
@@ -141,7 +89,7 @@ def run_trials(
         for number, overrides in trials:
             # What is fixed is as given: sweepers write it in ways of their own.
             chosen = [word for word in overrides if word.partition("=")[0] not in fixed]
-            composed = compose(multirun.sources, [*fixed.values(), *chosen], number)
+            composed = compose(sweep.sources, [*fixed.values(), *chosen], number)
             use_sweep_folder(composed.tree, str(folder / str(number)))
             batch.append((number, overrides, chosen, composed))
         codes = run([composed for *_, composed in batch])
@@ -163,16 +111,16 @@ def run_trials(
             results.append(JobReturn(overrides, composed.tree, status=status, _return_value=value))
         return results
 
-    logger.info(f"the trials of hydra/sweeper={multirun.sweeper} go to {folder}")
+    logger.info(f"the trials of hydra/sweeper={sweep.sweeper} go to {folder}")
     plugins = logging.getLogger("hydra_plugins")  # whose log has their results
     plugins.handlers = [StderrHandler()]
     plugins.setLevel(logging.INFO)
     node = {"_target_": "hydra_plugins.launch.TrialLauncher"}
     ConfigStore.instance().store(group="hydra/launcher", name="launch", node=node, provider="launch")
-    words = [*multirun.words, "hydra/launcher=launch", f"hydra.sweep.dir={quote_value(str(folder))}"]
-    with open_hydra(multirun.sources) as hydra:
+    words = [*sweep.words, "hydra/launcher=launch", f"hydra.sweep.dir={quote_value(str(folder))}"]
+    with open_hydra(sweep.sources) as hydra:
         try:
-            hydra.multirun(multirun.sources.primary, run_batch, words, with_log_configuration=False)
+            hydra.multirun(sweep.sources.primary, run_batch, words, with_log_configuration=False)
         except LaunchError:
             raise
         except Exception as error:
@@ -182,19 +130,19 @@ def run_trials(
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 traceback.print_exception(error)
             why = " ".join(str(error.__cause__ or error).split())
-            raise UsageError(f"hydra/sweeper={multirun.sweeper}: {why}") from None
+            raise UsageError(f"hydra/sweeper={sweep.sweeper}: {why}") from None
         finally:
-            if not multirun.sweep_dir:
+            if not find_sweep_dir(sweep):
                 with contextlib.suppress(OSError):
                     folder.rmdir()  # if no trial has begun
     logger.info(f"the sweep has ended; its trials are in {folder}")
     return 0
 
 
-def make_folder(multirun: Multirun) -> Path:
+def make_folder(sweep: Composed) -> Path:
     """Return the sweep's folder, made: `hydra.sweep.dir`, else one below `runs_dir`; raises MachineError."""
-    given, prefix = multirun.sweep_dir, f"{multirun.sweeper}-"
-    runs_dir = Path(str(multirun.tree.runs_dir))
+    given, prefix = find_sweep_dir(sweep), f"{sweep.sweeper}-"
+    runs_dir = Path(str(sweep.tree.runs_dir))
     try:
         path = Path(given or choose_id(runs_dir, datetime.now().astimezone(), prefix=prefix)).absolute()
         path.mkdir(mode=0o700, parents=True, exist_ok=bool(given))

@@ -21,6 +21,7 @@ from launcher.config.settings import (
     show_value,
 )
 from launcher.config.start import is_step_task, parse_nodes
+from launcher.config.words import FIELDS
 from launcher.errors import MachineError, UsageError
 from launcher.files import read_input
 from launcher.fit.choice import OPTIONS, assess, choose_settings, describe_choice, describe_fit, find_value
@@ -50,16 +51,10 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 MAX_DEFAULT_SEQ_LEN = 4096
 """As in launcher.programs.options."""
-NUMBER = {"whole": True, "minimum": 1, "maximum": LARGEST_BATCH, "words": (AUTO,)}
-PROGRAM_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "fit.micro_batch": ("batch_size", NUMBER),
-    "fit.accumulation": ("grad_accumulation", NUMBER),
-    "fit.seq_len": ("seq_len", NUMBER),
-    "fit.checkpointing": ("activation_checkpointing", {"choices": (AUTO, "none", "selective", "full")}),
-    "parallel.framework": ("parallel", {"choices": (AUTO, "ddp", "fsdp")}),
-}
-"""The bundled program's options by the keys that say the same, and what they take, as in
-launcher.programs.options; `auto` is chosen."""
+PROGRAM_OPTIONS = {**OPTIONS, "fit.seq_len": "seq_len"}
+"""The bundled program's options by the keys that say the same, and take the same; `auto` is chosen."""
+FRAMEWORKS = ("auto", "ddp", "fsdp")
+"""Those that the bundled program has."""
 SPLITTING = (
     *("parallel.tp", "parallel.pp", "parallel.cp"),
     *("parallel.ep", "parallel.zero", "parallel.framework"),
@@ -379,10 +374,11 @@ def _read_option(options: Mapping[str, object], key: str) -> Any:  # noqa: ANN40
     """Return what an option of the program says for a key, or `auto`; raises UsageError for what it would
     refuse.
     """
-    name, takes = PROGRAM_OPTIONS[key]
+    name = PROGRAM_OPTIONS[key]
     value = AUTO if options.get(name) is None else options[name]
     if isinstance(value, bool) and name == "activation_checkpointing":
         value = "full" if value else "none"
+    takes = {"choices": FRAMEWORKS} if key == "parallel.framework" else FIELDS[key].metadata
     if fault := find_fault(value, takes):
         raise UsageError(f"program.{name}={show_value(value)}: {fault}")
     return value

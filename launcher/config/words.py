@@ -258,9 +258,9 @@ def asks_sweep(flags: Flags, verb: str) -> bool:
     if not (flags.run or sweep) and modes:
         sweep = modes[-1].rpartition("=")[2].strip("'\"") == "MULTIRUN"
     elif not (flags.run or sweep) and verb == "run" and flags.sources.mention("MULTIRUN"):
-        from launcher.config.sweep import read_multirun
+        from launcher.config.compose import compose
 
-        sweep = read_multirun(flags.sources, flags.overrides).asked
+        sweep = compose(flags.sources, flags.overrides, sweep=True).asks_sweep
     for word in () if sweep else flags.overrides:
         if read_key(word).startswith(("hydra.sweep", "hydra/sweeper")):
             raise UsageError(f"{word} goes with -m, for a sweep, and this is a single run")

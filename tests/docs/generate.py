@@ -39,6 +39,10 @@ GROUPS = {
 """The groups of conf/, and where their options are described."""
 
 
+HELPED = {"tune": "`launch tune --help` says what each is."}
+"""Sections whose keys are described elsewhere."""
+
+
 def list_docstrings() -> dict[tuple[str, str], str]:
     """The docstrings below the fields of the settings' classes, on one line, by class and field."""
     found = {}
@@ -84,7 +88,7 @@ def render_keys(section: Any, prefix: str, docstrings: Mapping[tuple[str, str], 
     kind = type(section)
     yield f"### `{prefix}`" if prefix else "### Top-level keys"
     if prefix:
-        yield " ".join((inspect.getdoc(kind) or "").split())
+        yield " ".join(f"{inspect.getdoc(kind) or ''} {HELPED.get(prefix, '')}".split())
     lines: list[str] = []
     inner = []
     plain: dict[str, list[str]] = {}
@@ -96,6 +100,8 @@ def render_keys(section: Any, prefix: str, docstrings: Mapping[tuple[str, str], 
         shown = f"[`{path}=`](#groups)" if path in GROUPS else f"`{path}={render_default(value)}`"
         meaning = docstrings.get((kind.__name__, field.name), "")
         limits = render_limits(field, meaning)
+        if prefix in HELPED:
+            meaning = limits = ""
         if meaning:
             lines.append(f"- {shown}: {f'{meaning} {limits}'.strip()}")
         else:
@@ -120,17 +126,10 @@ def render_groups() -> str:
 
 
 def render_file(path: Path, prefix: str) -> str:
-    """A list of a file's own keys, with the comment behind each."""
-    lines, plain = [], []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        found = re.fullmatch(r"(\w+): (.*?)(?:  # (.*))?", line)
-        if found and found[1] not in {"command", "sections"}:
-            setting = f"`{prefix}.{found[1]}={found[2]}`"
-            if found[3]:
-                lines.append(f"- {setting}: {found[3]}")
-            else:
-                plain.append(setting)
-    return "\n".join([*lines, *([f"- {', '.join(plain)}"] if plain else [])])
+    """A list of a file's own keys."""
+    lines = re.findall(r"^(\w+): (.*?)(?:  # .*)?$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    settings = (f"`{prefix}.{key}={value}`" for key, value in lines if key not in {"command", "sections"})
+    return f"- {', '.join(settings)}"
 
 
 def render_configuration() -> str:
@@ -141,9 +140,9 @@ def render_configuration() -> str:
         *render_keys(settings.Settings(), "", list_docstrings()),
     ]
     parts += ["## Groups", render_groups()]
-    parts += ["## The bundled program's keys", "### `program`"]
+    parts += ["## The bundled program's keys", "conf/program/train.yaml says what each is."]
     parts += [render_file(ROOT / "conf/program/train.yaml", "program")]
-    parts += ["### `model`", "The values are those of `model=tiny`."]
+    parts += ["The values of `model` are those of `model=tiny`:"]
     parts += [render_file(ROOT / "conf/model/tiny.yaml", "model")]
     return "\n\n".join(parts)
 
