@@ -15,14 +15,13 @@ from pathlib import Path
 from launcher.cli.child import run_child
 from launcher.cli.main import Call, print_json
 from launcher.codec import DecodeError, load
-from launcher.config.program import find_program
+from launcher.config.program import find_program, runs_bundled
 from launcher.config.settings import Settings
 from launcher.config.start import plan_node
 from launcher.config.training import (
     FitJob,
     count_plan_nodes,
     find_fit_model,
-    is_bundled_program,
     make_training,
     settle_program,
     settle_training,
@@ -129,7 +128,7 @@ def show_fit(call: Call) -> int:
 
 def _describe_job(call: Call, config: Settings, plan: Plan) -> FitJob:
     """Return the job that is judged, without a model."""
-    nodes, is_bundled = count_plan_nodes(config.nodes, call.environ), is_bundled_program(config, call.program)
+    nodes, is_bundled = count_plan_nodes(config.nodes, call.environ), runs_bundled(config, call.program)
     return FitJob.of_plan(config, plan, None, nodes, call.environ, is_bundled=is_bundled)
 
 

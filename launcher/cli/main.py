@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from launcher.cli.early_start import EarlyStart
     from launcher.config.compose import Composed
     from launcher.config.settings import Settings
+    from launcher.config.words import Flags, Sources
 
 logger = logging.getLogger(__name__)
 
@@ -118,13 +119,13 @@ class Call:
         if self.composed is None:
             return Settings()
         from launcher.config.compose import name_files, resolve
-        from launcher.config.program import fill_env, read_env_files
+        from launcher.config.program import fill_env
         from launcher.config.rules import check, warn_elsewhere
 
         name_files(self.composed.own_files)
         config = resolve(self.composed)
         if not find_verb(self.verb).takes_names:
-            config = fill_env(config, read_env_files(config))
+            config = fill_env(config)
             if self.verb != "topo" or config.image:
                 warn_elsewhere(config, os.environ)
         check(config, f"launch {self.verb}", self.given)
@@ -223,13 +224,12 @@ def compose_and_call(call: Call) -> int:
     """Compose what the words ask for, and call the verb with it: once, or for each job of a sweep."""
     from launcher.config.words import Sources, asks_sweep, find_shipped, parse_flags
 
-    if not {"-sc", "--shell-completion"} & set(call.words):
-        check_words(call)
     flags = parse_flags(call.words)
     if flags.completion:
         from launcher.cli.completion import complete_line
 
         return complete_line(flags.overrides)
+    check_words(call, flags)
     if flags.asks_hydra:
         from launcher.config.compose import show_flags
 
@@ -414,7 +414,7 @@ def _check_verbs(verb: str, words: Sequence[str]) -> None:
             raise UsageError(f"there is no verb {words[0]!r}: did you mean {near[0]}?")
 
 
-def check_words(call: Call) -> None:
+def check_words(call: Call, flags: "Flags") -> None:
     """Raise UsageError for the words before the program that are neither settings nor flags.
 
     All names of other tools are told of at once, with ours.
@@ -425,7 +425,7 @@ def check_words(call: Call) -> None:
         if word.startswith("-") and word != "-":
             problems.append(_explain_option(group))
         elif "=" in word or word.startswith("~") or not word:
-            problems.append(_explain_key(word, call.words))
+            problems.append(_explain_key(word, flags.sources))
         elif not any(problems):
             wrong = f"{word!r} is not KEY=VALUE, and"
             if find_verb(call.verb).takes == "program":
@@ -435,17 +435,22 @@ def check_words(call: Call) -> None:
             break
     if any(problems):
         raise UsageError("; ".join(filter(None, problems)))
+    if (flags.package is not None or flags.resolve) and not flags.cfg:
+        raise UsageError(
+            "--package and --resolve go with --cfg: write --cfg job as well, or leave them out"
+            " (SLURM's -p is cluster.partition=NAME)"
+        )
 
 
-def _explain_key(word: str, words: Sequence[str]) -> str:
+def _explain_key(word: str, sources: "Sources") -> str:
     """Say what another tool's key is here; empty for others, and for a group of the user's of that name."""
-    from launcher.config.words import explain_foreign, find_flag_sources, read_key
+    from launcher.config.words import explain_foreign, read_key
 
     key, value = read_key(word), word.partition("=")[2]
     if key == "devices" and re.match(r"[\d,]+$|GPU-|MIG-", value):
         return f"{word} names GPUs, and devices is all, own or spread: write env.CUDA_VISIBLE_DEVICES={value}"
     explained = "" if key in _list_own_keys() else explain_foreign(key)
-    if not explained or find_flag_sources(words).has_group(key):
+    if not explained or sources.has_group(key):
         return ""
     return f"{_mask([word])} {explained}"
 

@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launcher.cli.main import Call, add_pet, call_composed
 from launcher.config.compose import Composed, compose, name_files, read_values, resolve
 from launcher.config.program import (
-    BUNDLED,
-    clear_sections,
     fill_env,
     find_program,
     find_unused,
-    read_env_files,
+    runs_bundled,
 )
 from launcher.config.rules import (
     check,
@@ -131,8 +129,7 @@ def specify_job(
     `verb` is the command that was given.
     """
     given = composed.given
-    config = resolve(composed, run_path.path)
-    config = fill_env(config, read_env_files(config))
+    config = fill_env(resolve(composed, run_path.path))
     if run_path.key == "run_dir":
         _check_earlier(run_path.path, Path(config.runs_dir))
         config = _keep_chosen(config, run_path.path)
@@ -149,7 +146,7 @@ def specify_job(
     warn_job(config, cluster, given)
     if cluster.kind != "slurm":
         warn_elsewhere(config, environ)
-    is_bundled = not program and config.program.get("command") == list(BUNDLED)
+    is_bundled = runs_bundled(config, program)
     fit_model = None  # no claim on memory is made
     asks_model = any(key.partition(".")[0] == "model" for key in given)
     if config.model and (config.fit.check != "off" or is_bundled) and (asks_model or not program):
@@ -161,8 +158,9 @@ def specify_job(
         use = "says what the job needs of memory, and is not passed on" if fit_model else "is not used"
         logger.info(f"model={name} {use}: the program has its own arguments")
     unused = find_unused(config, program, given)
+    cleared: dict[str, Any] = {section: {} for section in unused}
     return JobSpec(
-        config=settle_allocator(clear_sections(config, unused), argv, merged, given),
+        config=settle_allocator(replace(config, **cleared), argv, merged, given),
         config_text=render_config(composed, unused),
         choices={key: option for key, option in composed.choices.items() if key not in unused},
         given=given,

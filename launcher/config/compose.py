@@ -10,27 +10,24 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from hydra import initialize_config_dir
+from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
 from hydra.conf import HydraConf
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ConfigDefault, GroupDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -168,8 +165,7 @@ def resolve(composed: Composed, run_dir: Path | None = None) -> Settings:
     return config
 
 
-OTHER_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("OTHER_FOLDERS", default=())
-"""Folders of configuration after the first, for the Hydra that is being opened."""
+version.setbase("1.3")
 ConfigStore.instance().store(name="launch_schema", node=Settings)
 FORMS = {
     "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0b[01_]+|0[0-7_]*|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"),
@@ -184,15 +180,6 @@ yaml.SafeLoader.yaml_implicit_resolvers = {
 }
 
 
-class SearchPath(SearchPathPlugin):
-    """Has Hydra search the folders after the first."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the folders, in their order."""
-        for folder in OTHER_FOLDERS.get():
-            search_path.append("launch", f"file://{folder}")
-
-
 STORED: Any = ConfigStore.instance().repo["hydra"]["config.yaml"]
 HYDRAS_OWN, NO_GROUPS = STORED.node, OmegaConf.structured(HydraConf(defaults=[]))
 """Hydra's settings with and without the options of its groups, which take longer to compose than ours."""
@@ -204,23 +191,23 @@ def open_hydra(sources: Sources, settings: DictConfig = HYDRAS_OWN) -> Iterator[
 
     What it raises is told as the user's mistake.
     """
-    Plugins.instance().register(SearchPath)
     STORED.node = settings
     first, *others = sources.folders
-    token = OTHER_FOLDERS.set(tuple(others))
+    path = create_config_search_path(str(first))
+    for folder in others:
+        path.prepend("launch", f"file://{folder}", "schema")
     previous = GlobalHydra.instance().hydra  # that of a sweep, if a trial is composed here
     GlobalHydra.instance().clear()
     collects = gc.isenabled()
     gc.disable()  # thousands of small values, and hardly any garbage: a fifth of the time
     try:
-        with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(first), PRIMARY, "1.3"):
-            yield cast(Hydra, GlobalHydra.instance().hydra)
+        with warnings.catch_warnings(action="ignore"):
+            yield Hydra.create_main_hydra2(PRIMARY, path)
     except FAILURES as error:
         raise explain_failure(error, sources) from None
     finally:
         if collects:
             gc.enable()
-        OTHER_FOLDERS.reset(token)
         GlobalHydra.instance().hydra = previous
         STORED.node = HYDRAS_OWN
 

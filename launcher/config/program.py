@@ -33,30 +33,34 @@ SHEBANG = 256
 """Bytes of a `#!` line at most (BINPRM_BUF_SIZE of the kernel)."""
 
 
+def runs_bundled(config: "Settings", argv: Sequence[str] | None = None) -> bool:
+    """Tell whether the bundled program is what runs; `argv` is what is given after `--`."""
+    return not argv and config.program.get("command") == list(BUNDLED)
+
+
 def find_program(
     argv: tuple[str, ...] | None, config: "Settings", environ: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Return the program's argv, given or configured; raises UsageError if it cannot be run."""
     if argv is None:
-        for key, kind in UNTRAINED.items() if config.program.get("command") == list(BUNDLED) else ():
+        for key, kind in UNTRAINED.items() if runs_bundled(config) else ():
             if config.model.get(key):
                 raise UsageError(
                     f"model={config.model.get('name')} has {kind} (model.{key}), which the bundled program"
                     " cannot train: see whether a program of yours fits with `launch plan`, and start it by"
                     " `launch -- train.py …`; or choose a dense model, such as model=llama7b"
                 )
-        argv = render_program(spell_options(config.program), {"model": config.model, "data": config.data})
+        options = spell_options(config.program) if runs_bundled(config) else config.program
+        argv = render_program(options, {"model": config.model, "data": config.data})
     return resolve_program(argv, environ)
 
 
 def spell_options(program: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a program's section, the bundled program's as it wants it.
+    """Return the bundled program's section as it wants it.
 
     What is still `auto` is left to the program; true and false are words for checkpointing; a global batch in
     tokens has been solved for what it consists of.
     """
-    if program.get("command") != list(BUNDLED):
-        return program
     found = {key: value for key, value in program.items() if value != "auto"}
     if not isinstance(found.get("global_batch"), int):
         found.pop("global_batch", None)
@@ -129,21 +133,11 @@ def find_unused(config: "Settings", program: tuple[str, ...] | None, given: Coll
     """
     if program is not None:
         return list(SECTIONS)
-    if config.program.get("command") == list(BUNDLED):
+    if runs_bundled(config):
         return []
     named = config.program.get("sections") or ()
     asked = {key.partition(".")[0] for key in given}
     return [section for section in ("model", "data") if section not in named and section not in asked]
-
-
-def clear_sections(config: "Settings", names: Collection[str]) -> "Settings":
-    """Return a configuration with these of SECTIONS empty."""
-    return replace(
-        config,
-        model={} if "model" in names else config.model,
-        data={} if "data" in names else config.data,
-        program={} if "program" in names else config.program,
-    )
 
 
 def find_script(argv: Sequence[str]) -> str:
@@ -266,10 +260,10 @@ def read_env_files(config: "Settings") -> dict[str, str]:
     return {name: value for file in names for name, value in read_variables(file).items()}
 
 
-def fill_env(config: "Settings", variables: Mapping[str, str]) -> "Settings":
-    """Return a configuration with the files' variables below those of `env.NAME`, and no files named."""
-    env = {**variables, **{name: value for name, value in config.env.items() if name != KEY}}
-    return replace(config, env=env)
+def fill_env(config: "Settings") -> "Settings":
+    """Return a configuration with the variables of its files below those of `env.NAME`."""
+    given = {name: value for name, value in config.env.items() if name != KEY}
+    return replace(config, env={**read_env_files(config), **given})
 
 
 def read_variables(name: str) -> dict[str, str]:

@@ -8,9 +8,9 @@ their errors and docs/configuration.md are made from them.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from typing import Any, TypedDict, Unpack, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from launcher.errors import UsageError
 from launcher.plan.model import BindingConfig, DataloaderConfig, GcConfig
@@ -41,25 +41,13 @@ TUNE_OPTION = r"-[A-Za-z]|--[A-Za-z][\w.-]*=?|(?:\+{1,2})?[A-Za-z_][\w./-]*=|pro
 """An option of a program, a key of Hydra's with its `=`, or a key of the section `program`."""
 
 
-class Takes(TypedDict, total=False):
-    """What a setting takes; for a list, what may be in it."""
+def setting(default: Any, **takes: object) -> Any:  # noqa: ANN401 - stands for a field of any type
+    """Return a field with what it takes; all else is refused, and a null that is not the default.
 
-    choices: Sequence[str]
-    """All the words there are."""
-    minimum: float
-    maximum: float
-    above: float
-    whole: bool
-    """Of numbers of a field of any type."""
-    words: Sequence[str]
-    """May stand in place of a number."""
-    pattern: str
-    """What a text looks like; `give` says so."""
-    give: str
-
-
-def setting(default: Any, **takes: Unpack[Takes]) -> Any:  # noqa: ANN401 - stands for a field of any type
-    """Return a field with what it takes; all else is refused, and a null that is not the default."""
+    `choices` are all the words there are. Numbers have a `minimum`, a `maximum`, are `above` one, or are
+    `whole` in a field of any type; `words` may stand in their place. A text matches a `pattern`, and `give`
+    says what that is. For a list, it is what may be in it.
+    """
     if isinstance(default, list):
         return field(default_factory=lambda: [*default], metadata=takes)
     return field(default=default, metadata=takes)

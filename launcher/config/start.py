@@ -284,18 +284,27 @@ def plan_node(config: Settings, environ: Mapping[str, str], caches: str = "") ->
     return plan(machine, request)
 
 
-def read_machine(machine: MachineConfig) -> Machine:
-    """Return the machine below `machine.root`, or a snapshot's; raises UsageError or MachineError."""
-    if machine.snapshot is None:
+def read_machine(config: MachineConfig) -> Machine:
+    """Return the machine below `machine.root`, or what `launch topo save=FILE` or `launch plan format=json`
+    wrote; raises UsageError or MachineError.
+    """
+    if (path := config.snapshot) is None:
         from launcher.probe.machine import probe
 
-        return probe(machine.root)
-    if machine.root != "/":
+        return probe(config.root)
+    if config.root != "/":
         raise UsageError(
-            f"machine.snapshot={machine.snapshot} and machine.root={machine.root} are two machines: leave one"
-            " of them out"
+            f"machine.snapshot={path} and machine.root={config.root} are two machines: leave one of them out"
         )
-    return load_snapshot(machine.snapshot)
+    try:
+        return parse_machine(read_input(path, LARGEST).decode("utf-8-sig"))
+    except UsageError as error:
+        raise UsageError(f"machine.snapshot={path}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"machine.snapshot={path} cannot be read ({getattr(error, 'strerror', '') or error}): give a path"
+            " from here, or a file in conf/machine/"
+        ) from None
 
 
 def parse_nproc(text: object, cpus: int) -> int | None:
@@ -310,19 +319,3 @@ def parse_nproc(text: object, cpus: int) -> int | None:
             f"nproc_per_node={show_value(text)}: give a number of at least 1 and at most {MAX_RANKS}, or auto"
         )
     return number
-
-
-def load_snapshot(path: str) -> Machine:
-    """Read a machine from what `launch topo save=FILE` or `launch plan format=json` wrote.
-
-    Raises UsageError for a file that cannot be read, or that holds something else.
-    """
-    try:
-        return parse_machine(read_input(path, LARGEST).decode("utf-8-sig"))
-    except UsageError as error:
-        raise UsageError(f"machine.snapshot={path}: {error}") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"machine.snapshot={path} cannot be read ({getattr(error, 'strerror', '') or error}): give a path"
-            " from here, or a file in conf/machine/"
-        ) from None

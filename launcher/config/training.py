@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from launcher.codec import DecodeError, convert
-from launcher.config.program import BUNDLED, find_unused
+from launcher.config.program import find_unused, runs_bundled
 from launcher.config.run_path import dump_masked
 from launcher.config.settings import (
     LARGEST_BATCH,
@@ -145,11 +145,6 @@ class FitJob:
         return Device(name, given or own, nvlink_domain=known.nvlink_domain if known else 0)
 
 
-def is_bundled_program(config: Settings, program: Sequence[str] | None) -> bool:
-    """Tell whether the bundled program is what runs; `program` is what is given after `--`."""
-    return not program and config.program.get("command") == list(BUNDLED)
-
-
 def find_fit_model(
     config: Settings, program: Sequence[str] | None, given: Collection[str], *, starts: bool = False
 ) -> ModelDimensions | None:
@@ -160,7 +155,7 @@ def find_fit_model(
     UsageError for a model that makes no sense, which at a start is the program's matter, and if the bundled
     program is to be started with a config.json.
     """
-    is_bundled = is_bundled_program(config, program)
+    is_bundled = runs_bundled(config, program)
     if starts and is_bundled and config.model.get("config") is not None:
         raise UsageError(
             f"model.config={config.model['config']} gives dimensions for the estimate of memory, which the"

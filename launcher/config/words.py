@@ -152,17 +152,8 @@ def make_parser() -> Parser:
 
 
 def parse_flags(words: Sequence[str]) -> Flags:
-    """Read flags and overrides in any order; raises UsageError."""
-    parser = make_parser()
-    known, overrides = parser.parse_known_args(list(words))
-    for word in overrides:
-        if word.startswith("-"):
-            raise UsageError(f"there is no option {word}: see `launch --help`")
-    if (known.package is not None or known.resolve) and not known.cfg:
-        raise UsageError(
-            "--package and --resolve go with --cfg: write --cfg job as well, or leave them out"
-            " (SLURM's -p is cluster.partition=NAME)"
-        )
+    """Read flags and overrides in any order, options that are no flags among them; raises UsageError."""
+    known, overrides = make_parser().parse_known_args(list(words))
     sources = find_sources(known.config_path, known.config_dir, known.config_name)
     given = {name: value for name, value in vars(known).items() if name in Flags.__dataclass_fields__}
     return Flags(sources, tuple(overrides), **given)
@@ -184,12 +175,6 @@ def list_flag_values(option: str) -> list[str] | None:
     if action is None or action.nargs == 0:
         return None
     return list(action.choices or ()) if action.nargs is None or action.choices else None
-
-
-def find_flag_sources(words: Sequence[str]) -> Sources:
-    """Return the folders that the flags among these words choose; raises UsageError."""
-    known, _ = make_parser().parse_known_args(list(words))
-    return find_sources(known.config_path, known.config_dir, known.config_name)
 
 
 FIELDS = {key: each for key, _, each in list_settings(Settings())}
