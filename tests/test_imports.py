@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import launcher
-from tests.seam import clean_environ, list_loaded, list_modules
+from tests.seam import PATIENCE, clean_environ, list_loaded, list_modules
 
 ROOT = Path(launcher.__file__).parents[1]
 STDLIB = sys.stdlib_module_names
@@ -38,7 +38,7 @@ os._exit(0)
         env=clean_environ(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=True,
     )
     loaded = set(done.stdout.split()[1:])

@@ -18,7 +18,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from launcher.text import escape_text, join_words, tame_text
 from tests.cli.make_runs import make_run, write_applied, write_log
 from tests.launch.terminals import open_terminal
-from tests.seam import LAUNCH, Launch, drop_powers, in_shell, run_inside, run_outside
+from tests.seam import LAUNCH, PATIENCE, Launch, drop_powers, in_shell, run_inside, run_outside
 
 DRY = "dry_run=true"
 
@@ -141,7 +141,7 @@ def test_bytes_that_are_no_text(here: Path) -> None:
         cwd=here,
         env={**os.environb, b"ODD\xfe": b"\xff"},
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -165,7 +165,7 @@ def test_a_terminal_that_knows_ascii_alone(here: Path) -> None:
 @pytest.mark.parametrize("environ", [{"PATH": "/usr/bin:/bin"}, {}], ids=str)
 def test_almost_without_an_environment(here: Path, environ: dict[str, str]) -> None:
     command = [*LAUNCH, DRY, "--", "/bin/true"]
-    done = subprocess.run(command, cwd=here, env=environ, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=here, env=environ, capture_output=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -18,7 +18,7 @@ from launcher.codec import convert, dump
 from launcher.doctor.model import Facts
 from launcher.preflight import PreflightRequest, find_rank_python, render_answer, run_checks
 from launcher.preflight.__main__ import add_work
-from tests.seam import clean_environ
+from tests.seam import PATIENCE, clean_environ
 
 REQUEST = PreflightRequest("light", ("n0", "n1"), 10.0, 1000.0)
 ON_WORK = 'case "$*" in *--kind*) ;; *) exit 0;; esac;'
@@ -76,8 +76,8 @@ def test_lines_of_answers_are_so_short_that_srun_leaves_them_whole_and_come_in_a
 
 
 def test_a_program_that_hangs_is_left_at_the_deadline_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has 3 s in place of 30; a process of its own keeps its output open."""
-    monkeypatch.setattr("launcher.preflight.START_MARGIN", -7.0)
+    """It has 6 s in place of 33; a process of its own keeps its output open."""
+    monkeypatch.setattr("launcher.preflight.START_MARGIN", -4.0)
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     answers = check(f"{ignore}sys.stdout.write({answer('n0')!r}); signal.pause()")
     assert (answers.ended, answers.missing, answers.exit_code) == (False, ("n1",), -signal.SIGKILL)
@@ -143,14 +143,14 @@ def test_a_node_that_is_ended_takes_its_child_along(tmp_path: Path, number: int,
     python = make_interpreter(tmp_path, f"{ON_WORK} {script}")
     process = start(replace(REQUEST, seconds=60.0, python=python))
     assert process.stdout and process.stdout.readline().startswith("launch-preflight: n1 1/")
-    me, end = psutil.Process(process.pid), time.monotonic() + 30
+    me, end = psutil.Process(process.pid), time.monotonic() + PATIENCE
     count = 2 if number == signal.SIGTERM else 1
     while len(children := me.children(recursive=True)) < count and time.monotonic() < end:
         time.sleep(0.01)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
-    assert len(children) >= count and psutil.wait_procs(children, 10)[1] == []
+    assert len(children) >= count and psutil.wait_procs(children, PATIENCE)[1] == []
 
 
 STOPPED = """

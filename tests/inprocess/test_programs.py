@@ -16,7 +16,7 @@ import pytest
 import launcher
 from tests.inprocess.hooked import FOLDER, PROGRAMS, QUICK, ROOT, run_code, run_program
 from tests.rank.start_shim import run_shim, write_plan
-from tests.seam import clean_environ, find_run, start
+from tests.seam import PATIENCE, clean_environ, find_run, start
 
 VERSIONS = ("3.9", "3.10", "3.12", "3.13", "3.14")
 
@@ -217,7 +217,7 @@ def test_the_package_is_as_cheap_as_it_was_and_typed() -> None:
         env=clean_environ(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=True,
     )
     assert done.stdout == "['launcher']\n"

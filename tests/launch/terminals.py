@@ -16,7 +16,7 @@ from pathlib import Path
 import pyte
 import pytest
 
-from tests.seam import LAUNCH, Started, clean_environ, find_processes
+from tests.seam import LAUNCH, PATIENCE, Started, clean_environ, find_processes
 
 ROWS, COLUMNS = 24, 80
 
@@ -36,7 +36,7 @@ class Terminal:
     before: list[object] = field(default_factory=list)
     """Settings of the terminal before the command."""
 
-    def expect(self, *words: str, timeout: float = 60) -> str:
+    def expect(self, *words: str, timeout: float = PATIENCE) -> str:
         """Read until words have come, one after the other, after those waited for last; return it all."""
         begin, deadline = self.read, time.monotonic() + timeout
         for word in words:
@@ -65,7 +65,7 @@ class Terminal:
     def resize(self, rows: int, columns: int) -> None:
         termios.tcsetwinsize(self.master, (rows, columns))
 
-    def finish(self, timeout: float = 60) -> int:
+    def finish(self, timeout: float = PATIENCE) -> int:
         """Read to the end of the command, and return its exit code."""
         deadline = time.monotonic() + timeout
         while self.process.poll() is None and time.monotonic() < deadline:
@@ -115,7 +115,7 @@ def open_terminal(folder: Path, *command: str, **variables: str) -> Iterator[Ter
         for pid in (process.pid, *find_processes(mark)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(PATIENCE)
         for descriptor in (master, slave):
             with contextlib.suppress(OSError):
                 os.close(descriptor)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.terminals import launch_on_terminal
-from tests.seam import LAUNCH, Started, start, wait_for, write_program
+from tests.seam import LAUNCH, PATIENCE, Started, start, wait_for, write_program
 from tests.slurm.test_node_task import start_task
 
 SLEEPER = """
@@ -122,7 +122,7 @@ def test_closed_terminal_leaves_nothing(tmp_path: Path) -> None:
         os.close(terminal.master)
         os.close(terminal.slave)
         wait_for(lambda: terminal.started().survivors() == [], "the end of all processes")
-        assert terminal.process.wait(20) == 129
+        assert terminal.process.wait(PATIENCE) == 129
 
 
 def test_ignored_hangup_stays_ignored(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_ignored_hangup_stays_ignored(tmp_path: Path) -> None:
         assert process.poll() is None
     finally:
         process.terminate()
-        assert process.wait(40) == 143
+        assert process.wait(PATIENCE) == 143
 
 
 NOISY = """
@@ -166,7 +166,7 @@ def test_a_reader_that_stalls_does_not_hold_up_a_signal(tmp_path: Path) -> None:
         log = next((tmp_path / "runs").glob("*/*/logs/0/rank-0.out"))
         wait_for(lambda: log.stat().st_size > 500_000, "more output than a pipe holds")
         process.terminate()
-        assert process.wait(40) == 143
+        assert process.wait(PATIENCE) == 143
     finally:
         process.kill()
         process.communicate()
@@ -240,7 +240,7 @@ def test_a_task_of_slurm_passes_signals_on_as_the_first_node_says_and_within_slu
             said += capfd.readouterr().err
             return said.count(words) >= count
 
-        wait_for(look, words, timeout=60, tell=lambda: said)
+        wait_for(look, words, tell=lambda: said)
 
     with start_task(tmp_path, text=CATCHER) as task:
         assert task.stdin
@@ -258,5 +258,5 @@ def test_a_task_of_slurm_passes_signals_on_as_the_first_node_says_and_within_slu
         assert "SIGKILL" not in said
         task.stdin.write(b"SIGKILL\n")
         task.stdin.flush()
-        assert task.wait(60) == 0
+        assert task.wait(PATIENCE) == 0
         assert [log.read_text().count("term") for log in logs] == [1, 1]

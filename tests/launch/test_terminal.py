@@ -10,7 +10,7 @@ import pytest
 
 from launcher.runs.rank_logs import read_tail
 from tests.launch.terminals import COLUMNS, ROWS, Terminal, launch_on_terminal, open_terminal
-from tests.seam import LAUNCH, wait_for
+from tests.seam import LAUNCH, PATIENCE, wait_for
 
 ONE = "nproc_per_node=1"
 
@@ -226,7 +226,7 @@ def test_a_terminal_that_is_closed_ends_the_program(tmp_path: Path) -> None:
         terminal.expect("ready")
         os.close(terminal.master)
         os.close(terminal.slave)
-        assert terminal.process.wait(40) == 129
+        assert terminal.process.wait(PATIENCE) == 129
         assert terminal.started().survivors() == []
         assert terminal.started().manifest()["outcome"]["signal"] == "SIGHUP"
 

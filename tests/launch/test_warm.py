@@ -20,7 +20,7 @@ from launcher.launch.supervisor import spawn_rank
 from launcher.launch.warm.process import WarmProcess
 from launcher.launch.warm.program import ExecNeededError, read_program
 from tests.data_files import read_data
-from tests.seam import clean_environ
+from tests.seam import PATIENCE, clean_environ
 
 PROGRAM = "program.py"
 PLAIN_MODULES = ("json", "logging", "multiprocessing")
@@ -409,7 +409,7 @@ time.sleep(60)
     descriptor = os.pidfd_open(int(process.stdout.readline()))
     process.kill()
     process.communicate()
-    assert select.select([descriptor], [], [], 20)[0]
+    assert select.select([descriptor], [], [], PATIENCE)[0]
     os.close(descriptor)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.seam import clean_environ
+from tests.seam import PATIENCE, clean_environ
 
 HEAD = """
 import ctypes, json, os, pathlib, subprocess, sys, threading
@@ -32,7 +32,7 @@ def run_in_namespace(script: str, folder: object) -> Any:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

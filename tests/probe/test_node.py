@@ -99,7 +99,7 @@ import time
 device = mount_stuck(folder / "nfs", reads={reads})
 begin = time.monotonic()
 paths = [(str(folder / "nfs"), "data"), (str(folder / "nfs/x"), "run directory"), ("/", "data")]
-facts = read_node_facts("/", paths, patience=0.5)
+facts = read_node_facts("/", paths, patience=3)
 seconds = time.monotonic() - begin
 children = pathlib.Path(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read_text().split()
 states = [pathlib.Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[0] for pid in children]
@@ -121,8 +121,8 @@ def test_a_stuck_file_system_costs_its_time_limit_even_if_who_waits_cannot_be_ki
     assert states == (["D", "D"] if reads else [])
     assert seconds < 30, "it did not wait for them"
     assert list_bad(facts) == [
-        ("error", f"{tmp_path}/nfs (data): no answer in 0.5 s"),
-        ("error", f"{tmp_path}/nfs/x (run directory): no answer in 0.5 s"),
+        ("error", f"{tmp_path}/nfs (data): no answer in 3 s"),
+        ("error", f"{tmp_path}/nfs/x (run directory): no answer in 3 s"),
     ]
 
 
@@ -160,7 +160,8 @@ def test_a_driver_that_stops_dies_or_fails_is_told_and_the_rest_is_read(tmp_path
     for act in (stop, die, refuse):
         nvml: Any = ModuleType("pynvml_made_up")
         nvml.nvmlInit, nvml.NVMLError = act, ArithmeticError
-        facts = read_node_facts("/", [(str(tmp_path), "data")], nvml=nvml, patience=2.0)
+        patience = 2.0 if act is stop else 60.0
+        facts = read_node_facts("/", [(str(tmp_path), "data")], nvml=nvml, patience=patience)
         problems[act] = next(one.reason for one in facts.unchecked if one.check == "gpus")
         assert facts.paths[0].state == "ok" and facts.memory_kib > 0
     assert problems == {

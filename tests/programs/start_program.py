@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.seam import PATIENCE
+
 PROGRAM = ("-m", "launcher.programs.train")
 SMALL = {
     "model.layers": "2",
@@ -49,7 +51,7 @@ class Start:
     def run(self, ranks: int, **options: str | bool) -> str:
         """Run it to its end, which must be good; give its output."""
         with self.popen(ranks, **options) as process:
-            output, errors = process.communicate(timeout=150)
+            output, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, output + errors
         return output
 

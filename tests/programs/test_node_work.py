@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from launcher.programs.node_work import NodeWork, hash_tensor, make_matrix
-from tests.seam import clean_environ
+from tests.seam import PATIENCE, clean_environ
 
 CPUS = sorted(os.sched_getaffinity(0))
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_a_device_whose_process_is_killed_has_failed() -> None:
     assert [(one["problem"], one["value"]) for one in found] == [
         ("its process was ended by signal 9", None)
     ] * 2
-    assert psutil.wait_procs([worker], 30)[1] == []
+    assert psutil.wait_procs([worker], PATIENCE)[1] == []
 
 
 def test_nobody_is_blamed_if_all_are_late() -> None:
@@ -71,7 +71,7 @@ def test_nobody_is_blamed_if_all_are_late() -> None:
     worker.send_signal(signal.SIGSTOP)
     found = read_results(process)
     assert found[0]["reason"] == "no time was left" and not found[0]["problem"], found
-    assert psutil.wait_procs([worker], 30)[1] == []
+    assert psutil.wait_procs([worker], PATIENCE)[1] == []
 
 
 def test_two_nodes_measure_what_is_between_them() -> None:

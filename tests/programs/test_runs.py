@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.inprocess.hooked import WITHOUT_COMPILER
+from tests.seam import PATIENCE
 
 from .start_program import STEP, Start, read_losses
 
@@ -152,12 +153,12 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_step(start: Start, tmp_pat
     read_until(process, f"step {step + 2}/")
     os.killpg(ranks[0].pid, signal.SIGTERM)  # as torchrun does: its DataLoader workers too
     stopped = read_until(process, "on SIGTERM")
-    _, errors = process.communicate(timeout=200)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert "exitcode  : 75 " in errors and "exitcode  : -" not in errors  # torchrun names the ranks' ends
     assert "train.py" not in errors
     names = [f"step-{int(line.split()[2]):08}" for line in (saved, stopped)]
     assert list_saved(tmp_path) == names
-    assert not psutil.wait_procs(everything, timeout=60)[1]
+    assert not psutil.wait_procs(everything, timeout=PATIENCE)[1]
 
 
 @pytest.mark.slow
@@ -165,7 +166,7 @@ def test_a_process_that_has_saved_its_state_asks_for_another_start(start: Start,
     process = start.popen(0, steps="3000", checkpoint_every="0", checkpoint_dir=str(tmp_path))
     read_until(process, "step 2/")
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=200)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (os.EX_TEMPFAIL, "")
     assert "on SIGTERM" in output and len(list_saved(tmp_path)) == 1
 
@@ -182,9 +183,9 @@ def test_a_process_without_checkpoints_dies_by_its_signal_and_leaves_no_worker(
     process.send_signal(signal.SIGUSR2)  # there is nothing to save to
     read_until(process, "step 4/")
     process.send_signal(number)
-    _, errors = process.communicate(timeout=200)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (-number, "")
-    assert not psutil.wait_procs(workers, timeout=60)[1]
+    assert not psutil.wait_procs(workers, timeout=PATIENCE)[1]
     assert not list(Path.cwd().glob("step-*"))
 
 
@@ -195,7 +196,7 @@ def test_a_mistake_found_late_is_one_line_and_an_unfinished_checkpoint_is_remove
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.json").write_text(json.dumps(saved))
     with start.popen(0, checkpoint_dir=str(tmp_path)) as process:
-        _, errors = process.communicate(timeout=200)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert errors.startswith(f"train: error: {tmp_path}/step-00000008 is of a model with ")
     assert "layers=3" in errors and errors.count("\n") == 1
@@ -205,7 +206,9 @@ def test_a_mistake_found_late_is_one_line_and_an_unfinished_checkpoint_is_remove
 @pytest.mark.slow
 def test_a_cpu_has_no_mfu(start: Start) -> None:
     command = [word for word in start.command(0, steps="1") if not word.startswith("--peak-tflops")]
-    done = subprocess.run(command, env=start.environ, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command, env=start.environ, capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
     assert " tflops " in done.stdout and "mfu" not in done.stdout and "peak" not in done.stdout
 
 
@@ -241,8 +244,8 @@ def test_ranks_with_different_settings_take_those_of_rank_0(start: Start) -> Non
         for rank, recompute, options in ((0, "full", first), (1, "selective", other))
     ]
     try:
-        output, errors = started[0].communicate(timeout=200)
-        ends = [started[0].returncode, started[1].wait(20)]
+        output, errors = started[0].communicate(timeout=PATIENCE)
+        ends = [started[0].returncode, started[1].wait(PATIENCE)]
     finally:
         for process in started:
             process.kill()

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.seam import PATIENCE
+
 SHIM = Path(__file__).parents[2] / "launcher" / "rank" / "__main__.py"
 COMMAND = (sys.executable, "-I", "-S", str(SHIM))
 TELL = """
@@ -95,7 +97,7 @@ print(json.dumps([rank.communicate() for rank in ranks]))
     quiet = {"PATH": os.environ["PATH"], "LAUNCH_GC": "default"}
     environs = [{**quiet, **variables(rank)} for rank in range(len(cpus))]
     words = [sys.executable, "-c", code, json.dumps([[sorted(one) for one in cpus], environs])]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=True)
     return [(set(json.loads(out)), err) for out, err in json.loads(done.stdout)]
 
 

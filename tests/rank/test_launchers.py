@@ -26,6 +26,7 @@ from tests.rank.start_shim import (
     run_words,
     start_bound,
 )
+from tests.seam import PATIENCE
 
 FIRST, LAST = ALLOWED[0], ALLOWED[-1]
 needs_two = pytest.mark.skipif(len(ALLOWED) < 2, reason="two ranks cannot be bound apart on one CPU")
@@ -204,7 +205,13 @@ def test_under_the_real_mpirun(tmp_path: Path, options: tuple[str, ...]) -> None
     program = (*COMMAND, sys.executable, "-I", "-S", "-c", code)
     environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     done = subprocess.run(
-        [*words, *program], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=True
+        [*words, *program],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
     )
     sets = [set(json.loads((tmp_path / rank).read_text())) for rank in "01"]
     assert not sets[0] & sets[1]

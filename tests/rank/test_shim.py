@@ -27,7 +27,7 @@ from tests.rank.start_shim import (
     tell,
     write_plan,
 )
-from tests.seam import LAUNCH, clean_environ, drop_powers
+from tests.seam import LAUNCH, PATIENCE, clean_environ, drop_powers
 
 FOLDER = str(SHIM.parents[1] / "inprocess")
 CASES = tomllib.loads((Path(__file__).parents[1] / "data" / "shim.toml").read_text())["case"]
@@ -104,7 +104,7 @@ def test_the_process_stays_the_same(tmp_path: Path) -> None:
     while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n" and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == -signal.SIGTERM
+    assert process.wait(PATIENCE) == -signal.SIGTERM
 
 
 def test_a_plan_file_that_is_cut_off_anywhere_or_cannot_be_read(tmp_path: Path) -> None:
@@ -287,7 +287,13 @@ def test_launch_in_a_rank_plans_as_if_it_were_not_in_one(tmp_path: Path) -> None
     words.append("env.LAUNCH_NIC=x")
     environ = {**clean_environ(), "LOCAL_RANK": "0", "LAUNCH_PLAN": str(outer), "NCCL_DEBUG": "WARN"}
     done = subprocess.run(
-        [*COMMAND, *words], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        [*COMMAND, *words],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
     )
     (rank,) = json.loads(done.stdout)["ranks"]
     sources = {each["name"]: each["from"] for each in rank["variables"]}

@@ -24,6 +24,7 @@ from launcher.report.console import JobConsole
 from launcher.report.viewer import OutputViewer, Stream, ViewOptions
 from launcher.runs.rank_logs import Chunk, Follower
 from launcher.runs.run_directory import RunDir
+from tests.seam import PATIENCE
 
 CHUNKS = [Chunk(0, "out", b"zero\n"), Chunk(0, "err", b"zero's stderr\n"), Chunk(1, "out", b"one\n")]
 
@@ -467,7 +468,7 @@ def test_a_slow_reader_is_waited_for_as_long_as_it_reads(tmp_path: Path, slow: i
     waiting = threading.Thread(target=shown.finish, daemon=True)
     waiting.start()
     taken = b""
-    while len(taken) < len(data) and select.select([slow], [], [], 30)[0]:
+    while len(taken) < len(data) and select.select([slow], [], [], PATIENCE)[0]:
         taken += os.read(slow, 65536)
         time.sleep(0.05)  # in all, much longer than the patience for one piece
     waiting.join(30)

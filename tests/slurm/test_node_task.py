@@ -19,7 +19,7 @@ from launcher.launch.coordinator import GroupNode, GroupStart
 from launcher.slurm.job_request import JobRequest, write_job_request
 from launcher.slurm.node_job import open_caches
 from tests.cli.make_runs import read_nodes
-from tests.seam import clean_environ, list_modules, specify
+from tests.seam import PATIENCE, clean_environ, list_modules, specify
 from tests.strangers import give_away
 
 PREFIX = f"launch-caches-{os.uname().nodename}-"
@@ -47,7 +47,7 @@ def run_task(run_dir: Path) -> "subprocess.CompletedProcess[str]":
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
 

@@ -18,7 +18,7 @@ from launcher.errors import MachineError
 from launcher.protocol import LAUNCH_SECRETS
 from launcher.slurm.job_request import read_job_request
 from tests.cli.make_runs import read_nodes
-from tests.seam import Result, clean_environ, enter, run_inside, run_outside, specify
+from tests.seam import PATIENCE, Result, clean_environ, enter, run_inside, run_outside, specify
 
 HERE = Path(__file__).parent
 SETUP = tomllib.loads((HERE / "options.toml").read_text())["setup"]
@@ -74,7 +74,7 @@ class LoginNode:
             env={"PATH": os.environ["PATH"], **environ},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
             check=False,
         )
         return done.returncode, done.stdout, done.stderr

@@ -29,7 +29,7 @@ from launcher.watch.metrics import (
     read_metrics,
 )
 from launcher.watch.model import NodeReport, WatchSettings
-from tests.seam import QUICK_AGENT, run_outside, start, wait_for, write_program
+from tests.seam import PATIENCE, QUICK_AGENT, run_outside, start, wait_for, write_program
 
 PROGRAMS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
 
@@ -61,7 +61,7 @@ def serving(answers: Sequence[int | str | threading.Event] = ()) -> Iterator[Hoo
             hook.requests.append((self.command, self.path, data))
             what = hook.answers.pop(0) if hook.answers else 200
             if isinstance(what, threading.Event):
-                what.wait(30)
+                what.wait(PATIENCE)
                 what = 200
             if isinstance(what, str):
                 self.send_response(302)
@@ -104,7 +104,7 @@ def find_port() -> int:
 
 def fetch(port: int, accept: str = "") -> str:
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         text: bytes = answer.read()
     return text.decode()
 
