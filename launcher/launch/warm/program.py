@@ -201,7 +201,8 @@ class ProgramText:
             parts = b".".join(filter(None, [prefix, *name])).decode(errors="replace").split(".")
             tops = (os.path.join(root, parts[0]) for root in roots)
             top = next((top for top in tops if os.path.isdir(top) or os.path.isfile(f"{top}.py")), "")
-            is_known = parts[0] in sys.stdlib_module_names or parts[0] in WITHOUT_TORCH
+            ours = parts[0] == "launcher" and "programs" not in parts  # what a program can ask of `launch`
+            is_known = ours or parts[0] in sys.stdlib_module_names or parts[0] in WITHOUT_TORCH
             if parts[0] == "torch" or not (top or is_known or statement["dots"]):
                 self.uses_torch = True
             for size in range(len(parts)) if top else ():
