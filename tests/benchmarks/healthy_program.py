@@ -279,20 +279,6 @@ case("steps-compute")(lambda job: alternate(job, job.work, (30, 30, 30, 30), 1))
 case("rollout")(lambda job: alternate(job, job.work, (40, 40), 4))
 
 
-@case("upload-alone")
-def upload(job: Job) -> None:
-    """A few bytes each second, to a server in a thread."""
-
-    def take_all(asked: socket.socket) -> None:
-        while asked.recv(1 << 16):
-            pass
-
-    with job.connect(take_all) as connection:
-        for _ in range(int(40 * job.scale)):
-            connection.sendall(bytes(4000))
-            time.sleep(1)
-
-
 @case("service-alone")
 def await_service(job: Job) -> None:
     """A service answers after 40 s."""

@@ -1,6 +1,6 @@
-"""Slow ranks, in simulations and in real programs: are rank and cause right, and how soon?
+"""Slow ranks in real programs: are rank and cause right, and how soon?
 
-`make bench ARGS="stragglers simulated=200 runs=6"`; `kinds=data,quota` selects of the real ones.
+`make bench ARGS="stragglers runs=6 kinds=data,quota"`.
 """
 
 import os
@@ -14,19 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from launcher.watch.stragglers import ExcessHistory
 from tests.benchmarks.jobs import HERE, Job, make_command, print_head, print_row, read_state, start_job
-from tests.watch.simulated_ranks import simulate_excess
 
-NOISES = (
-    ("normal", 0.02),
-    ("normal", 0.05),
-    ("normal", 0.1),
-    ("heavy tails", 0.03),
-    ("one-sided", 0.05),
-    ("drift", 0.03),
-)
-"""Kinds of noise, with their standard deviation (or mean) as a share of a step."""
 PROGRAM = HERE / "slow_rank_program.py"
 RANKS, ONSET, STEPS = 2, 60, 100
 """Step from which on a rank is slow, and steps within which it is to be found."""
@@ -119,22 +108,13 @@ def read_cpu(pid: int) -> float:
 
 
 def bench_stragglers(folder: Path, options: Mapping[str, str]) -> None:
-    """Simulated runs, then real ones, each kind in turn."""
-    if simulated := int(options.get("simulated", "200")):
-        title = f"{simulated} simulated runs: 100 steps with a rank 10% slower, 300 steps without"
-        names = ("found in 100 steps", "another rank", "steps needed", "healthy: told")
-        print_head(title, "ranks", "noise of a step", *names)
-        for ranks in (2, 8):
-            for kind, sigma in NOISES:
-                print_row(ranks, f"{kind}, {sigma:.0%}", *simulate_row(ranks, kind, sigma, simulated))
+    """Run each kind in turn."""
     results: dict[str, list[Found]] = {kind: [] for kind in options.get("kinds", ",".join(KINDS)).split(",")}
     runs = int(options.get("runs", "6"))
     for number in range(runs):
         for kind, several in results.items():
             place = folder / f"{number}-{kind.replace(' ', '-')}"
             several.append(run_kind(place, kind, number % RANKS))
-    if not runs:
-        return
     more = ("own part longer by", "told in 100 steps", "right rank", "right cause", "steps to the word")
     print_head("Real programs", "", "runs", *more)
     for kind, several in results.items():
@@ -147,17 +127,3 @@ def bench_stragglers(folder: Path, options: Mapping[str, str]) -> None:
             told = f"{sum(run.longer >= REALLY for _, run in first)} really slower", ""
         longer, soon = median(run.longer for run in several), sum(run.after <= STEPS for _, run in first)
         print_row(kind, len(several), f"{longer:+.1%}", soon, *told, steps)
-
-
-def simulate_row(ranks: int, kind: str, sigma: float, runs: int) -> tuple[str, ...]:
-    """Return the cells of one kind of noise."""
-    needed, others, false = [], 0, 0
-    for seed in range(runs):
-        history, slow = ExcessHistory(), seed % ranks
-        for step in simulate_excess(ranks, 100, kind, sigma, slow=slow, seed=seed):
-            found = [one.rank for one in history.add(step[None])]
-            needed += [step[0]] if slow in found else []
-            others += len([rank for rank in found if rank != slow])
-        false += len(ExcessHistory().add(simulate_excess(ranks, 300, kind, sigma, slow=None, seed=seed)))
-    steps = f"{median(needed):.0f}" if needed else "-"
-    return f"{len(needed)} of {runs}", str(others), steps, f"{false} of {runs}"

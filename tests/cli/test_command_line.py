@@ -212,12 +212,10 @@ def project(here: Path, binaries: Path) -> Path:
 TYPED = [
     ("launch pl", "plan"),
     ("launch nproc_per_node=2 model=gp", "model=gpt2"),
-    ("launch plan nproc", "nproc_per_node="),
     ("launch nodes=1 tr", "train.py"),
     ("launch train.py --data dat", "data/"),
     ("launch train.py --data data/co", "data/corpus.txt"),
     ("launch -- ./tr", "./train.py"),
-    ("launch --hydra", "--hydra-help"),
     ("launch logs ll", "llama/20260801-120000"),
 ]
 """What is typed before Tab, and the last word after it."""

@@ -335,8 +335,9 @@ def test_which_command_lines_name_a_program(folder: Path) -> None:
 
 
 LOOK = """
-import torch
 from pathlib import Path
+def train():
+    import torch
 def holds(entry):
     try:
         here = (entry / "cwd").readlink() == Path.cwd()
