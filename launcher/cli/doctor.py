@@ -90,11 +90,11 @@ def _check_nodes(call: Call) -> PreflightReport:
         raise UsageError(f"run_dir={config.run_dir} holds no preflight/*/report.json: name a run with one")
     if guess_kind("auto", environ)[0] == "allocation":
         from launcher.slurm.commands import list_job_hosts
-        from launcher.slurm.preflight import check_allocation
+        from launcher.slurm.first_node import check_allocation
 
         hosts = list_job_hosts(environ)
         logger.info(f"checking {len(hosts)} nodes of SLURM job {environ['SLURM_JOB_ID']}")
-        report = check_allocation(config, environ, hosts)
+        report = check_allocation(config, environ, hosts, directory=Path.cwd())
     else:
         report = _check_this_machine(config, environ, _find_existing(Path(config.runs_dir)))
     if isinstance(report, str):

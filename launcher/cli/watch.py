@@ -128,7 +128,7 @@ def watch_live(path: Path, rank: int | None) -> "View":
                 say(f"its stack cannot be asked for ({error.strerror})")
         return read_view(path, states.update()[0], reader.read(), rank, messages[0])
 
-    states = RunWatch([path], say, "the states are those of the run directory")
+    states = RunWatch([path], say)
     restore_log = redirect_log(lambda record: say(record.getMessage()))
     try:
         view = look(rank, False)

@@ -89,9 +89,11 @@ class NodeRecord:
     schema: int = 1
 
 
-def refuse_node(host: str, node_rank: int, status: int, said: str, started: float) -> NodeRecord:
+def refuse_node(
+    host: str, node_rank: int, status: int, said: str, started: float, state: str = "failed"
+) -> NodeRecord:
     """Return the record of a node on which no rank was started; `said` is why."""
-    return NodeRecord(host, node_rank, "failed", status, None, said, None, 0, started, time.time())
+    return NodeRecord(host, node_rank, state, status, None, said, None, 0, started, time.time())
 
 
 def write_node(run_path: Path, attempt: int, record: NodeRecord) -> None:

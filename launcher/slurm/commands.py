@@ -37,6 +37,7 @@ SQUEUE_FIELDS = (
 """What is asked, in squeue's names; a reason can hold anything, and comes last."""
 SQUEUE = ("squeue", "--noheader", "--array", "--all", "--states=all")
 SINFO = ("sinfo", "--noheader", "--Node")
+SINFO_FIELDS = ("NodeList", "StateLong", "NodeAddr", "Port")
 SHORT_TIMEOUT = 4.0
 """Seconds for one question: a job that is being ended has KillWait in all, 30 s by default."""
 LONG_TIMEOUT = 20.0
@@ -46,14 +47,11 @@ RETRY, LONGEST_RETRY = 0.5, 5.0
 MOST_ANSWERS = 15
 """Answers to other questions in a row, about a minute, after which any complaint is a refusal."""
 REFUSAL = re.compile(
-    "presently disabled|Invalid (job|user) id|permission denied|Only batch|not supported|already complet",
+    "presently disabled|Invalid (job|user) id|permission denied|Only batch|not supported|already complet"
+    "|there is no scontrol",
     re.IGNORECASE,
 )
-"""In scontrol's words if slurmctld will not requeue a job (src/common/slurm_errno.c)."""
-
-
-class MissingCommandError(SchedulerError):
-    """SLURM's commands are not there: nobody will ever answer."""
+"""In scontrol's words if slurmctld will not requeue a job (src/common/slurm_errno.c), or in ours."""
 
 
 def run_slurm(
@@ -63,8 +61,8 @@ def run_slurm(
 
     How it shows things is by its words alone, whatever the user's variables say.
     """
-    environ_given = os.environ if environ is None else environ
-    kept = {name: value for name, value in environ_given.items() if not name.startswith(FORMAT_VARIABLES)}
+    given = os.environ if environ is None else environ
+    kept = {name: value for name, value in given.items() if not name.startswith(FORMAT_VARIABLES)}
     try:
         done = subprocess.run(
             argv,
@@ -77,7 +75,7 @@ def run_slurm(
             check=False,
         )
     except FileNotFoundError:
-        raise MissingCommandError(f"there is no {argv[0]} on PATH: load SLURM's module") from None
+        raise SchedulerError(f"there is no {argv[0]} on PATH: load SLURM's module") from None
     except subprocess.TimeoutExpired:
         raise SchedulerError(
             f"{argv[0]} did not answer in {timeout:.0f} s: is slurmctld up (`scontrol ping`)?"
@@ -156,9 +154,9 @@ def ask_queue(
 
 def ask_job(job_id: str, environ: Mapping[str, str], timeout: float = SHORT_TIMEOUT) -> JobState:
     """Ask slurmctld how one job stands; raises SchedulerError."""
-    for job in ask_queue([job_id], environ, timeout).values():
-        return job
-    raise SchedulerError(f"squeue: nothing on job {job_id}")
+    if not (found := ask_queue([job_id], environ, timeout)):
+        raise SchedulerError(f"squeue: nothing on job {job_id}")
+    return next(iter(found.values()))
 
 
 def split_rows(text: str, count: int) -> Iterator[list[str]]:
@@ -185,24 +183,41 @@ def count_restarts(environ: Mapping[str, str]) -> int:
     return read_number(environ.get("SLURM_RESTART_COUNT", ""))
 
 
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """A node as SLURM sees it."""
+
+    state: str
+    """As sinfo has it, `down*`."""
+    address: str
+    """Where its daemon listens."""
+    port: int
+
+    @property
+    def is_down(self) -> bool:
+        """It is not there, or slurmctld does not reach it."""
+        return self.state.startswith(tuple(STATES["down"])) or self.state.endswith("*")
+
+
+def ask_nodes(
+    hosts: Sequence[str], environ: Mapping[str, str], timeout: float = SHORT_TIMEOUT
+) -> dict[str, NodeState]:
+    """Ask slurmctld how nodes stand; those that it does not know are left out. Raises SchedulerError."""
+    argv = [*SINFO, "--all", f"--nodes={','.join(hosts)}", f"--Format={':|,'.join(SINFO_FIELDS)}:|"]
+    text = run_slurm(argv, environ, timeout=timeout) if hosts else ""
+    rows = {host: row for host, *row in split_rows(text, len(SINFO_FIELDS)) if host in hosts}
+    return {host: NodeState(state, where, read_number(port)) for host, (state, where, port) in rows.items()}
+
+
 def ask_down_nodes(
     hosts: Sequence[str], environ: Mapping[str, str], timeout: float = SHORT_TIMEOUT
 ) -> dict[str, str]:
-    """Return those nodes that are not there, with their states as sinfo has them, `down*`.
-
-    None if SLURM does not answer.
-    """
-    argv = [*SINFO, "--all", f"--nodes={','.join(hosts)}", "--format=%N|%T"]
+    """Return those nodes that are not there, with their states; none if SLURM does not answer."""
     try:
-        states = dict(split_rows(run_slurm(argv, environ, timeout=timeout) if hosts else "", 2))
+        nodes = ask_nodes(hosts, environ, timeout)
     except SchedulerError:
         return {}
-    down = tuple(STATES["down"])
-    return {
-        host: states[host]
-        for host in hosts
-        if host in states and (states[host].startswith(down) or states[host].endswith("*"))
-    }
+    return {host: nodes[host].state for host in hosts if host in nodes and nodes[host].is_down}
 
 
 @contextlib.contextmanager
@@ -241,8 +256,7 @@ def requeue_job(job_id: str, environ: Mapping[str, str], timeout: float = math.i
                     return
             except SchedulerError:
                 answers = 0
-            is_refusal = isinstance(error, MissingCommandError) or REFUSAL.search(str(error))
-            if is_refusal or answers > MOST_ANSWERS or time.monotonic() > end:
+            if REFUSAL.search(str(error)) or answers > MOST_ANSWERS or time.monotonic() > end:
                 raise
             if pause == RETRY:
                 logger.warning(f"the requeue is tried again until SLURM answers: {error}")

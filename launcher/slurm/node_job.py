@@ -6,19 +6,23 @@ With agent=direct, the warm process begins to import torch before the node is pl
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
-import time
-from collections.abc import Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from launcher.codec import dump
 from launcher.config.program import find_program
 from launcher.config.settings import SLURM_KINDS, Settings
 from launcher.config.start import AgentChoice, Cluster, check_port_free, parse_endpoint, plan_node
 from launcher.errors import MachineError
+from launcher.launch.coordinator import GroupStart, JobEnd, Order
 from launcher.launch.job import (
     STARTING,
     Job,
@@ -28,14 +32,14 @@ from launcher.launch.job import (
     is_port_free,
 )
 from launcher.launch.node_folder import keep_folder
-from launcher.launch.signals import name_signal, open_signal_channel
+from launcher.launch.signals import SignalChannel, name_signal, open_signal_channel
 from launcher.launch.warm.read_ahead import read_ahead
 from launcher.launch.watching import keep_watch_folder, watch_node
-from launcher.runs.records import NodeRecord, RankFailure, keep_prediction, write_node
+from launcher.runs.records import keep_prediction, refuse_node, write_node
 from launcher.runs.run_directory import RunDir, release_space, reserve_space, write_json
 from launcher.slurm.commands import TaskIdentity, drop_task_variables, read_task_identity
 from launcher.slurm.job_request import JobRequest, read_job_request
-from launcher.slurm.node_channel import NodeReport, start_alive_sender, write_report
+from launcher.slurm.step import ALIVE_PERIOD, ASK_ALIVE, MARK, NodeReport, parse_group_order
 
 if TYPE_CHECKING:
     from launcher.launch.ending import NodeEnd
@@ -103,8 +107,6 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
             signal.signal(signal.SIGTERM, lambda *_: None)  # now the supervisor's, and nothing after it
             agent: Agent
             if request.agent == "direct":
-                from launcher.slurm.node_channel import NodeControl
-
                 may_restart = bool(choose_restarts(job.config, job.environ) or job.config.cluster.spares)
                 orders = NodeControl(job.host, control, may_restart, is_port_free)
                 agent = DirectAgent(job, run, variables, run_id, orders, warm)
@@ -113,7 +115,7 @@ def run_node(run_path: Path, environ: Mapping[str, str], started: float) -> int:
                 agent = TorchrunAgent(job, run, variables, run_id)
             supervisor = Supervisor(job, run, viewer, agent, watching, control=control)
             recorder = NodeRecorder(supervisor, task, started)
-            supervisor.on_stop = recorder.record_stop
+            supervisor.on_stop = recorder.write_stop
             end = supervisor.run_to_end()
             watching.close()
             state = recorder.write_end(end)
@@ -205,12 +207,12 @@ class NodeRecorder:
     started: float
     """Seconds since the epoch."""
 
-    def record_stop(self, number: int, by_first_node: bool) -> None:
+    def write_stop(self, number: int, by_first_node: bool) -> None:
         """Write a record at once: SLURM may kill this process before its ranks have ended."""
         if not by_first_node:
             write_report(NodeReport("signalled", self.task.host, number=number))
         with contextlib.suppress(OSError):
-            self.write(self.describe("stopped", 128 + number, number, "it was killed while its ranks ended"))
+            self.write("stopped", 128 + number, number, "it was killed while its ranks ended")
 
     def write_end(self, end: "NodeEnd") -> str | None:
         """Record how this node's part ended, and say what was not as planned; returns the kept state."""
@@ -224,43 +226,117 @@ class NodeRecorder:
         for line in check_success(job, run, end) if state == "succeeded" else ():
             logger.warning(line)
         clean = tuple((death.process.rank, death.time) for death in end.clean)
-        trouble = release_space(run)
+        found = {"failure": describe_failure(job, run, end), "clean": clean, "hang": end.hang}
         try:
-            record = self.describe(state, end.status, number, said, describe_failure(job, run, end))
-            self.write(replace(record, clean=clean, hang=end.hang, trouble=trouble))
+            self.write(state, end.status, number, said, **found, trouble=release_space(run))
         except OSError as error:
             logger.warning(f"its record could not be written ({error})")
             return None
         return state
 
-    def describe(
-        self, state: str, status: int, number: int | None, said: str, failure: RankFailure | None = None
-    ) -> NodeRecord:
-        """Return this node's record as of now."""
-        task, newest = self.task, self.supervisor.newest
-        return NodeRecord(
-            task.host,
-            task.node_rank,
-            state,
-            status,
-            name_signal(number) if number else None,
-            said,
-            failure,
-            0 if newest is None else newest - task.attempt,
-            self.started,
-            time.time(),
-            len(self.supervisor.job.plan.ranks),
-        )
-
-    def write(self, record: NodeRecord) -> None:
-        """Write a record; raises OSError.
+    def write(self, state: str, status: int, number: int | None, said: str, **found: Any) -> None:  # noqa: ANN401 - its fields
+        """Write this node's record as of now; raises OSError.
 
         Nothing is written once this task is cut off from the job: if the daemon behind it is gone, the node
         is lost to the job, which a record would hide.
         """
-        control = self.supervisor.control
-        if not (control and control.is_cut):
-            write_node(self.supervisor.run.path, self.task.attempt, record)
+        supervisor, task = self.supervisor, self.task
+        if supervisor.control and supervisor.control.is_cut:
+            return
+        record = refuse_node(task.host, task.node_rank, status, said, self.started, state)
+        restarts = 0 if supervisor.newest is None else supervisor.newest - task.attempt
+        found |= {"restarts": restarts, "ranks": len(supervisor.job.plan.ranks)}
+        found |= {"signal": name_signal(number) if number else None}
+        write_node(supervisor.run.path, task.attempt, replace(record, **found))
+
+
+@dataclass(slots=True)
+class NodeControl:
+    """A task's end: decides nothing itself, but the end of a job in which nothing is started again."""
+
+    host: str
+    channel: SignalChannel
+    """The supervisor reads it; orders are among what it has read."""
+    may_restart: bool
+    """The first node answers a failure, or the end of this node's ranks, with an order."""
+    is_port_free: Callable[[int], bool]
+    descriptor: int = 2
+    """srun brings the first node what is written to it."""
+    unsent: deque[NodeReport] = field(default_factory=deque)
+    orders: list[Order] = field(default_factory=list)
+    newest: GroupStart | None = None
+    has_failed: bool = False
+    """A rank of the newest start has failed here."""
+
+    def report(self, kind: str, restart: int = 0, number: int = 0) -> None:
+        """Say what has become of this node's ranks, unless that is the end, since nothing starts again."""
+        if kind == "failed":
+            self.has_failed = self.newest is not None and restart == self.newest.restart
+        if kind == "ready" or self.may_restart:
+            self.send(kind, restart, number)
+        else:
+            self.orders.append(JobEnd(failed=kind == "failed"))
+
+    def take_orders(self) -> Iterable[Order]:
+        """Return the orders since the last call."""
+        self.flush()
+        for line in self.channel.take_lines():
+            if line == ASK_ALIVE:
+                self.send("alive")
+            elif order := parse_group_order(line):
+                self.take_order(order)
+        if self.newest is None and self.channel.descriptor is None and not self.channel.greeted:
+            logger.error("the first node's orders do not reach this task: leave cluster.srun.input out")
+            self.orders.append(JobEnd(failed=True))
+        taken, self.orders = self.orders, []
+        return taken
+
+    def take_order(self, order: Order) -> None:
+        """Keep an order for the agent, or do what it asks for."""
+        if isinstance(order, JobEnd):
+            takes_part = self.newest and self.newest.find_group_rank(self.host) is not None
+            if order.failed and takes_part and not self.has_failed:
+                self.channel.added.append(signal.SIGTERM)  # they end as by any stop that the first node sends
+                return
+        else:
+            if order.find_group_rank(self.host) == 0 and not self.is_port_free(order.master_port):
+                self.send("taken", order.restart)
+                return
+            self.newest, self.has_failed = order, False
+        self.orders.append(order)
+
+    def send(self, kind: str, restart: int = 0, number: int = 0) -> None:
+        """Send a report, now or as soon as somebody reads."""
+        self.unsent.append(NodeReport(kind, self.host, restart, number))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the reports that wait, one by one, and never wait for a reader."""
+        while self.unsent and write_report(self.unsent[0], self.descriptor):
+            self.unsent.popleft()
+
+
+def write_report(report: NodeReport, descriptor: int = 2) -> bool:
+    """Write a report, whole, if that needs no waiting; tells whether that was so."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    if not poll.poll(0):
+        return False
+    with contextlib.suppress(OSError):
+        os.write(descriptor, f"{MARK}{dump(report)}\n".encode())
+    return True
+
+
+def start_alive_sender(host: str) -> None:
+    """Begin, by a thread of its own: the task may wait for a filesystem, or for its ranks' ends."""
+
+    def send_lines() -> None:
+        while not pause.wait(ALIVE_PERIOD):
+            write_report(report)
+
+    report, pause = NodeReport("alive", host), threading.Event()
+    write_report(report)
+    threading.Thread(target=send_lines, daemon=True).start()
 
 
 # What PyTorch's compilers keep for a job, on each node's own disk: network filesystems fail them

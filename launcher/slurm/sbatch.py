@@ -20,7 +20,7 @@ from launcher.errors import SchedulerError, UsageError
 from launcher.launch.job import JobSpec
 from launcher.protocol import LAUNCH_PLAN, LAUNCH_RECORD_DIR, LAUNCH_RUN_DIR, LAUNCH_RUN_ID
 from launcher.runs.secrets import MASK, mask_words
-from launcher.slurm.attempt_end import LIMITED
+from launcher.slurm.attempt import LIMITED
 from launcher.slurm.commands import TASK_VARIABLES, WHERE_SLURM_IS, parse_signal, run_slurm
 
 TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("sbatch.toml").read_text(encoding="utf-8"))
@@ -99,9 +99,7 @@ def choose_job_options(specs: Sequence[JobSpec], environ: Mapping[str, str], *, 
     """Return the options for one job, or for an array of several; raises UsageError or SchedulerError."""
     first, names = specs[0].config.cluster, list(dict.fromkeys(spec.name for spec in specs))
     name = names[0] if len(names) == 1 else f"{names[0]}+{len(names) - 1}"
-    there: tuple[NodeKind, ...] = ()
-    kinds: tuple[NodeKind, ...] = ()
-    warnings: tuple[str, ...] = ()
+    there, kinds, warnings = tuple[NodeKind, ...](), tuple[NodeKind, ...](), tuple[str, ...]()
     members = [_list_options(spec, name) for spec in specs]
     try:
         there = _ask_sinfo(environ, first.additional.get("clusters"))
@@ -239,7 +237,8 @@ def _fill_auto(
     A share is of whole cores, since SLURM gives no less. What is not known, or asked for in another way, is
     left to SLURM.
     """
-    cluster, nproc = spec.config.cluster, read_nproc(spec.config.nproc_per_node)
+    cluster, nproc = spec.config.cluster, spec.config.nproc_per_node
+    ranks = None if nproc in ("auto", "gpu", "cpu") else parse_nproc(nproc, 1)
     named = {str(name).replace("_", "-") for name, value in cluster.additional.items() if value is not None}
     suited = [kind for kind in kinds if cluster.constraint in kind.features] or kinds
     gpus, cpus, mem = cluster.gpus_per_node, cluster.cpus_per_task, cluster.mem
@@ -247,7 +246,7 @@ def _fill_auto(
         gpus = environ.get("SBATCH_GPUS_PER_NODE")
         counts = [count for kind in suited if (count := kind.count_gpus())]
         if gpus is None and counts and "gres" not in named:
-            gpus = min(counts) if nproc is None else min(nproc, max(counts))
+            gpus = min(counts) if ranks is None else min(ranks, max(counts))
     kind_wanted, wanted = parse_gpus(gpus or 0)
     shares = []  # CPUs and memory of the GPUs, and whether these are all of the node's
     for kind in suited:
@@ -260,7 +259,9 @@ def _fill_auto(
         is_given = cluster.exclusive or named & {"cpus-per-gpu", "mincpus"}
         cpus = None if is_given else min((share[0] for share in shares), default=None)
     if mem == AUTO:
-        is_given = named & {"mem-per-cpu", "mem-per-gpu"} or find_variables(environ, "mem") or not shares
+        is_given = (
+            named & {"mem-per-cpu", "mem-per-gpu"} or name_variables("mem") & environ.keys() or not shares
+        )
         is_whole = all(share[2] for share in shares)
         mem = None if is_given else "0" if is_whole else f"{min(share[1] for share in shares)}M"
     for name, value in (("gpus-per-node", gpus), ("cpus-per-task", cpus), ("mem", mem)):
@@ -284,11 +285,6 @@ def _check_partition(nodes: int, kinds: Sequence[NodeKind], options: Mapping[str
         )
 
 
-def read_nproc(text: object) -> int | None:
-    """Return the ranks of a node if that is a number; raises UsageError."""
-    return None if text in ("auto", "gpu", "cpu") else parse_nproc(text, 1)
-
-
 def explain_refusal(
     complaint: str, chosen: JobOptions, environ: Mapping[str, str] = MappingProxyType({})
 ) -> SchedulerError:
@@ -304,7 +300,7 @@ def explain_refusal(
     given = {option.key: option.render() for option in chosen.options if option.name in names}
     shown = [f"{key}: {value}" for key, value in given.items()]
     if not given:
-        found = [name for option in names for name in find_variables(environ, option)]
+        found = [name for option in names for name in sorted(name_variables(option) & environ.keys())]
         given, shown = dict.fromkeys(found, ""), [f"{name}={environ[name]}" for name in found]
     fix = "change cluster.* accordingly; dry_run=true shows the script"
     if names:
@@ -339,16 +335,9 @@ OF_ENCLOSING_RANK = re.compile(
 """Of the enclosing job or rank, for the GPUs of its node too."""
 
 
-def find_variables(environ: Mapping[str, str], option: str) -> list[str]:
+def name_variables(option: str) -> set[str]:
     """Return the variables that give sbatch an option, `time`, if the command line does not."""
-    found = name_variables(option) + (["SLURM_CLUSTERS"] if option == "clusters" else [])
-    return [name for name in found if name in environ]
-
-
-def name_variables(option: str) -> list[str]:
-    """Return the SBATCH_* variables of an option."""
-    names = TABLE["variables"].get(option) or [option.upper().replace("-", "_")]
-    return [f"SBATCH_{name}" for name in names]
+    return {*TABLE["variables"].get(option, (f"SBATCH_{option.upper().replace('-', '_')}",))}
 
 
 def clean_for_sbatch(environ: Mapping[str, str], options: Collection[str]) -> dict[str, str]:
@@ -361,8 +350,6 @@ def clean_for_sbatch(environ: Mapping[str, str], options: Collection[str]) -> di
     dropped.update(*map(name_variables, options))
     if "gpus-per-node" in options and "gpu" in environ.get("SBATCH_GRES", ""):
         dropped.add("SBATCH_GRES")
-    if "clusters" in options:
-        dropped.add("SLURM_CLUSTERS")
     is_inside = "TORCHELASTIC_RUN_ID" in environ or "SLURM_JOB_ID" in environ
     return {
         name: value
@@ -375,15 +362,7 @@ def clean_for_sbatch(environ: Mapping[str, str], options: Collection[str]) -> di
 
 # The script
 
-SETUP = """\
-# cluster.setup: a line that fails ends the job
-trap 'launch_code=$?; printf "launch: error: cluster.setup ended with %s at: %s\\n" \\
-    "$launch_code" "$launch_line" >&2; exit "$((launch_code ? launch_code : 1))"' EXIT
-launch_check() { if [ "$1" != 0 ]; then exit "$1"; fi; }"""
-SETUP_END = """\
-trap - EXIT
-unset -v launch_line launch_code
-unset -f launch_check"""
+EXPORT = ': "${{{}:?the script leaves it out: export it before sbatch}}"'
 DECIDED = ("dry_run", "follow", "run_dir", "new_run_dir", "cluster.kind", "cluster.requeue.allocation")
 """Settings that the command line in the script of a dry run does not take over."""
 CONFIG_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
@@ -407,26 +386,31 @@ class Script:
         value = next(option.value for option in self.options if option.name == "signal")
         return str(value).removeprefix("B:").partition("@")[0]
 
-    def render(self, output: str, begin: Sequence[str], end: Sequence[str]) -> str:
+    def render(self, output: str, begin: str, end: str) -> str:
         """Return the script: options, `begin`, the user's lines, a look at the interpreter, and `end`.
 
         `output` is SLURM's pattern for the log.
         """
         log = (Option("open-mode", "append", "run_dir"), Option("output", output, "run_dir"))
-        # A comment of one line holds nothing that could end it.
-        remark = "".join(char if char.isprintable() else repr(char)[1:-1] for char in self.remark)
-        lines = ["#!/bin/bash", f"# {remark}", *map(_render_option, (*self.options, *log)), *begin]
-        if self.setup:
-            lines += ["", *SETUP.splitlines()]
-            for line in self.setup:
-                lines += [f"launch_line={shlex.quote(line)}", line, "launch_check $?"]
-            lines += SETUP_END.splitlines()
-        missing = (
-            f"launch: error: no {self.python[0]} on this node: is it on a filesystem that all nodes share?"
+        lines = [f"launch_line={shlex.quote(line)}\n{line}\nlaunch_check $?" for line in self.setup]
+        python = self.python[0]
+        missing = f"launch: error: no {python} on this node: is it on a filesystem that all nodes share?"
+        return _fill(
+            "script",
+            # A comment of one line holds nothing that could end it.
+            remark="".join(char if char.isprintable() else repr(char)[1:-1] for char in self.remark),
+            options="\n".join(map(_render_option, (*self.options, *log))),
+            begin=begin,
+            setup=_fill("setup", lines="\n".join(lines)) if lines else "",
+            python=shlex.quote(python),
+            missing=shlex.quote(missing),
+            end=end,
         )
-        lines += ["", f"if [ ! -x {shlex.quote(self.python[0])} ]; then"]
-        lines += [f"    printf '%s\\n' {shlex.quote(missing)} >&2", "    exit 3", "fi", *end]
-        return "\n".join(lines) + "\n"
+
+
+def _fill(name: str, **values: str) -> str:
+    """Return a piece of a script from the table, with values in place of @NAME@."""
+    return re.sub("@([a-z]+)@", lambda found: values[found[1]], TABLE["bash"][name])
 
 
 def _render_option(option: Option) -> str:
@@ -455,18 +439,12 @@ def render_script(script: Script, runs: Sequence[str]) -> str:
                 f"the run directory {run!r} has a character that SLURM's --output cannot have: set"
                 " runs_dir=DIR and name=NAME without backslashes, line breaks and the like"
             )
-    begin = ["", "# the checkpoint signal, if it comes before the ranks", "launch_signal="]
-    begin += [f"trap 'launch_signal={script.signal}' {script.signal}"]
-    if len(runs) == 1:
-        output = f"{runs[0].replace('%', '%%')}/logs/slurm-%j.out"
-        begin += [f"launch_run={shlex.quote(runs[0])}"]
-    else:  # a member picks its own, and its log: SLURM has one path for all
-        output = "/dev/null"
-        begin += ["launch_runs=(", *(f"    {shlex.quote(run)}" for run in runs), ")"]
-        begin += ["launch_run=${launch_runs[$SLURM_ARRAY_TASK_ID]}"]
-        begin += ['exec >>"$launch_run/logs/slurm-$SLURM_JOB_ID.out" 2>&1']
-    command = f'exec {shlex.join(script.python)} -m launcher.slurm "$launch_run" $launch_signal'
-    return script.render(output, begin, [f"trap '' {script.signal}", command])
+    quoted, command = [*map(shlex.quote, runs)], shlex.join(script.python)
+    output, run = f"{runs[0].replace('%', '%%')}/logs/slurm-%j.out", f"launch_run={quoted[0]}"
+    if len(runs) > 1:  # a member picks its own, and its log: SLURM has one path for all
+        output, run = "/dev/null", _fill("member", runs="\n    ".join(quoted))
+    begin = _fill("begin", signal=script.signal, run=run)
+    return script.render(output, begin, _fill("end", signal=script.signal, python=command))
 
 
 def render_dry_run(script: Script, spec: JobSpec, argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -499,11 +477,13 @@ def render_dry_run(script: Script, spec: JobSpec, argv: Sequence[str]) -> tuple[
     run = shlex.quote(str(spec.run_path))
     if spec.run_key == "runs_dir":  # else the user has chosen it
         run = f"{shlex.quote(str(spec.run_path.parent))}/job-$SLURM_JOB_ID"
-    end = [f': "${{{name}:?the script leaves it out: export it before sbatch}}"' for name in secrets]
-    end += [f"launch_run={run}", "launch_key=run_dir"]
-    end += ['[ -e "$launch_run/manifest.json" ] || launch_key=new_run_dir']
-    end += [f"exec {shlex.join(script.python)} -m launcher {' '.join(words)} \\"]
-    end += ['    cluster.kind=allocation cluster.requeue.allocation=true "$launch_key=$launch_run"']
-    end[-1] += f" \\\n    -- {' '.join(program)}" if program else ""
+    end = _fill(
+        "dry",
+        exports="".join(f"{EXPORT.format(name)}\n" for name in secrets),
+        run=run,
+        python=shlex.join(script.python),
+        words=" ".join(words),
+        program=f" \\\n    -- {' '.join(program)}" if program else "",
+    )
     script = replace(script, options=(*script.options, Option("chdir", str(Path.cwd()), "directory")))
-    return script.render("%x-%j.out", [f"trap : {script.signal}"], end), sorted({*secrets})
+    return script.render("%x-%j.out", f"trap : {script.signal}", end), sorted({*secrets})

@@ -1,4 +1,4 @@
-"""A step of a job: srun's command line, what srun prints, and the running step with a task on each node."""
+"""A step of a job: srun's command line, what srun and the tasks say, and the running step."""
 
 import contextlib
 import logging
@@ -14,16 +14,69 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from launcher.codec import dump, load
 from launcher.config.settings import ContainerConfig
-from launcher.launch.coordinator import Coordinator, GroupStart, JobEnd
+from launcher.launch.coordinator import Coordinator, GroupStart, JobEnd, Order
 from launcher.launch.signals import LOST, STOPPING, write_line_to_tasks
+from launcher.runs.records import NodeRecord, RankFailure
 from launcher.slurm.commands import clean_for_step, expand_hosts
-from launcher.slurm.node_channel import CLOSE_TIMEOUT, NodeReport, find_report, render_order
 
 logger = logging.getLogger(__name__)
 
 CPU_COUNTS = re.compile(r"(?:^|,)(\d+)")
 """The CPUs of nodes in SLURM_JOB_CPUS_PER_NODE, `16(x3),8`."""
+
+
+# What the first node and the tasks say to each other. A report is a line of a task's stderr, which srun
+# brings here; an order is a line of the tasks' stdin, which each of them reads (`launcher.launch.signals`).
+
+MARK = "launch-task: "
+"""What begins a report; what stands before it is the start of a line that somebody else has not ended."""
+ORDERS: dict[str, type[GroupStart] | type[JobEnd]] = {"START": GroupStart, "END": JobEnd}
+"""What a line of JSON after one of these words is."""
+ASK_ALIVE = "ASK alive"
+"""Each task says at once that it is there."""
+ALIVE_PERIOD = 2.0
+"""Seconds from one word of a task to the next, and of the first node to those that guard it."""
+OWN_GAP = 4.0
+"""Seconds between two looks of a process after which it has slept itself, and knows nothing of others."""
+CLOSE_TIMEOUT = 5.0
+"""Seconds for a short step, and for what is still to be read or written when srun has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What a node's task tells the first node."""
+
+    kind: str
+    """`ready`, `failed`, `ended`, `taken` (the port), `alive`, `signalled` (not by the first node); the first
+    node itself finds out that a node is `lost`, or its task `gone`."""
+    host: str
+    restart: int = 0
+    """Number of the start that it is about."""
+    number: int = 0
+    """Of the node's ranks, if they are ready; of the rank that has failed; of the signal."""
+
+
+def find_report(line: str) -> tuple[str, NodeReport] | None:
+    """Return what stands before a report in a line, and the report; None if there is none."""
+    before, mark, text = line.rpartition(MARK)
+    with contextlib.suppress(ValueError):
+        return (before, load(NodeReport, text)) if mark else None
+    return None
+
+
+def render_order(order: Order) -> str:
+    """Return an order as a line without its end."""
+    return f"{'END' if isinstance(order, JobEnd) else 'START'} {dump(order)}"
+
+
+def parse_group_order(line: str) -> Order | None:
+    """Read an order; None for another line, or one that is not whole."""
+    word, _, text = line.partition(" ")
+    with contextlib.suppress(ValueError):
+        return load(ORDERS[word], text) if word in ORDERS else None
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +180,9 @@ def has_begun(lines: Iterable[str]) -> bool:
     return any(map(STEP_BEGUN.search, lines))
 
 
-def join_lines(lines: Sequence[str]) -> str:
+def join_lines(lines: Iterable[str]) -> str:
     """Return the last of srun's lines as one, without its prefixes."""
-    return "; ".join(line.removeprefix("srun: ").removeprefix("error: ") for line in lines[-3:])
+    return "; ".join(line.removeprefix("srun: ").removeprefix("error: ") for line in [*lines][-3:])
 
 
 def find_task_ends(lines: Iterable[str], hosts: Collection[str] | None = None) -> dict[str, str]:
@@ -147,10 +200,78 @@ def parse_node_failure(line: str) -> tuple[str, ...]:
     return ()
 
 
+FOLLOWS = re.compile(
+    r"gloo/transport|lost the connection|Connection (closed|reset) by|remote process exited|Broken pipe"
+    r"|ncclRemoteError|Socket (closed|Timeout)",
+    re.IGNORECASE,
+)
+"""What ranks say that failed because another one did."""
 LABEL = re.compile(r"\s*\d+: ")
 """What srun's `--label` puts before each line."""
 KEPT_LINES = 40
 """Lines of srun's that are kept for the report."""
+
+
+@dataclass(slots=True)
+class StepReport:
+    """How the step of one attempt goes and ends, as the batch script's process sees it."""
+
+    srun_exitcode: int | None = None
+    """As subprocess gives it: -n for signal n; None until the end."""
+    records: Sequence[NodeRecord] = ()
+    hosts: tuple[str, ...] = ()
+    """Nodes of the ranks; none if the step was not started."""
+    signals: list[tuple[int, float]] = field(default_factory=list)
+    """Signals to the batch script's process, and when, in seconds since the epoch."""
+    near_limit: bool = False
+    """The ranks were sent the checkpoint signal because the time limit was near."""
+    srun_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    """What srun complained of: its own lines on stderr."""
+    signalled: list[tuple[str, int]] = field(default_factory=list)
+    """Nodes (or srun), and the stopping signals that their tasks got before any had ended; none is ours."""
+    cancelled: bool = False
+    """SLURM said that the step was cancelled, before any task had ended."""
+    sickness: Sequence[str] = ()
+    """What preflight found, if that is why the ranks were not started."""
+    sick: Sequence[str] = ()
+    """Nodes that the next attempt is to do without."""
+
+    @property
+    def missing(self) -> list[str]:
+        """Nodes that left no record."""
+        reporting = {record.host for record in self.records}
+        return [host for host in self.hosts if host not in reporting]
+
+    @property
+    def stops(self) -> list[int]:
+        """The signals that asked for the end."""
+        return [number for number, _ in self.signals if number in STOPPING]
+
+    @property
+    def first_failure(self) -> tuple[NodeRecord, RankFailure] | None:
+        """The first failure over all nodes, and its node; None if no rank failed.
+
+        A rank that failed by itself (see `failed_by_itself`) comes before one that only followed another.
+        """
+        found = [(record, record.failure) for record in self.records if record.failure]
+        return min(found, key=lambda one: (not failed_by_itself(one[1]), one[1].time), default=None)
+
+    @property
+    def failed(self) -> list[NodeRecord]:
+        """The nodes on which a rank, or the agent, failed by itself rather than by SIGTERM."""
+        failed = [record for record in self.records if record.state == "failed"]
+        return [record for record in failed if not (record.failure and was_terminated(record.failure))]
+
+
+def failed_by_itself(failure: RankFailure) -> bool:
+    """Tell whether a rank failed by itself: not by SIGTERM, nor since it had lost another rank."""
+    follows = any(FOLLOWS.search(line) for line in failure.lines)
+    return not (was_terminated(failure) or (failure.exitcode > 0 and follows))
+
+
+def was_terminated(failure: RankFailure) -> bool:
+    """Tell whether a rank ended by SIGTERM, or as a shell says that it did (143)."""
+    return failure.status == 128 + signal.SIGTERM
 
 
 @dataclass(slots=True)
@@ -163,20 +284,15 @@ class NodeStep:
 
     process: "subprocess.Popen[bytes]"
     stdin: int
+    report: StepReport
     elastic: bool = False
     """The step outlives the end of a task."""
     coordinator: Coordinator | None = None
     """Decides about the starts of all nodes' ranks; None if torchrun's agents agree on them."""
     holds_back: Callable[[NodeReport], bool] = lambda _: False
     """Hears each report; true if it is to be passed on later, see `NodeReplacement`."""
-    srun_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
-    """srun's own lines."""
     lost: frozenset[str] = frozenset()
     """Nodes that SLURM has given up."""
-    signalled: list[tuple[str, int]] = field(default_factory=list)
-    """Nodes whose task got a signal that we have not sent, before any task had ended."""
-    cancelled: bool = False
-    """SLURM said that the step was cancelled, before any task had ended."""
     ended: bool = False
     """A task has ended badly, and SLURM ends the others."""
     failed_at: float | None = None
@@ -210,12 +326,12 @@ class NodeStep:
         for raw in self.process.stderr or ():
             line, text = raw.decode(errors="replace").rstrip("\n"), raw
             if found := find_report(line):
-                before, report = found
+                before, told = found
                 text = b"" if LABEL.fullmatch(before) else before.encode()
-                if report.kind == "signalled":
-                    self.signalled += [] if self.ended else [(report.host, report.number)]
-                elif self.coordinator and not self.holds_back(report):
-                    self.take_report(report)
+                if told.kind == "signalled":
+                    self.report.signalled += [] if self.ended else [(told.host, told.number)]
+                elif self.coordinator and not self.holds_back(told):
+                    self.take_report(told)
             elif line.startswith(SLURM_PREFIXES) and not self.note_line(line):
                 continue
             with contextlib.suppress(OSError):
@@ -229,16 +345,16 @@ class NodeStep:
         """
         if CPU_BIND_COMPLAINT in line:
             return False
-        is_known = CANCELLED in line and any(map(TASK_END.match, self.srun_lines))
+        is_known = CANCELLED in line and any(map(TASK_END.match, self.report.srun_lines))
         if found := TASK_END.match(line):
             is_known = found["how"].startswith((ENDED, EXITED))
-        self.srun_lines.append(line)
-        self.cancelled = self.cancelled or (CANCELLED in line and not self.ended)
+        self.report.srun_lines.append(line)
+        self.report.cancelled |= CANCELLED in line and not self.ended
         ends = find_task_ends((line,))
         self.ended = self.ended or bool(ends and not self.elastic)
         for host, word in ends.items() if self.elastic else ():
             self.take_report(NodeReport("gone", host))
-            if not self.failed_at and word.startswith(EXITED) and host not in dict(self.signalled):
+            if not self.failed_at and word.startswith(EXITED) and host not in dict(self.report.signalled):
                 self.failed_at = time.monotonic()
         if hosts := parse_node_failure(line):
             self.lost |= {*hosts}  # a new value: another thread reads it

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import logging
-import math
 import os
 import re
 import shlex
@@ -35,7 +34,6 @@ from launcher.slurm.sbatch import JobOptions, Script
 from launcher.text import join_words, print_text, quote_word
 
 if TYPE_CHECKING:
-    from launcher.fit.gpus import GpuType
     from launcher.plan.model import Plan
 
 logger = logging.getLogger(__name__)
@@ -60,7 +58,7 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
     dry_run = any(spec.config.dry_run for spec in specs)
     if dry_run and len(specs) > 1:
         logger.warning(f"of these {len(specs)} jobs, the script of the first is shown")
-        specs = specs[:1]
+    specs = [*specs[:1]] if dry_run else [*specs]
     first, paths = specs[0], [spec.run_path for spec in specs]
     if len(paths) > len(set(paths)):
         raise UsageError(
@@ -71,7 +69,9 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
     with ThreadPoolExecutor() as pool:
         sources, python = pool.submit(describe_sources, Path.cwd()), pool.submit(find_python)
         chosen = sbatch.choose_job_options(specs, os.environ, dry_run=dry_run)
-    specs = [judge_submission(spec, chosen) for spec in specs]
+    for place, spec in enumerate(specs):
+        if spec.fit_model and (plan := _plan_snapshot(spec, chosen)):
+            specs[place] = _judge_plan(spec, plan, spec.cluster.min_nodes)
     made_by = f"Made by: {shlex.join(mask_words(['launch', *argv]))}"
     script = Script(chosen.options, made_by, tuple(first.config.cluster.setup), python.result())
     if dry_run:
@@ -83,20 +83,19 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
         )
         if left_out:
             logger.info(f"the script leaves out {', '.join(left_out)}: export them before sbatch")
-        numbers, job_id = list[str](), ""
-    else:
-        with contextlib.ExitStack() as undo:
-            secrets = [stage_run(spec, argv, sources.result(), undo) for spec in specs]
-            text = sbatch.render_script(script, list(map(str, paths)))
-            job_id = _send_script(paths, text, secrets, chosen)
-            undo.pop_all()
-        numbers = [job_id] if len(specs) == 1 else [f"{job_id}_{number}" for number in range(len(specs))]
-    for warning in chosen.warnings:  # if a job is refused, its error alone is said
-        logger.warning(warning)
-    if dry_run:
+        for warning in chosen.warnings:
+            logger.warning(warning)
         sys.stderr.flush()
         print_text(text)
         return 0
+    with contextlib.ExitStack() as undo:
+        secrets = [stage_run(spec, argv, sources.result(), undo) for spec in specs]
+        text = sbatch.render_script(script, list(map(str, paths)))
+        job_id = _send_script(paths, text, secrets, chosen)
+        undo.pop_all()
+    numbers = [job_id] if len(specs) == 1 else [f"{job_id}_{number}" for number in range(len(specs))]
+    for warning in chosen.warnings:  # if a job is refused, its error alone is said
+        logger.warning(warning)
     if paths[0].is_relative_to("/tmp"):  # noqa: S108 - to warn of
         logger.warning(
             f"the run directory {paths[0]} is below /tmp, which every node has its own of as a rule:"
@@ -107,10 +106,12 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
             write_job_id(path, number)
         except (OSError, KeyError) as error:
             logger.warning(f"{path}/manifest.json does not tell the job's number {number} ({error})")
+    if any(spec.fit_model for spec in specs):
+        logger.info("the first node judges whether the model fits: cluster.machine=NAME does it before")
     _print_submitted(paths, numbers, job_id, chosen)
     if not any(spec.config.follow for spec in specs):
         return 0
-    from launcher.slurm.follow import follow_jobs
+    from launcher.slurm.run_states import follow_jobs
 
     sys.stdout.flush()
     return follow_jobs(list(zip(paths, numbers, strict=True)))
@@ -243,45 +244,6 @@ def _print_submitted(paths: Sequence[Path], numbers: Sequence[str], job_id: str,
     print_text("\n".join([*lines, f"             launch cancel {whole}"]) + "\n")
 
 
-# Memory, judged before the nodes are known by themselves
-
-
-def judge_submission(spec: JobSpec, chosen: JobOptions) -> JobSpec:
-    """Judge a job that is to be submitted, and return it without the model that then needs no judgement.
-
-    `cluster.machine` says what the nodes have, or sinfo does by the types of their GPUs; else the first node
-    judges. Of several types that the job may get, the one with most memory counts: nothing that could run is
-    refused. Raises MachineError if the job is refused, UsageError for a snapshot that cannot be read.
-    """
-    model, config, nodes, gpus = spec.fit_model, spec.config, spec.cluster.min_nodes, _count_gpus(chosen)
-    if model is None:
-        return spec
-    if plan := _plan_snapshot(spec, chosen):
-        return _judge_plan(spec, plan, nodes)
-    from launcher.config.training import FitJob, settle_job, settle_training
-    from launcher.fit.training import NodeResources
-    from launcher.plan.model import Gpu
-
-    fitting = [kind for kind in chosen.kinds if gpus and kind.count_gpus() >= gpus]
-    types = [_find_largest_gpu(name) for kind in fitting for name, _ in kind.gpus]
-    known = [found for found in types if found]
-    if not known or len(known) < len(types):
-        return spec
-    largest = max(known, key=lambda found: found.memory_mib)
-    kind = max(fitting, key=lambda kind: kind.memory_mib)
-    share = gpus / kind.count_gpus()
-    node = NodeResources(
-        cores=max(1, math.floor(kind.cores * share)),
-        memory_kib=math.floor(kind.memory_mib * share) << 10,
-        num_workers=config.dataloader.num_workers,
-        worker_gib=float(config.dataloader.worker_gib),
-    )
-    there = (Gpu(0, "", "", name=largest.name, memory_mib=largest.memory_mib),)
-    ranks = sbatch.read_nproc(config.nproc_per_node) or gpus
-    job = FitJob(config, model, nodes, spec.is_bundled, ranks, there, node)
-    return replace(settle_job(spec, settle_training(job)), fit_model=None)
-
-
 def _plan_snapshot(spec: JobSpec, chosen: JobOptions) -> "Plan | None":
     """Return the plan of a node as `cluster.machine` or `machine` describes it; None if neither does."""
     config = spec.config
@@ -290,7 +252,7 @@ def _plan_snapshot(spec: JobSpec, chosen: JobOptions) -> "Plan | None":
         return None
     ranks = config.nproc_per_node
     if ranks in ("auto", "gpu"):
-        ranks = _count_gpus(chosen) or ranks
+        ranks = sbatch.parse_gpus(chosen.get("gpus-per-node") or 0)[1] or ranks
     machine_config = replace(config.machine, root="/", snapshot=snapshot)
     return plan_node(replace(config, machine=machine_config, nproc_per_node=ranks), spec.environ)
 
@@ -307,20 +269,6 @@ def _judge_plan(spec: JobSpec, plan: "Plan", nodes: int) -> JobSpec:
     return replace(settle_job(spec, settle_training(job)), fit_model=None)
 
 
-def _count_gpus(chosen: JobOptions) -> int:
-    """Return the GPUs of a node that the job asks for; 0 if it leaves that to SLURM."""
-    return sbatch.parse_gpus(chosen.get("gpus-per-node") or 0)[1]
-
-
-def _find_largest_gpu(name: str | None) -> "GpuType | None":
-    """Return the GPU that SLURM's type names, of several the largest: `h100` may be an H100 NVL."""
-    from launcher.fit.gpus import GPU_TYPES, find_gpu, split_words
-
-    words = split_words(name or "")
-    found = [find_gpu(name or ""), *(gpu for gpu in GPU_TYPES if words and words <= set(gpu.name.split()))]
-    return max(filter(None, found), key=lambda one: one.memory_mib, default=None)
-
-
 # In a SLURM job, in salloc's shell or a job script
 
 
@@ -331,17 +279,16 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
     hosts = list_job_hosts(os.environ)[: spec.cluster.max_nodes]
     is_here = name_host(os.environ) in hosts
     # The nodes read that they are in an allocation, however the job was asked for.
-    cluster = replace(spec.config.cluster, kind=spec.cluster.kind)
+    spec = _set_kind(spec, spec.cluster.kind)
     if spec.config.dry_run:
         if is_here:
             _show_plan(plan_node(spec.config, spec.environ), spec)
         else:
             logger.info(f"{', '.join(hosts)} plan for themselves: this machine is none of them")
-        request = make_job_request(replace(spec, config=replace(spec.config, cluster=cluster)), argv)
+        request = make_job_request(spec, argv)
         order = first_node.order_job_nodes(os.environ, request)
         placed = {"hosts": order.hosts[: request.max_nodes], "spares": order.hosts[request.max_nodes :]}
         attempt = Attempt(request, RunDir(spec.run_path), os.environ, placed, requeues=False)
-        first_node.report_node_order(order)
         sys.stderr.flush()
         print_text(join_words(first_node.describe_node_step(attempt).render(os.environ)) + "\n")
         return 0
@@ -349,10 +296,16 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
         nodes = min(spec.cluster.min_nodes, len(hosts))
         spec = _judge_plan(spec, plan_node(spec.config, spec.environ), nodes)
     run, _ = prepare_run(spec, argv, hosts)
-    request = make_job_request(replace(spec, config=replace(spec.config, cluster=cluster)), argv)
+    request = make_job_request(spec, argv)
     secrets = write_job_request(request, run.path)
     environ = {**os.environ, **_carry({str(run.path): secrets})}
     return first_node.run_attempt(request, run, environ, requeues=False)
+
+
+def _set_kind(spec: JobSpec, kind: str) -> JobSpec:
+    """Return the same job with a kind of cluster in its configuration."""
+    cluster = replace(spec.config.cluster, kind=kind)
+    return replace(spec, config=replace(spec.config, cluster=cluster))
 
 
 def _run_own_job(spec: JobSpec, argv: Sequence[str]) -> int:
@@ -360,8 +313,7 @@ def _run_own_job(spec: JobSpec, argv: Sequence[str]) -> int:
 
     The first attempt does what a submission would have done before.
     """
-    cluster = replace(spec.config.cluster, kind="slurm")
-    spec, job_id = replace(spec, config=replace(spec.config, cluster=cluster)), name_job(os.environ)
+    spec, job_id = _set_kind(spec, "slurm"), name_job(os.environ)
     if read_job(read_manifest(spec.run_path)) == job_id:
         secrets: Mapping[str, object] = write_job_request(make_job_request(spec, argv), spec.run_path)
     else:

@@ -6,20 +6,8 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 logger = logging.getLogger("launcher.slurm.task")
-
-
-class StoppedError(Exception):
-    """SIGTERM came before there was anything to stop."""
-
-
-def stop_early(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Signal handler, until the supervisor has its own."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise StoppedError
 
 
 def main() -> int:
@@ -27,7 +15,7 @@ def main() -> int:
 
     If there are no ranks, the record says why, for the first node to log; if it cannot be written, this does.
     """
-    signal.signal(signal.SIGTERM, stop_early)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the supervisor has its own
     run_path, started, state = Path(sys.argv[1]), time.time(), "failed"
     try:
         # Only now: a signal during the imports is to leave a record too.
@@ -37,7 +25,8 @@ def main() -> int:
         from launcher.slurm.node_job import run_node
 
         return run_node(run_path, os.environ, started)
-    except StoppedError:
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         state, status = "stopped", 128 + signal.SIGTERM
         reason = "it was stopped before its ranks had started"
     except Exception as error:
@@ -47,15 +36,13 @@ def main() -> int:
         status, reason = EXIT_MACHINE, f"{type(error).__name__}: {error}"
         if isinstance(error, LaunchError):
             status, reason = error.exit_code, str(error)
-    from dataclasses import replace
-
     from launcher.runs.records import refuse_node, write_node
     from launcher.slurm.commands import read_task_identity
 
     task = read_task_identity(os.environ)
-    record = refuse_node(task.host, task.node_rank, status, reason, started)
     try:
-        write_node(run_path, task.attempt, replace(record, state=state))
+        record = refuse_node(task.host, task.node_rank, status, reason, started, state)
+        write_node(run_path, task.attempt, record)
     except OSError as error:
         logger.error(f"{task.host}: {' '.join(reason.split())} ({error})")
     return status

@@ -43,7 +43,7 @@ srun*slurm.lost_nodes*)
     ;;
 "squeue "*--Format=*) answer job ;;
 squeue*) answer excluded ;;
-sinfo*%T*) cat "$facts/states" ;;
+sinfo*StateLong*) sed 's/$/|127.0.0.1|1|/' "$facts/states" ;;
 sinfo*) cat "$facts/partition" ;;
 "scontrol requeue"* | "scontrol update"*) # a requeue ends the batch step, and this is not to die of it
     kill -TERM $$
@@ -51,7 +51,6 @@ sinfo*) cat "$facts/partition" ;;
     ;;
 "scontrol show topology"*) . "$facts/topology" ;;
 "scontrol show config"*) echo "KillWait = 30" ;;
-"scontrol"*" show node"*) cat "$facts/boots" ;;
 sacct*) answer accounting ;;
 sbatch*) echo "Submitted batch job 7" ;;
 esac

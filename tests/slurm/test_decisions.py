@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config.settings import RequeueConfig
-from launcher.slurm.attempt_end import (
-    PastAttempt,
+from launcher.slurm.attempt import (
     choose_stop_time,
     classify_end,
     classify_kill,
     decide_requeue,
 )
 from launcher.slurm.commands import JobState
-from launcher.slurm.preflight import choose_hosts
+from launcher.slurm.first_node import choose_hosts
 
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("decisions.json").read_text())
 POLICY = RequeueConfig(
@@ -28,8 +27,11 @@ POLICY = RequeueConfig(
     no_progress=3, limit=200,
 )  # fmt: skip
 LIMITED = ("preempted", "timeout", "node_failure", "sick_node", "stopped", "requested", "hang", "crash")
-ENDS = st.builds(
-    PastAttempt, st.sampled_from([*LIMITED, "requeued", "cancelled"]), st.sampled_from([True, False, None])
+ENDS = st.fixed_dictionaries(
+    {
+        "cause": st.sampled_from([*LIMITED, "requeued", "cancelled"]),
+        "advanced": st.sampled_from([True, False, None]),
+    }
 )
 
 
@@ -53,7 +55,7 @@ def test_the_class_of_an_end() -> None:
 def test_what_becomes_of_the_job() -> None:
     """An earlier attempt is how often it was so, its class, and whether it advanced."""
     for cause, earlier, advanced, requeue, decided, reason in TABLES["requeues"]:
-        past = [PastAttempt(*ended) for count, *ended in earlier for _ in range(count)]
+        past = [{"cause": was, "advanced": made} for count, was, made in earlier for _ in range(count)]
         decision = decide_requeue(cause, POLICY, past, advanced)
         assert (decision.requeue, decision.cause) == (requeue, decided), (cause, earlier)
         assert reason in (None, decision.reason)
@@ -68,16 +70,16 @@ def test_what_becomes_of_the_job() -> None:
         **{name: st.integers(-1, 5) for name in LIMITED},
     ),
 )
-def test_no_policy_requeues_for_ever(ends: list[PastAttempt], policy: RequeueConfig) -> None:
+def test_no_policy_requeues_for_ever(ends: list[dict[str, Any]], policy: RequeueConfig) -> None:
     """However attempts end, what is requeued stays within the limit and within each reason's own."""
-    past: list[PastAttempt] = []
+    past: list[dict[str, Any]] = []
     for end in ends:
-        if not decide_requeue(end.cause, policy, past, end.advanced).requeue:
+        if not decide_requeue(end["cause"], policy, past, end["advanced"]).requeue:
             break
         past.append(end)
     assert len(past) <= max(policy.limit - 1, 0)
     for reason in LIMITED:
-        assert sum(attempt.cause == reason for attempt in past) <= max(getattr(policy, reason), 0)
+        assert sum(attempt["cause"] == reason for attempt in past) <= max(getattr(policy, reason), 0)
 
 
 def test_whose_the_checkpoint_signal_is_and_when_the_ranks_are_stopped() -> None:

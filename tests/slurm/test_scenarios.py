@@ -29,7 +29,6 @@ ANSWERS = {
     "starts": [""],
     "states": ["n0|idle", "n1|idle"],
     "partition": ["n0", "n1", "n2", "n3"],
-    "boots": [""],
     "topology": [""],
     "preflight": ["exit 1"],
     "guards": ["cat >/dev/null"],

@@ -1,6 +1,5 @@
 """What srun is told, in which environment, over which nodes in which order: `srun.toml`."""
 
-import itertools
 import shlex
 import tomllib
 from dataclasses import replace
@@ -12,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config.settings import ContainerConfig
-from launcher.launch.job import read_client_ports
+from launcher.launch.job import list_ports, read_client_ports
 from launcher.slurm.commands import expand_hosts, fold_in_order
-from launcher.slurm.first_node import pick_port
-from launcher.slurm.node_order import find_node_order
+from launcher.slurm.first_node import find_node_order
 from launcher.slurm.step import Step
 
 TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("srun.toml").read_text())
@@ -138,21 +136,15 @@ LOWEST, DEFAULT_LOCAL = 10240, (32768, 60999)
 LOCAL = st.tuples(st.integers(1024, 65535), st.integers(1024, 65535)).map(lambda pair: (min(pair), max(pair)))
 
 
-@given(st.integers(0, 1 << 26), st.integers(0, 300), st.integers(0, 5), LOCAL)
-def test_a_port_is_outside_of_the_kernels_own_where_there_is_room(
-    job: int, attempt: int, trial: int, local: tuple[int, int]
-) -> None:
-    port = pick_port(job, attempt, trial, local)
-    assert LOWEST <= port < 65536
+@given(LOCAL)
+def test_ports_are_outside_of_the_kernels_own_where_there_is_room(local: tuple[int, int]) -> None:
+    ports = list_ports(*local)
+    assert LOWEST <= ports.start < ports.stop <= 65536
     room = max(local[0] - LOWEST, 65535 - max(local[1], LOWEST - 1))
-    assert not local[0] <= port <= local[1] or room < 1000
+    assert not {*ports} & {*range(local[0], local[1] + 1)} or room < 1000
 
 
-def test_jobs_in_a_row_have_different_ports_and_so_have_the_candidates_of_one(tmp_path: Path) -> None:
-    ports = {pick_port(job, 0, 0, DEFAULT_LOCAL) for job in range(123_000, 143_000)}
-    assert len(ports) == 20_000
-    own = [pick_port(123, *pair, DEFAULT_LOCAL) for pair in itertools.product(range(5), range(5))]
-    assert len(set(own)) == len(own)
+def test_the_kernels_own_ports(tmp_path: Path) -> None:
     assert read_client_ports(tmp_path) == DEFAULT_LOCAL
     (tmp_path / "net/ipv4").mkdir(parents=True)
     (tmp_path / "net/ipv4/ip_local_port_range").write_text("15000\t61000\n")
