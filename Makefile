@@ -7,7 +7,7 @@ WORKERS ?= 3
 # The tests start Python a thousand times: bytecode is kept even where the environment says not to. A module's tests
 # run in one worker, which makes what they share once; and a test that hangs fails.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
-PARALLEL := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+PARALLEL := -n $(WORKERS) --no-loadscope-reorder --dist
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: run test test-gpu gpu-wheels test-kernels test-slurm test-slow test-fuzz check bench clean
@@ -16,7 +16,7 @@ run: $(VENV)/.run  ## install, and train the bundled model with two ranks; ARGS=
 	@$(BIN)/launch nproc_per_node=2 $(ARGS)
 
 test: $(VENV)/.test  ## install the test extra, and run the tests; ARGS="tests/plan -k nic" selects
-	@$(PYTEST) $(PARALLEL) --timeout=300 $(ARGS)
+	@$(PYTEST) $(PARALLEL) loadscope --timeout=300 $(ARGS)
 
 test-gpu: $(VENV)/.test  ## the tests that need an NVIDIA GPU; they skip, saying why, where there is none
 	@$(PYTEST) -m gpu tests/gpu --timeout=300 $(ARGS)
@@ -44,10 +44,10 @@ test-slurm: $(VENV)/.test  ## on a real SLURM of several nodes, started here (sl
 	@$(PYTEST) -m slurm tests -v --timeout=900 --durations=8 $(ARGS)
 
 test-slow: $(VENV)/.test  ## what takes long: the wheel, frameworks, real tuning and trainings; ARGS="-k wheel" selects
-	@$(PYTEST) -m slow $(PARALLEL) --timeout=600 --durations=8 $(ARGS)
+	@$(PYTEST) -m slow $(PARALLEL) loadgroup --timeout=600 --durations=8 $(ARGS)
 
 test-fuzz: $(VENV)/.test  ## a thousand new examples of whatever is tested by random ones; LAUNCH_FUZZ=N for N
-	@LAUNCH_FUZZ=$${LAUNCH_FUZZ:-1000} $(PYTEST) -m hypothesis $(PARALLEL) $(ARGS)
+	@LAUNCH_FUZZ=$${LAUNCH_FUZZ:-1000} $(PYTEST) -m hypothesis $(PARALLEL) loadscope $(ARGS)
 
 check: $(VENV)/.test  ## ruff, mypy, and who may import whom
 	@$(BIN)/ruff check .

@@ -37,6 +37,20 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, usual)
 
 
+WAITING = ("test_tune.py", "test_node_work.py", "test_wheel.py")
+"""Modules that take long and use little of a CPU: at the end, one worker would run them alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what waits. A module's tests run in one worker with `--dist loadgroup` too, which splits
+    those of programs: each of them is long, and they share nothing.
+    """
+    items.sort(key=lambda item: item.path.name not in WAITING)
+    for item in items:
+        if item.path.name != "test_programs.py":
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Generator[None, object, object]:
     """Escape lone surrogates in a report: pytest-xdist's workers cannot send them, and stop."""
