@@ -1,7 +1,9 @@
 """Machines as trees of files: a small one to be spoilt, and where trees are written."""
 
 import copy
+import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,8 +18,9 @@ NODE = "sys/devices/system/node"
 STATUS = "proc/self/status"
 GPUS = "proc/driver/nvidia/gpus"
 PCI = "sys/bus/pci/devices"
-NICS = "sys/class/infiniband"
 
+SEVERAL = re.compile(r"\{(\d+)-(\d+)\}")
+RICH: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/rich_machines.json").read_text())
 ROOM = 1 << 30
 """Bytes that the largest tree needs and some to spare: each of its 40,000 files takes a page."""
 SMALL: Data = {
@@ -98,59 +101,25 @@ def write_device(root: Path, path: str, **files: str) -> str:
     return real
 
 
-def write_nic(root: Path, name: str, device: str, *ports: tuple[str, str, str]) -> str:
-    """Write an RDMA device below another as sysfs has it; a port is its state, rate and link layer."""
-    real = f"{device}/infiniband/{name}"
-    (root / real).mkdir(parents=True)
-    link(root, f"{NICS}/{name}", real)
-    if device.startswith("sys/devices/pci"):
-        link(root, f"{real}/device", device)
-    for number, values in enumerate(ports, 1):
-        for file, value in zip(("state", "rate", "link_layer"), values, strict=True):
-            put(root, f"{real}/ports/{number}/{file}", value)
-    return real
+def expand(files: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each of `cpu{0-3}/…`."""
+    for path, content in files.items():
+        found = SEVERAL.search(path)
+        for number in range(int(found[1]), int(found[2]) + 1) if found else ("",):
+            yield SEVERAL.sub(str(number), path), content
 
 
 def write_rich(root: Path, vendor: str) -> Path:
-    """Write the small machine with all that the probe reads: NVIDIA's GPUs and cgroups 2, or AMD's and 1."""
+    """Write the small machine with all that the probe reads: NVIDIA's GPUs and cgroups 2, or AMD's, cgroups 1
+    and hybrid cores.
+    """
     write_small(root, **({"gpus": []} if vendor == "amd" else {}))
-    for bus in (18, 57):
-        device = write_device(root, f"pci0000:{bus - 1}/0000:{bus - 1}:01.0/0000:{bus}:00.0", numa_node="1")
-        write_nic(root, f"mlx5_{bus}", device, ("4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"))
-    put(root, "sys/devices/virtual/dmi/id/product_name", "Small")
-    link(root, "sys/class/dmi/id", "sys/devices/virtual/dmi/id")
-    put(root, "sys/firmware/devicetree/base/model", b"Small\0")
-    if vendor == "amd":
-        write_amd(root)
-        return root
-    put(root, f"{GPUS}/0000:07:00.0/numa_status", "Node: 3\nStatus: online")
-    for cpu in range(16):
-        put(root, f"{CPU}/cpu{cpu}/cpu_capacity", "1024")
-    put(root, "proc/self/cgroup", "0::/job/step")
-    put(root, "proc/self/mounts", "cgroup2 /sys/fs/cgroup cgroup2 rw 0 0\nshm /dev/shm tmpfs rw,size=64m 0 0")
-    put(root, "sys/fs/cgroup/cgroup.controllers", "cpu memory")
-    for path in ("job", "job/step"):
-        put(root, f"sys/fs/cgroup/{path}/cpu.max", "max 100000")
-        put(root, f"sys/fs/cgroup/{path}/memory.max", str(8 << 30))
+    for part in (RICH["both"], RICH[vendor]):
+        for path, content in expand(part["files"]):
+            put(root, path, content)
+        for path, target in part["links"].items():
+            link(root, path, target)
     return root
-
-
-def write_amd(root: Path) -> None:
-    """Write AMD's GPUs with their compute driver's topology, version 1 of cgroups, and hybrid cores."""
-    files = {"vendor": "0x1002", "device": "0x74a1", "class": "0x120000", "mem_info_vram_total": str(1 << 36)}
-    for node, bus in enumerate((6, 7), 1):
-        place = {"numa_node": "1", "local_cpulist": "2-3", "product_name": "X"}
-        write_device(root, f"pci0000:05/0000:05:01.0/0000:0{bus}:00.0", **files, **place)
-        fields = f"simd_count 8\nlocation_id {bus << 8}\ndomain 0\nunique_id {node}"
-        put(root, f"sys/devices/virtual/kfd/kfd/topology/nodes/{node}/properties", fields)
-    link(root, "sys/class/kfd/kfd", "sys/devices/virtual/kfd/kfd")
-    put(root, "proc/self/mounts", "shm /dev/shm tmpfs rw,size=65536k 0 0")
-    put(root, "proc/self/cgroup", "3:cpu,cpuacct:/job\n4:memory:/job")
-    put(root, "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", "800000")
-    put(root, "sys/fs/cgroup/cpu/job/cpu.cfs_period_us", "100000")
-    put(root, "sys/fs/cgroup/memory/job/memory.limit_in_bytes", str(8 << 30))
-    put(root, "sys/devices/cpu_core/cpus", "0-3,8-11")
-    put(root, "sys/devices/cpu_atom/cpus", "4-7,12-15")
 
 
 @contextmanager

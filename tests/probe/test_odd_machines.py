@@ -30,10 +30,20 @@ from launcher.probe.limits import count_oom_kills
 from launcher.probe.machine import probe
 from launcher.probe.sysfs import Tree
 
-from .machine_trees import CPU, GPUS, NODE, put, short_lived, spoilt, write_device, write_rich, write_small
+from .machine_trees import (
+    CPU,
+    GPUS,
+    NODE,
+    expand,
+    put,
+    short_lived,
+    spoilt,
+    write_device,
+    write_rich,
+    write_small,
+)
 
 PATH = Path(__file__).parents[1] / "data" / "odd_machines.json"
-SEVERAL = re.compile(r"\{(\d+)-(\d+)\}")
 VALUES = re.compile(r"(?<!\w)'(?:[^'\\]|\\.)*'(?!\w)|[\w/,:.-]*[0-9/_][\w/,:.-]*|\bmissing\b|\bempty\b")
 Case = dict[str, Any]
 
@@ -50,14 +60,6 @@ def write_bases(folder: Path, bases: Mapping[str, Mapping[str, str]]) -> None:
         (folder / name).mkdir()
         for path, text in files.items():
             put(folder / name, path, text)
-
-
-def expand(files: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Each of `cpu{0-3}/…`."""
-    for path, content in files.items():
-        found = SEVERAL.search(path)
-        for number in range(int(found[1]), int(found[2]) + 1) if found else ("",):
-            yield SEVERAL.sub(str(number), path), content
 
 
 def list_values(text: str) -> str:
