@@ -7,6 +7,7 @@ for sharded weights; ZeRO-Offload (arXiv:2101.06840) is bound by PCIe and the CP
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
@@ -372,7 +373,7 @@ class _Step(NamedTuple):
     """One setting that is changed."""
 
     key: str
-    value: int | str
+    value: Any
     cost: float
     why: str
 
@@ -400,18 +401,6 @@ def find_changes(training: Training, measure: Measure) -> tuple[Change, ...]:
             _render_change(training, changed), "; ".join(step.why.format(step.cost) for step in steps), total
         )
 
-    def find_fewest(ladder: Sequence[_Step], enough: _Step) -> Change | None:
-        """Return the change to the fewest nodes, found by halving below `enough`; None if there is none."""
-        change, high = None, int(enough.value)
-        low = max((int(step.value) for step in ladder if int(step.value) < high), default=training.nodes)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if fewer := judge([enough._replace(value=middle)]):
-                high, change = middle, fewer
-            else:
-                low = middle
-        return change
-
     def add_costs(steps: Sequence[_Step]) -> float:
         return sum(step.cost for step in steps)
 
@@ -425,8 +414,15 @@ def find_changes(training: Training, measure: Measure) -> tuple[Change, ...]:
                 continue
             for steps in sorted(product(*chosen), key=add_costs):
                 if change := judge(steps):
-                    if subjects == {"nodes"}:
-                        change = find_fewest(chosen[0], steps[0]) or change
+                    if subjects == {"nodes"}:  # the ladder has wide steps
+                        fewer = [step.value for step in chosen[0] if step.value < steps[0].value]
+                        fewest = bisect_left(
+                            range(steps[0].value),
+                            True,
+                            lo=max(fewer, default=training.nodes) + 1,
+                            key=lambda nodes: judge([steps[0]._replace(value=nodes)]) is not None,
+                        )
+                        change = judge([steps[0]._replace(value=fewest)]) or change
                     found.append((add_costs(steps), change))
                     enough.append(subjects)
                     break
