@@ -31,7 +31,7 @@ real_collect, real_get_objects, real_get_referrers = gc.collect, gc.get_objects,
 class Policy:
     """What this process does about garbage."""
 
-    def __init__(self, name: str, warmup: int = WARMUP, every: int = EVERY, rank: str | None = None) -> None:
+    def __init__(self, name: str, warmup: int, every: int, rank: str | None) -> None:
         self.name, self.warmup, self.every = name, warmup, every
         self.rank = rank
         """For the lines on stderr that report collections; None for no lines."""
@@ -95,7 +95,7 @@ class Policy:
         if self.name == "synchronized" and (is_review or not self.frozen):
             self.freeze()
             return
-        self._collect()
+        self.collect()
         now = _read_memory() if self.frozen else {}
         if any(now[kind] > GROWTH * size for kind, size in self.memory.items() if kind in now):
             self.freeze()
@@ -122,20 +122,13 @@ class Policy:
             self.left = self.found[0], gc.get_threshold()
         self._report(began, freed, f", {count} are frozen")
 
-    def collect_now(self) -> None:
-        """Collect among all objects."""
-        if self.frozen:
-            self.freeze()
-        else:
-            self._collect()
-
     def begin_phase(self, step: int) -> None:
         """Warm up again: the leading optimizer is gone, and what is frozen may have been its model's."""
         self.began = step
         if self.active and self.frozen:
             self.release()
             self.held, self.rounds, self.left = False, 0, self.found
-            self._collect(", a new phase begins")
+            self.collect(", a new phase begins")
 
     def release(self) -> None:
         """Undo what is still as this policy left it."""
@@ -163,7 +156,8 @@ class Policy:
             if getattr(gc, real.__name__, None) is replacement:
                 setattr(gc, real.__name__, real)
 
-    def _collect(self, more: str = "") -> None:
+    def collect(self, more: str = "") -> None:
+        """Collect among the objects that are not frozen."""
         began = monotonic()
         self._report(began, real_collect(), more)
 
@@ -222,7 +216,12 @@ def end_step(*, now: bool = False) -> bool:
             mark_step()
         return False
     before = policy.total
-    policy.collect_now() if now else mark_step()
+    if not now:
+        mark_step()
+    elif policy.frozen:
+        policy.freeze()
+    else:
+        policy.collect()
     return now or policy.total > before
 
 

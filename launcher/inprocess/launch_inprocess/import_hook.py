@@ -87,7 +87,8 @@ def when_imported(name: str, action: Action) -> None:
     What the action raises is dropped: nothing of ours ends the program.
     """
     module = sys.modules.get(name)
-    if module is not None and not _is_loading(getattr(module, "__spec__", None)):
+    is_loading = getattr(getattr(module, "__spec__", None), "_initializing", False) is True
+    if module is not None and not is_loading:
         call_safely(action, module)
         return
     finders = getattr(sys, "meta_path", None)
@@ -99,11 +100,6 @@ def when_imported(name: str, action: Action) -> None:
 def when_framework_is_used(action: Action) -> None:
     """Run an action once the program has begun to import torch; at once in a rank forked with torch."""
     when_imported("torch" if "torch" in sys.modules else "torch.version", action)  # what torch imports first
-
-
-def _is_loading(spec: object) -> bool:
-    """Tell whether a module's code is still running."""
-    return getattr(spec, "_initializing", False) is True
 
 
 def find_cuda() -> Any:  # noqa: ANN401  # torch's module
