@@ -16,8 +16,8 @@ from launcher.cli.main import Call
 from launcher.codec import dump
 from launcher.config.settings import Settings
 from launcher.config.start import guess_kind, plan_node
-from launcher.doctor.machine import BindingTrial, Case, judge_machine
-from launcher.doctor.model import Facts, PreflightReport, Wanted, choose_exit_code, found
+from launcher.doctor.machine import Case, judge_machine
+from launcher.doctor.model import Facts, Finding, PreflightReport, Wanted, choose_exit_code, found, or_ok
 from launcher.errors import EXIT_MACHINE, MachineError, UsageError
 from launcher.launch.job import SHIM, Job
 from launcher.launch.signals import STOPPING, catch_signals, name_signal
@@ -131,10 +131,11 @@ def _gather_case(call: Call) -> Case:
     else:
         facts = Facts("", 0, 0.0, shm_kib=plan.machine.limits.shm_kib)
     run, reason = _find_run(config, here)
+    untried = [found("unchecked.binding", "unknown", reason="not in these files")]
     return Case(
         plan=plan,
         facts=facts,
-        trial=_try_plan(plan) if here else BindingTrial(reason="another machine's plan"),
+        trial=_try_plan(plan) if here else untried,
         num_workers=config.dataloader.num_workers,
         binding=config.binding.policy,
         environ=call.environ if here else None,
@@ -159,7 +160,7 @@ def _find_run(config: Settings, here: bool) -> tuple[RunRecords | None, str]:
     return read_run(path), ""
 
 
-def _try_plan(plan: Plan) -> BindingTrial:
+def _try_plan(plan: Plan) -> Sequence[Finding]:
     """Let the shim apply the plan to programs that do nothing: a rank for each memory policy that differs."""
     ranks = {rank.memory: rank for rank in reversed(plan.ranks)}.values()
     refused: dict[str, None] = {}
@@ -186,8 +187,11 @@ def _try_plan(plan: Plan) -> BindingTrial:
                 problems = own.problems or compare_rank(rank, own)
                 (refused if is_memory else otherwise).update(dict.fromkeys(problems))
     except (OSError, subprocess.SubprocessError) as error:
-        return BindingTrial(reason=f"the shim cannot be tried here ({error})")
-    return BindingTrial(len(ranks), tuple(otherwise), tuple(refused))
+        reason = f"the shim cannot be tried here ({error})"
+        return [found("unchecked.binding", "unknown", reason=reason)]
+    told = [found("placement.memory_refused", "warning", problem=one) for one in refused]
+    told += [found("placement.otherwise", "warning", problem=one) for one in otherwise]
+    return or_ok(told, "placement.tried", tried=len(ranks))
 
 
 # Before a run on this machine

@@ -1,6 +1,6 @@
 """One machine: what the job may use of it, its settings, the plan tried on the spot, and the last run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from launcher.doctor.job import compare_paths
@@ -35,27 +35,14 @@ SPARING = ("power", "balance_power")
 
 
 @dataclass(frozen=True, slots=True)
-class BindingTrial:
-    """What became of the plan's placements when processes tried them just now."""
-
-    tried: int = 0
-    """Ranks that tried theirs."""
-    problems: tuple[str, ...] = ()
-    """What the kernel took otherwise, in the shim's words."""
-    refused: tuple[str, ...] = ()
-    """The problems of ranks whose memory policy was not taken."""
-    reason: str = ""
-    """Why nothing was tried."""
-
-
-@dataclass(frozen=True, slots=True)
 class Case:
     """All that is judged of this machine."""
 
     plan: Plan
     """Where a job would run now."""
     facts: Facts
-    trial: BindingTrial
+    trial: Sequence[Finding] = ()
+    """What came of it when processes tried the plan."""
     num_workers: int = 2
     """DataLoader workers that each rank would like."""
     binding: str = "exclusive"
@@ -92,27 +79,19 @@ class Case:
 
 def judge_machine(case: Case) -> tuple[Finding, ...]:
     """Judge this machine and the last run, in the order of the report."""
-    return tuple(finding for check in CHECKS for finding in check(case))
+    checked = (finding for check in CHECKS for finding in check(case))
+    return (*judge_plan(case.plan), *case.trial, *checked)
 
 
-def judge_plan(case: Case) -> Iterator[Finding]:
+def judge_plan(plan: Plan) -> Iterator[Finding]:
     """The warnings of the probe and of the planner."""
-    for warning in case.plan.warnings:
+    for warning in plan.warnings:
         if warning.subject == "machine":
             yield found("placement.probe", "warning", warning=warning.what)
         else:
             yield found("placement.plan", "warning", warning=warning.what, fix=warning.fix)
-    if not case.plan.warnings:
-        yield found("placement.planned", "ok", ranks=len(case.plan.ranks))
-
-
-def judge_binding_trial(case: Case) -> Iterator[Finding]:
-    """What happened when processes tried the plan by the very shim that starts ranks."""
-    trial = case.trial
-    refused = [found("placement.memory_refused", "warning", problem=one) for one in trial.refused]
-    otherwise = [found("placement.otherwise", "warning", problem=one) for one in trial.problems]
-    untried = [case.unchecked("binding", trial.reason)] if trial.reason else []
-    yield from or_ok((*refused, *otherwise, *untried), "placement.tried", tried=trial.tried)
+    if not plan.warnings:
+        yield found("placement.planned", "ok", ranks=len(plan.ranks))
 
 
 def judge_cpuset(case: Case) -> Iterator[Finding]:
@@ -382,7 +361,7 @@ def judge_run_records(run: RunRecords, *, is_live: bool) -> Iterator[Finding]:
 
 
 CHECKS = (
-    *(judge_plan, judge_binding_trial, judge_cpuset, judge_count, judge_size, judge_memory),
+    *(judge_cpuset, judge_count, judge_size, judge_memory),
     *(judge_devices, judge_links, judge_limits, judge_node),
     *(judge_clocks, judge_environment, judge_last_run),
 )

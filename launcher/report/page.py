@@ -18,8 +18,8 @@ from markupsafe import Markup
 
 from launcher import codec
 from launcher.cpulist import format_cpulist
-from launcher.doctor.machine import BindingTrial, Case, judge_plan, judge_run_records
-from launcher.doctor.model import Facts, Finding, found
+from launcher.doctor.machine import judge_plan, judge_run_records
+from launcher.doctor.model import Finding, found
 from launcher.files import LARGEST, read_file
 from launcher.plan.model import Plan
 from launcher.report.charts import DRAWS, Chart, Charts, Event, draw_machine, make_chart
@@ -253,7 +253,7 @@ def _list_warnings(account: RunAccount, plans: Mapping[str, Plan]) -> list[tuple
 def _judge_run(account: RunAccount, plans: Mapping[str, Plan]) -> Iterator[tuple[str, Finding]]:
     """Give findings with their host: of plans, of records against them, and of what the watchers saw."""
     for host, plan in plans.items():
-        for finding in judge_plan(Case(plan, Facts(host, 0, 0.0), BindingTrial())):
+        for finding in judge_plan(plan):
             yield host, finding
     for finding in judge_run_records(account.records, is_live=account.status.is_live):
         yield "", finding

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launcher.codec import convert
-from launcher.doctor.machine import BindingTrial, Case, judge_machine
+from launcher.doctor.machine import Case, judge_machine
 from launcher.doctor.model import Facts
 from launcher.plan.model import Gpu, Machine, Memory, Plan, RankPlan
 from tests.doctor.healthy import HEALTHY, list_edits, pick, read_cases, run_doctor, write_healthy
@@ -192,9 +192,9 @@ def test_what_only_a_driver_tells(case: dict[str, Any]) -> None:
     modes = zip(PCI, health.pop("persistence", ()), strict=False)
     gpus = [{"index": 0, "uuid": "", "name": "", "pci": pci, "persistence": mode} for pci, mode in modes]
     told = {"host": "", "node_rank": 0, "time": 0.0, "gpus": gpus, "health": {"live": True, **health}}
-    facts, trial = convert(Facts, told), BindingTrial(reason="no room in /tmp")
+    facts = convert(Facts, told)
     rule, level = case["find"].split()
-    judged = judge_machine(Case(Plan(machine, ranks), facts, trial, environ={}))
+    judged = judge_machine(Case(Plan(machine, ranks), facts, environ={}))
     (finding,) = (one.to_json() for one in judged if one.rule == rule)
     assert finding["level"] == level and finding["values"].items() >= case["values"].items()
     assert finding["what"]
