@@ -161,32 +161,23 @@ def fit_row(row: bytes, width: int) -> bytes:
     return text.plain.encode()
 
 
-@dataclass(slots=True)
-class StepBar:
-    """Steps done and to do, a bar, the newest metrics and the time that is left.
+def render_bar(step: Step, begun: tuple[float, int], width: int, *, blocks: bool) -> str:
+    """Return the row for a step: how many are done, a bar, the newest metrics and the time that is left.
 
-    Steps, bar and time keep their width and place; the metrics get what is left of the row.
+    Steps, bar and time keep their width and place; the metrics get what is left of the row. `begun` is when
+    the first step was shown, and which it was.
     """
-
-    begun: tuple[float, int] | None = None
-    """When the first step was shown, and which it was."""
-
-    def render_bar(self, step: Step, width: int, *, blocks: bool = True) -> str:
-        """Return the row for a step, which takes all of a width."""
-        now, total = time.monotonic(), step.total or 1
-        self.begun = self.begun or (now, step.step)
-        seconds, made = now - self.begun[0], step.step - self.begun[1]
-        left = "-:--:--"
-        if made > 0 and step.step <= total:
-            left = str(timedelta(seconds=round((total - step.step) * seconds / made)))
-        done = min(BAR_WIDTH, BAR_WIDTH * step.step // total)
-        bar = ("━" if blocks else "-") * done
-        head = f"step {step.step:>{len(str(total))}}/{total} {bar:{BAR_WIDTH}} "
-        room = max(width - len(head) - max(TIME_WIDTH, len(left)) - 1, 0)
-        metrics = [f"{name} {value}" for name, value in step.metrics if name != "lr"]
-        while len(metrics) > 1 and len("  ".join(metrics)) > room:
-            metrics.pop()
-        return f"{head}{'  '.join(metrics)[:room]:{room}} {left:>{TIME_WIDTH}}"[:width]
+    total, seconds, made = step.total or 1, time.monotonic() - begun[0], step.step - begun[1]
+    left = "-:--:--"
+    if made > 0 and step.step <= total:
+        left = str(timedelta(seconds=round((total - step.step) * seconds / made)))
+    bar = ("━" if blocks else "-") * min(BAR_WIDTH, BAR_WIDTH * step.step // total)
+    head = f"step {step.step:>{len(str(total))}}/{total} {bar:{BAR_WIDTH}} "
+    room = max(width - len(head) - max(TIME_WIDTH, len(left)) - 1, 0)
+    metrics = [f"{name} {value}" for name, value in step.metrics if name != "lr"]
+    while len(metrics) > 1 and len("  ".join(metrics)) > room:
+        metrics.pop()
+    return f"{head}{'  '.join(metrics)[:room]:{room}} {left:>{TIME_WIDTH}}"[:width]
 
 
 @dataclass(slots=True)
@@ -204,7 +195,8 @@ class JobConsole:
     out: Sink = field(default_factory=lambda: Sink(open_stream("stdout")))
     sources: dict[tuple[int, str], Source] = field(default_factory=dict)
     progress: ProgressReader = field(default_factory=ProgressReader)
-    bar: StepBar | None = None
+    begun: tuple[float, int] | None = None
+    """When the bar's first step was shown, and which it was; None without a bar."""
     moved: bool = False
     """There is a step that the bar does not show."""
     drawn: float = 0.0
@@ -271,10 +263,10 @@ class JobConsole:
             return
         step, self.moved = self.progress.steps[-1], False
         if step.total and not self.program_draws and self.err.erases:
-            self.bar = self.bar or StepBar()
             self.drawn = time.monotonic()
-            blocks = self.console.encoding.startswith("utf")
-            self.show_footer(self.bar.render_bar(step, max(self.console.width - 1, 1), blocks=blocks))
+            self.begun = self.begun or (self.drawn, step.step)
+            width, blocks = max(self.console.width - 1, 1), self.console.encoding.startswith("utf")
+            self.show_footer(render_bar(step, self.begun, width, blocks=blocks))
 
     def show_footer(self, text: str) -> None:
         """Show a line at the bottom of the terminal, below all others; an empty one takes it away."""
@@ -319,6 +311,6 @@ class JobConsole:
 
     def drop_bar(self) -> None:
         """Take the bar down; the next step makes another one."""
-        if self.bar:
-            self.bar = None
+        if self.begun:
+            self.begun = None
             self.show_footer("")

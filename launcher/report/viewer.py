@@ -161,7 +161,8 @@ class OutputViewer:
     steps: Sequence[Progress] = ()
     """The first and the last logging step that rank 0 has printed."""
     thread: threading.Thread = field(init=False)
-    restore_log: Callable[[], None] = lambda: None
+    release_log: Callable[[], None] = lambda: None
+    """Lets what is logged go to stderr again."""
 
     def __post_init__(self) -> None:
         """Make the thread; it starts with the job."""
@@ -177,12 +178,8 @@ class OutputViewer:
     def start(self) -> None:
         """Begin to show."""
         prefix = self.options.log_prefix
-        self.restore_log = redirect_log(lambda record: self.waiting.put(prefix + format_record(record)))
+        self.release_log = redirect_log(lambda record: self.waiting.put(prefix + format_record(record)))
         self.thread.start()
-
-    def release_log(self) -> None:
-        """Let what is logged go to stderr again."""
-        self.restore_log()
 
     def is_raw(self) -> bool:
         """Tell whether the user's terminal is in raw mode."""
@@ -202,7 +199,7 @@ class OutputViewer:
         try:
             self.show_job()
         except Exception as error:
-            self.restore_log()
+            self.release_log()
             logger.warning(f"the display failed ({error!r}): see {self.logs}")
             self.shown.set()
 
@@ -284,7 +281,7 @@ class OutputViewer:
 
         That is told if it can be said without waiting for it.
         """
-        self.restore_log()
+        self.release_log()
         self.closing.set()
         self.thread.join(PATIENCE if self.shown.is_set() else 0)
         stderr = open_stream("stderr")
