@@ -22,8 +22,8 @@ from launcher.text import clean_text, describe_time, escape_text
 _STYLES = {"fits": "bold green", "tight": "bold yellow", "does_not_fit": "bold red", "": "bold"}
 _PART_NAMES = {"optimizer": "optimizer states", "communication": "communication buffers"}
 _NUMBERS = ("low", "expected", "high")
-_RANGES, _NOTES = 44, 72
-"""Columns that a console needs for low and high, and for how a part comes about."""
+_NOTES = 72
+"""Columns that a console needs for how a part comes about."""
 _GIB, _MIB = 1 << 30, 1 << 20
 _YEAR = 365.25 * 86400
 _MOST_MODULES = 8
@@ -110,10 +110,9 @@ def _print_parts(console: Console, rows: Sequence[tuple[str, Range, str]]) -> No
     """Print the table of memory by part, of which one is the total."""
     unit, unit_name = _choose_unit(next(size for name, size, _ in rows if name == "total"))
     notes = ("",) if console.width >= _NOTES and any(note for *_, note in rows) else ()
-    numbers = _NUMBERS if console.width >= _RANGES else ("expected",)
-    table = make_table((unit_name, *numbers, *notes), right=numbers, wrapped=("",))
+    table = make_table((unit_name, *_NUMBERS, *notes), right=_NUMBERS, wrapped=("",))
     for name, found, note in rows:
-        cells = [_write_number(getattr(found, number) / unit) for number in numbers]
+        cells = [_write_number(getattr(found, number) / unit) for number in _NUMBERS]
         said = [Text(escape_text(note, 200), "dim")] if notes else []
         table.add_row(_PART_NAMES.get(name, name), *cells, *said, style="bold" if name == "total" else "")
     console.print(table)
@@ -147,8 +146,7 @@ def _print_grid(console: Console, report: FitReport) -> None:
 
 def _print_budget(console: Console, lines: Sequence[BudgetLine]) -> None:
     """Print what the job needs of each node, and has."""
-    notes = ("",) if console.width >= _NOTES else ()
-    table = make_table(("each node", "needed", "has", *notes), right=("needed", "has"), wrapped=("",))
+    table = make_table(("each node", "needed", "has", ""), right=("needed", "has"), wrapped=("",))
     for line in lines:
         needed, has = (
             "?"
@@ -159,12 +157,9 @@ def _print_budget(console: Console, lines: Sequence[BudgetLine]) -> None:
             for amount in (line.needed, line.available)
         )
         note = line.note if line.enough else f"{line.note}: too little, {line.fix}"
-        said = [Text(escape_text(note, 200))] if notes else []
-        table.add_row(line.name, needed, has, *said, style="" if line.enough else "yellow")
+        said = Text(escape_text(note, 200))
+        table.add_row(line.name, needed, has, said, style="" if line.enough else "yellow")
     console.print(table)
-    for line in () if notes else lines:
-        if not line.enough:
-            print_line(console, f"{line.name}: {line.fix}", "yellow")
 
 
 def _describe_speed(speed: SpeedEstimate, request: Training) -> Iterator[str]:
