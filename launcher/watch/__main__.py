@@ -68,7 +68,7 @@ from launcher.watch.run_files import (
     write_hang,
     write_value,
 )
-from launcher.watch.stragglers import StragglerFinder, explain_straggler, list_slow_ranks
+from launcher.watch.stragglers import StragglerFinder, explain_straggler
 
 _TICK = 1.0
 """Seconds from one look at the heartbeats to the next."""
@@ -390,8 +390,6 @@ class NodeWatcher:
         if self.is_judge:
             view = make_job_view(own, self.files.found, now)
             state = replace(self._describe_job(own, view), state="ended")
-            if slow := list_slow_ranks(self.stragglers.told):
-                self.send("note", f"stragglers: {slow}")
         self.files.submit(own, state)
         self.files.worker.wait_idle(seconds)
         self.prometheus.close(seconds)

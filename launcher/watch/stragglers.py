@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher.text import name_some
 from launcher.watch.flight_recorder import DURATION, STEP_ENDS, unpack_marks
 from launcher.watch.model import CollectiveTimes, GpuSample, NodeReport, Rank, Straggler
 
@@ -444,15 +443,6 @@ def explain_straggler(straggler: Straggler) -> str:
     when = f"steps {straggler.first_step} to {straggler.last_step}"
     much = f"its own part of a step is {straggler.excess:.0%} longer than the others'"
     return f"rank {straggler.rank}{where} is a straggler: {much} ({when}): {straggler.detail}"
-
-
-def list_slow_ranks(stragglers: Sequence[Straggler]) -> str:
-    """Name all stragglers of a job in a line, the slowest first; empty if there were none."""
-    worst: dict[int, Straggler] = {}
-    for one in sorted(stragglers, key=lambda one: -one.excess):
-        worst.setdefault(one.rank, one)
-    rows = worst.values()
-    return name_some([f"rank {one.rank} on {one.host} ({one.excess:.0%}, {one.cause})" for one in rows], 8)
 
 
 # Causes: what a slow rank has more of than the other ranks
