@@ -6,8 +6,7 @@ by another agent, or with other variables, the process is ended again.
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,60 +22,27 @@ logger = logging.getLogger(__name__)
 RUN_FLAGS = ("-r", "--run")
 
 
-@dataclass(slots=True)
-class EarlyStart:
-    """A process that may be of use to a run; it ends with the block of `start_early`."""
-
-    argv: tuple[str, ...] = ()
-    """The program that it was started for."""
-    environ: Mapping[str, str] = field(default_factory=dict)
-    """What the warm process was started with."""
-    warm: "WarmProcess | None" = None
-    """The one that is not taken yet."""
-
-    def take(self, argv: Sequence[str], environ: Mapping[str, str]) -> "WarmProcess | None":
-        """Return the process, whose owner is now the caller, if it was started for this program and
-        environment; else end it, and return None.
-        """
-        from launcher.launch.warm.program import ExecNeededError, check_environment
-
-        if self.warm is not None and self.argv == tuple(argv):
-            with contextlib.suppress(ExecNeededError):
-                check_environment(self.environ, environ)
-                warm, self.warm = self.warm, None
-                return warm
-        self.close()
-        return None
-
-    def close(self) -> None:
-        """End the warm process, if nobody has taken it."""
-        warm, self.warm = self.warm, None
-        if warm is not None:
-            warm.close()
-
-
 @contextlib.contextmanager
-def start_early(call: Call, environ: Mapping[str, str]) -> Iterator[EarlyStart]:
-    """Give an early start, with a process in it if the ranks may be forked from it.
+def start_early(call: Call, environ: Mapping[str, str]) -> "Iterator[WarmProcess | None]":
+    """Give a warm process if the ranks may be forked from it; it has ended at the end of the block.
 
     Errors of the command line are left to those who report them.
     """
-    early = EarlyStart(find_early_program(call, environ) or ())
-    try:
-        if early.argv:
-            from launcher.launch.warm.process import WarmProcess
-            from launcher.launch.warm.program import ExecNeededError
+    early = None
+    if argv := find_early_program(call, environ):
+        from launcher.launch.warm.process import WarmProcess
+        from launcher.launch.warm.program import ExecNeededError
 
-            inherited = {name: value for name, value in environ.items() if name != LAUNCH_WATCH}
-            # As `launcher.launch.job.build_agent_environ` has them.
-            early.environ = {"PYTHONUNBUFFERED": "1", **inherited}
-            try:
-                early.warm = WarmProcess.start(early.argv, early.environ)
-            except ExecNeededError as error:
-                logger.debug(f"no early start: {error}")
+        inherited = {name: value for name, value in environ.items() if name != LAUNCH_WATCH}
+        try:  # as `launcher.launch.job.build_agent_environ` has them
+            early = WarmProcess.start(argv, {"PYTHONUNBUFFERED": "1", **inherited})
+        except ExecNeededError as error:
+            logger.debug(f"no early start: {error}")
+    try:
         yield early
     finally:
-        early.close()
+        if early:
+            early.close()
 
 
 def find_early_program(call: Call, environ: Mapping[str, str]) -> tuple[str, ...] | None:

@@ -21,10 +21,10 @@ from launcher.protocol import LAUNCH_RANK_PLAN, OWN_VARIABLES
 from launcher.text import leave, log_defect, log_error, print_text, set_up_logging
 
 if TYPE_CHECKING:
-    from launcher.cli.early_start import EarlyStart
     from launcher.config.compose import Composed
     from launcher.config.settings import Settings
     from launcher.config.words import Flags, Sources
+    from launcher.launch.warm.process import WarmProcess
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Call:
     """The whole command line."""
     composed: "Composed | None" = None
     """The configuration before it is resolved; None if a verb of runs or nodes is given no setting."""
-    early: "EarlyStart | None" = None
+    early: "WarmProcess | None" = None
     """A warm process for a run, started while the configuration was composed."""
 
     @property

@@ -47,10 +47,16 @@ from launcher.text import join_words, name_some, print_text
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+<<<<<<< HEAD
     from launcher.cli.early_start import EarlyStart
+=======
+    from launcher.cli.main import Command
+    from launcher.config.sweep import Multirun
+>>>>>>> 75b20155 (The process that is started early is the warm process itself, and whoever starts ranks takes it or ends it)
     from launcher.config.training import FitJob
     from launcher.config.words import Flags
     from launcher.launch.terminal import Terminal
+    from launcher.launch.warm.process import WarmProcess
     from launcher.plan.model import Plan
     from launcher.report.viewer import OutputViewer
     from launcher.runs.run_directory import RunDir
@@ -93,12 +99,11 @@ def _start_job(call: Call) -> int:
         logger.info(f"{_describe_agent(job)}:")
         print_text(join_words(render_start(job, "RUN_ID")) + "\n")
         return 0
-    from launcher.cli.early_start import EarlyStart
     from launcher.launch.warm.read_ahead import read_ahead
 
     read_ahead(start.read_ahead, find_program(spec.program, spec.config, spec.environ), spec.environ)
     spec, job = settle_fit(spec, plan_job(spec))
-    return _execute_here(spec, job, argv, early or EarlyStart())
+    return _execute_here(spec, job, argv, early)
 
 
 def try_again(start: Callable[[], int]) -> int:
@@ -261,7 +266,7 @@ def settle_fit(spec: JobSpec, job: Job) -> tuple[JobSpec, Job]:
     )
 
 
-def _execute_here(spec: JobSpec, job: Job, argv: Sequence[str], early: "EarlyStart") -> int:
+def _execute_here(spec: JobSpec, job: Job, argv: Sequence[str], early: "WarmProcess | None") -> int:
     """Run a planned job on this machine to its end, and return the exit code; raises LaunchError."""
     from launcher.launch import local_run
     from launcher.runs.records import keep_prediction
@@ -280,7 +285,7 @@ def _execute_here(spec: JobSpec, job: Job, argv: Sequence[str], early: "EarlySta
 
         if status := check_before_run(job, run, manifest):
             return status
-    return local_run.execute_job(job, run, manifest, _make_viewer, early.take)
+    return local_run.execute_job(job, run, manifest, _make_viewer, early)
 
 
 def _describe_fit(spec: JobSpec, plan: "Plan") -> "FitJob":

@@ -18,8 +18,9 @@ from launcher.launch.ending import (
     post_end,
 )
 from launcher.launch.job import Job, JobSpec, build_agent_environ
-from launcher.launch.supervisor import Supervisor, TakeWarm, Viewer, make_agent
+from launcher.launch.supervisor import Supervisor, Viewer, make_agent
 from launcher.launch.terminal import Terminal, open_terminal
+from launcher.launch.warm.process import WarmProcess
 from launcher.launch.watching import keep_watch_folder, watch_node
 from launcher.runs.manifest import describe_start, identify_process, write_manifest
 from launcher.runs.progress import LONG_BEFORE, CleanEnd, describe_progress, explain_early_exits
@@ -42,12 +43,11 @@ def execute_job(
     run: RunDir,
     manifest: dict[str, object],
     make_viewer: Callable[[Job, RunDir, Terminal | None], Viewer],
-    take_warm: TakeWarm | None = None,
+    early: WarmProcess | None,
 ) -> int:
     """Run a job here to its end and return the exit code; raises MachineError before that.
 
-    The run directory holds the plan. `take_warm` gives a warm process that was started before this, if there
-    is one for the program.
+    The run directory holds the plan. `early` is a warm process that was started before this.
     """
     config, started = job.config, time.monotonic()
     # The job's one rank has a terminal as if there was no launcher.
@@ -59,7 +59,7 @@ def execute_job(
         watching = watch_node(job, run, folder, config.node_rank or 0)
         try:
             environ = build_agent_environ(config, job.cluster, job.environ, run, job.host, folder)
-            agent = make_agent(job, run, environ, terminal, take_warm)
+            agent = make_agent(job, run, environ, terminal, early)
             end = Supervisor(job, run, viewer, agent, watching, manifest, terminal).run_to_end()
         except OSError as error:
             release_space(run)

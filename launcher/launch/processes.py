@@ -188,11 +188,14 @@ def call_prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
-def reap_orphans(spare: Collection[int]) -> None:
-    """Wait for adopted children that have ended, so that a long job leaves no zombies; not for `spare`."""
-    with contextlib.suppress(ChildProcessError):
+def reap_orphans() -> None:
+    """Wait for adopted children that have ended, so that a long job leaves no zombies.
+
+    This process's own children, which others wait for, are in its session or lead one.
+    """
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
         while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if found.si_pid in spare:
+            if os.getsid(found.si_pid) in (found.si_pid, os.getsid(0)):
                 return
             os.waitpid(found.si_pid, 0)
 

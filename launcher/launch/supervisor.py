@@ -80,8 +80,6 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 """torchrun's default of `--signals-to-handle`, which it leaves in its ranks' environment."""
 HEARD = b"death signal"
 """What torchelastic's agent says of a signal that it got (torch/distributed/elastic/agent/server/api.py)."""
-TakeWarm = Callable[[Sequence[str], Mapping[str, str]], WarmProcess | None]
-"""Gives the warm process that was started before for a program's argv and environment."""
 
 
 class GroupControl(Protocol):
@@ -156,11 +154,6 @@ class DirectAgent:
     """The control knows that all ranks of the newest start have ended with 0."""
     stopped: bool = False
     """A signal has ended the ranks, and nothing starts any more."""
-
-    @property
-    def children(self) -> Collection[int]:
-        """PID of the warm process: nobody else may reap it."""
-        return (self.warm.process.pid,) if self.warm else ()
 
     @property
     def descriptors(self) -> Collection[int]:
@@ -338,11 +331,6 @@ class TorchrunAgent:
     """Bytes of the log that are of earlier starts."""
     process: "subprocess.Popen[bytes]" = field(init=False)
 
-    @property
-    def children(self) -> Collection[int]:
-        """PID of torchrun: nobody else may reap it."""
-        return (self.process.pid,)
-
     def begin(self) -> None:
         """Start torchrun in a session of its own, so that a terminal's Ctrl-C reaches `launch` alone.
 
@@ -408,11 +396,11 @@ def make_agent(
     run: RunDir,
     environ: Mapping[str, str],
     terminal: Terminal | None = None,
-    take_warm: TakeWarm | None = None,
+    early: WarmProcess | None = None,
 ) -> Agent:
     """Return what starts a job's ranks on this machine, with variables of `build_agent_environ`.
 
-    `take_warm` gives a warm process that was started before this, if there is one for the program.
+    `early` is a warm process that was started before this.
     """
     environ = {**environ, **(terminal.variables if terminal else {})}
     # Several ranks would each read some of what is typed on one terminal.
@@ -430,14 +418,13 @@ def make_agent(
     # What the plan gives to all ranks alike is there for what an import reads.
     pairs = [set(rank.env) for rank in job.plan.ranks]
     known = {**environ, **(dict(sorted(set.intersection(*pairs))) if pairs else {})}
-    warm = take_warm(job.program, known) if take_warm else None
     return DirectAgent(
         job,
         run,
         environ,
         run.id,
         LocalControl(Coordinator((job.host,), 1, restarts, find_endpoint)),
-        warm or start_warm(job.program, job.config.start, known),
+        start_warm(job.program, job.config.start, known, early),
         reads_stdin,
     )
 
@@ -581,8 +568,7 @@ class Supervisor:
                 self.watch_new_ranks()
                 while agent.poll() is None:
                     self.attend(inbox)
-                    if not sources.is_alive():  # the supervisor must not reap its git with the ranks
-                        reap_orphans({*self.ranks.known, *agent.children, *self.watching.pids})
+                    reap_orphans()
                 self.watch_new_ranks()
                 self.ranks.poll((), 0)
                 self.watching.finish()

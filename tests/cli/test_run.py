@@ -402,9 +402,13 @@ def test_the_ranks_are_forked_from_the_process_that_was_started_early(folder: Pa
     script = f"""
 import sys
 from launcher.launch import supervisor
+from launcher.launch.warm.process import WarmProcess
 def refuse(*_):
     raise AssertionError("another warm process, or a rank by exec")
-supervisor.start_warm = supervisor.spawn_rank = refuse
+def start_once(*values):
+    WarmProcess.start = refuse
+    return start(*values)
+start, WarmProcess.start, supervisor.spawn_rank = WarmProcess.start, start_once, refuse
 exec({LAUNCH[2]!r})
 """
     words = ["agent=direct", "nproc_per_node=2", "restarts=1", "logs.console=all", "x.py"]

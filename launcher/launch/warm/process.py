@@ -12,7 +12,12 @@ from typing import Self
 
 from launcher.config.settings import StartConfig
 from launcher.launch.processes import adopt_orphans
-from launcher.launch.warm.program import ExecNeededError, find_python_program, read_program
+from launcher.launch.warm.program import (
+    ExecNeededError,
+    check_environment,
+    find_python_program,
+    read_program,
+)
 from launcher.protocol import LAUNCH_WARM
 from launcher.rank.hook import FOLDER
 
@@ -31,6 +36,10 @@ LAST_WORDS = 300
 class WarmProcess:
     """The program's interpreter on this node, held before the program's first line, with torch imported."""
 
+    argv: tuple[str, ...]
+    """The program that it was started for."""
+    environ: Mapping[str, str]
+    """What it was started with."""
     process: "subprocess.Popen[bytes]"
     channel: socket.socket
     output: int
@@ -69,7 +78,7 @@ class WarmProcess:
             own.close()
             os.close(output)
             raise ExecNeededError(f"the warm process cannot be started ({error})") from None
-        return cls(process, own, output)
+        return cls(tuple(argv), environ, process, own, output)
 
     @property
     def is_ready(self) -> bool:
@@ -133,12 +142,20 @@ class WarmProcess:
             self.output = -1
 
 
-def start_warm(argv: Sequence[str], config: StartConfig, environ: Mapping[str, str]) -> WarmProcess | None:
-    """Start a warm process for a program; None if its ranks are to be executed.
+def start_warm(
+    argv: Sequence[str], config: StartConfig, environ: Mapping[str, str], early: WarmProcess | None = None
+) -> WarmProcess | None:
+    """Return a warm process for a program: the early one, if it is for this and still there, or a new one.
 
-    That is so with `start.warm=off`, for a program that does not use torch, unless it has modules to preload,
-    and for one that cannot be forked, of which a line tells.
+    None if the ranks are to be executed: with `start.warm=off`, for a program that does not use torch, unless
+    it has modules to preload, and for one that cannot be forked, of which a line tells.
     """
+    if early and not early.refusal and early.argv == tuple(argv):
+        with contextlib.suppress(ExecNeededError):
+            check_environment(early.environ, environ)
+            return early
+    if early:
+        early.close()
     text = read_program(argv, environ, to_the_end=bool(config.preload))
     if config.warm == "off" or not (config.preload or (text and text.uses_torch)):
         return None

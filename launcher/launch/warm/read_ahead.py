@@ -3,10 +3,8 @@
 import contextlib
 import glob
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from threading import Thread
 
 from launcher.launch.warm.program import read_program
@@ -29,10 +27,7 @@ def read_ahead(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> No
     """
     if mode == "off" or (mode == "auto" and (text := read_program(argv, environ)) and not text.uses_torch):
         return
-    first = argv[0] if argv and os.path.basename(argv[0]).startswith("python") else sys.executable
-    prefix = Path(shutil.which(first, path=environ.get("PATH")) or sys.executable).absolute().parents[1]
-    packages = sorted(glob.glob(f"{glob.escape(str(prefix))}/lib/python3*/*-packages"))
-    folders = [*environ.get("PYTHONPATH", "").split(os.pathsep), *packages]
+    folders = [*environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
     folder = next((folder for folder in folders if os.path.isfile(f"{folder}/{LARGEST_LIBRARY}")), "")
     with contextlib.suppress(OSError):
         if folder and mode == "auto":
