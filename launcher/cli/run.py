@@ -47,12 +47,6 @@ from launcher.text import join_words, name_some, print_text
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-<<<<<<< HEAD
-    from launcher.cli.early_start import EarlyStart
-=======
-    from launcher.cli.main import Command
-    from launcher.config.sweep import Multirun
->>>>>>> 75b20155 (The process that is started early is the warm process itself, and whoever starts ranks takes it or ends it)
     from launcher.config.training import FitJob
     from launcher.config.words import Flags
     from launcher.launch.terminal import Terminal

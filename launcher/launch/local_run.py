@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from launcher.errors import EXIT_MACHINE, MachineError
 from launcher.files import open_own
@@ -18,7 +19,7 @@ from launcher.launch.ending import (
     post_end,
 )
 from launcher.launch.job import Job, JobSpec, build_agent_environ
-from launcher.launch.supervisor import Supervisor, Viewer, make_agent
+from launcher.launch.supervisor import Supervisor, make_agent
 from launcher.launch.terminal import Terminal, open_terminal
 from launcher.launch.warm.process import WarmProcess
 from launcher.launch.watching import keep_watch_folder, watch_node
@@ -35,6 +36,9 @@ from launcher.runs.run_directory import (
 )
 from launcher.text import describe_time
 
+if TYPE_CHECKING:
+    from launcher.report.viewer import OutputViewer
+
 logger = logging.getLogger(__name__)
 
 
@@ -42,7 +46,7 @@ def execute_job(
     job: Job,
     run: RunDir,
     manifest: dict[str, object],
-    make_viewer: Callable[[Job, RunDir, Terminal | None], Viewer],
+    make_viewer: Callable[[Job, RunDir, Terminal | None], "OutputViewer"],
     early: WarmProcess | None,
 ) -> int:
     """Run a job here to its end and return the exit code; raises MachineError before that.
@@ -81,7 +85,7 @@ def execute_job(
 
 
 def report_end(
-    job: Job, run: RunDir, manifest: dict[str, object], viewer: Viewer, end: NodeEnd, seconds: float
+    job: Job, run: RunDir, manifest: dict[str, object], viewer: "OutputViewer", end: NodeEnd, seconds: float
 ) -> None:
     """Write how the job ended, and say it."""
     trouble, failure = release_space(run), describe_failure(job, run, end)

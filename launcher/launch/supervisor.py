@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from launcher.files import Descriptor, open_append, open_below
 from launcher.launch.coordinator import Coordinator, GroupStart, JobEnd, Order
@@ -58,11 +58,13 @@ from launcher.launch.warm.program import ExecNeededError
 from launcher.launch.watching import Watching
 from launcher.probe.limits import count_oom_kills
 from launcher.protocol import LAUNCH_PARENT
-from launcher.runs.progress import Progress
 from launcher.runs.provenance import describe_sources
 from launcher.runs.rank_logs import measure_file, read_tail
 from launcher.runs.records import AppliedReader, name_error_file
 from launcher.runs.run_directory import RunDir
+
+if TYPE_CHECKING:
+    from launcher.report.viewer import OutputViewer
 
 logger = logging.getLogger(__name__)
 
@@ -488,32 +490,13 @@ def open_log(log: Path) -> Descriptor:
         return open_append(logs, log.name)
 
 
-class Viewer(Protocol):
-    """Shows what the ranks print, and what is logged."""
-
-    def start(self) -> None:
-        """Begin to show; the agent is on its way."""
-
-    def watch_rank(self, rank: int, attempt: int) -> None:
-        """Show what a rank prints."""
-
-    def release_log(self) -> None:
-        """Let what is logged go to stderr again: something has failed that nobody has foreseen."""
-
-    def finish(self, *, patient: bool = True) -> Sequence[Progress]:
-        """Show what the ranks have printed to its end; return the first and the last logging step."""
-
-    def close(self) -> bool:
-        """Show what was logged last; False if the reader of our output takes none."""
-
-
 @dataclass(slots=True)
 class Supervisor:
     """Runs one agent and its ranks to their end."""
 
     job: Job
     run: RunDir
-    viewer: Viewer
+    viewer: "OutputViewer"
     agent: Agent
     watching: Watching
     manifest: dict[str, object] | None = None
