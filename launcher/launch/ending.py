@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from launcher.codec import load
@@ -17,11 +17,9 @@ from launcher.launch.job import Job
 from launcher.launch.processes import Death, RankProcess
 from launcher.launch.signals import name_signal
 from launcher.protocol import name_applied_file
-from launcher.runs.manifest import stamp_time, write_manifest
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.records import Applied, RankFailure, compare_applied, read_error
 from launcher.runs.run_directory import RunDir
-from launcher.text import describe_first_failed_rank
 
 logger = logging.getLogger(__name__)
 
@@ -159,33 +157,6 @@ def describe_oom_kills(job: Job, killed: int) -> str:
     return f"out of memory: the kernel killed {processes} {where}{fix}" if killed > 0 else ""
 
 
-def complete_manifest(
-    run: RunDir,
-    manifest: dict[str, object],
-    end: NodeEnd,
-    first_failure: object,
-    state: str,
-    events: Sequence[str] = (),
-) -> dict[str, object]:
-    """Complete the manifest, and return its outcome."""
-    manifest["ended"] = stamp_time()
-    written: dict[str, object] = {
-        "state": state,
-        **({"cause": "hang", "reason": end.hang} if end.hang else {}),
-        "exit_code": end.status,
-        "signal": name_signal(end.signal) if end.signal else None,
-        "events": list(events),
-        "first_failure": first_failure,
-        "attempts": 1 + max((d.process.attempt for d in end.deaths), default=run.first_attempt),
-    }
-    manifest["outcome"] = written
-    try:
-        write_manifest(run, manifest)
-    except OSError as error:
-        logger.warning(f"the manifest could not be written ({error})")
-    return written
-
-
 def describe_failure(job: Job, run: RunDir, end: NodeEnd) -> RankFailure | None:
     """Return the first failure with its reason and last lines; None if no rank failed."""
     if (death := end.failure) is None or death.exitcode is None:
@@ -230,19 +201,6 @@ def check_success(job: Job, run: RunDir, end: NodeEnd) -> list[str]:
     lines = compare_applied(planned, [record for record in records if record.host == job.host])
     lines += [f"{name} outlived the program, and was ended" for name in end.leftovers]
     return [*lines, end.memory] if end.memory else lines
-
-
-def explain_failure(
-    job: Job, run: RunDir, end: NodeEnd, failure: RankFailure | None, what: str = "failed first"
-) -> list[str]:
-    """Say who failed first and show the end of its log; or what the agent said, if no rank failed."""
-    host = job.host
-    if end.hang:
-        return [f"ended for a hang: {end.hang}"]
-    if failure is None:
-        return [f"no rank failed, but {end.describe_agent()}", f"its log is {run.agent_log(host)}"]
-    where = f"rank {failure.rank} on {host} (local rank {failure.local_rank})"
-    return describe_first_failed_rank(where, failure.reason, failure.log, failure.lines, what)
 
 
 def post_end(

@@ -13,17 +13,16 @@ from launcher.files import open_own
 from launcher.launch.ending import (
     NodeEnd,
     check_success,
-    complete_manifest,
     describe_failure,
-    explain_failure,
     post_end,
 )
 from launcher.launch.job import Job, JobSpec, build_agent_environ
+from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import Supervisor, make_agent
 from launcher.launch.terminal import Terminal, open_terminal
 from launcher.launch.warm.process import WarmProcess
 from launcher.launch.watching import keep_watch_folder, watch_node
-from launcher.runs.manifest import describe_start, identify_process, write_manifest
+from launcher.runs.manifest import describe_start, identify_process, stamp_time, write_manifest
 from launcher.runs.progress import LONG_BEFORE, CleanEnd, describe_progress, explain_early_exits
 from launcher.runs.run_directory import (
     RunDir,
@@ -34,7 +33,7 @@ from launcher.runs.run_directory import (
     write_json,
     write_private,
 )
-from launcher.text import describe_time
+from launcher.text import describe_first_failed_rank, describe_time
 
 if TYPE_CHECKING:
     from launcher.report.viewer import OutputViewer
@@ -100,7 +99,20 @@ def report_end(
         early = explain_early_exits(run, ends, before, len(job.plan.ranks))
     events = [*filter(None, (trouble, early))]
     state = "stopped" if is_requested and not end.hang else end.state
-    written = complete_manifest(run, manifest, end, failure and failure.to_json(job.host), state, events)
+    written: dict[str, object] = {
+        "state": state,
+        **({"cause": "hang", "reason": end.hang} if end.hang else {}),
+        "exit_code": end.status,
+        "signal": name_signal(end.signal) if end.signal else None,
+        "events": list(events),
+        "first_failure": failure and failure.to_json(job.host),
+        "attempts": 1 + max((d.process.attempt for d in end.deaths), default=run.first_attempt),
+    }
+    manifest |= {"ended": stamp_time(), "outcome": written}
+    try:
+        write_manifest(run, manifest)
+    except OSError as error:
+        logger.warning(f"the manifest could not be written ({error})")
     # How it went: the first failure or what was not as planned, the result, the run directory.
     result = describe_progress(viewer.finish(patient=end.signal is None))
     lines, level = events, logging.INFO
@@ -113,10 +125,16 @@ def report_end(
             lines.append(f"{who} ended with {failure.status}, and asks for another start")
         if is_requested or any(death.exitcode in codes for death in end.last_deaths):
             lines.append(f"the same command with run_dir={run.path} goes on")
-    elif failure and failure.lines and is_shown and not end.hang:
+    elif end.hang:
+        lines.append(f"ended for a hang: {end.hang}")
+    elif failure is None:
+        lines += [f"no rank failed, but {end.describe_agent()}", f"its log is {run.agent_log(job.host)}"]
+    elif failure.lines and is_shown:
         lines.append(f"rank 0 on {job.host} {failure.reason}")  # the console has shown what it printed
     else:
-        lines += explain_failure(job, run, end, failure, "failed after that" if early else "failed first")
+        where = f"rank {failure.rank} on {job.host} (local rank {failure.local_rank})"
+        what = "failed after that" if early else "failed first"
+        lines += describe_first_failed_rank(where, failure.reason, failure.log, failure.lines, what)
     for line in lines:
         logger.log(level, line)
     logger.info(f"{state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
