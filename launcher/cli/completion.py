@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launcher.cli.main import VERBS, find_verb, group_words
 from launcher.config.settings import Settings
-from launcher.config.words import list_flag_values, make_parser, parse_flags
+from launcher.config.words import list_flags, parse_flags
 from launcher.errors import UsageError
 from launcher.runs.run_status import list_runs, name_run
 
@@ -66,10 +66,11 @@ def complete_word(before: Sequence[str], last: str) -> list[str]:
     """Return the settings, flags and scripts that a word may become, after others of a run or a plan."""
     if sum(map(len, group_words(before))) < len(before):  # a program begins before the last word
         return []
-    if before and (values := list_flag_values(before[-1])) is not None:
-        return [value for value in values if value.startswith(last)]
+    flag = list_flags().get(before[-1]) if before else None
+    if flag and (flag.nargs is None or (flag.nargs == "?" and flag.choices)):
+        return [value for value in flag.choices or () if value.startswith(last)]
     if last.startswith("-"):
-        return list_flag_names(last)
+        return sorted(name for name in list_flags() if name.startswith(last))
     from launcher.config.compose import ask_completion
 
     try:
@@ -87,11 +88,6 @@ def split_line(line: str) -> list[str]:
             words = shlex.split(line + closing)
             return [*words, ""] if line[-1:].isspace() and not closing else words
     return line.split(" ")
-
-
-def list_flag_names(last: str) -> list[str]:
-    """Return the flags that begin so."""
-    return sorted(name for name in make_parser()._option_string_actions if name.startswith(last))
 
 
 def list_scripts(last: str) -> list[str]:
@@ -113,7 +109,7 @@ def complete_names(verb: str, before: Sequence[str], last: str) -> list[str]:
     if "--" in before:
         return []
     given = {word.partition("=")[0]: word.partition("=")[2] for word in before if "=" in word}
-    flags = list_flag_names(last) if last.startswith("-") else []
+    flags = sorted(name for name in list_flags() if last.startswith("-") and name.startswith(last))
     runs_dir = Path(given.get("runs_dir") or Settings.runs_dir)
     runs = islice(list_runs(runs_dir), MOST_RUNS) if VERBS[verb].takes == "runs" else ()
     keys = [key for key in VERBS[verb].keys if key.partition("=")[0] not in (*given, *before)]

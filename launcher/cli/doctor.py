@@ -48,30 +48,29 @@ PATIENCE = 30
 
 def show_checkup(call: Call) -> int:
     """Print the findings; return 1 if one is an error or a warning, else 0."""
-    config, console = call.config, make_console(stderr=False)
+    config, report = call.config, None
+    answer: dict[str, Any] = {"schema": SCHEMA}
     # A file may choose preflight for jobs: here the command line has to ask for it.
     if {"preflight", "preflight.kind"} & call.given and config.preflight.kind in SECONDS:
         report = _check_nodes(call)
-        if config.format == "json":
-            account = {"kind": report.kind, "seconds": round(report.seconds, 2), "sick": report.sick}
-            account |= {"silent": report.silent, "nodes": report.nodes}
-            listed = [{"host": one.host, **one.to_json()} for one in report.findings]
-            sys.stdout.write(dump({"schema": SCHEMA, "preflight": account, "findings": listed}, indent=1))
-        else:
-            troubled = {one.host for one in report.findings}
-            well = [node.host for node in report.nodes if node.host not in troubled]
-            passed = [found("checks.passed", "ok", host) for host in well]
-            print_findings(console, [*report.findings, *passed], by_node=True)
-            logger.info(summarise_preflight(report))
-        return choose_exit_code(report.findings)
-    findings = judge_machine(_gather_case(call))
-    if _is_here(config) and find_spec("matplotlib") is None:
-        findings = (*findings, found("report.no_charts", "note"))
-    if config.format == "json":
-        listed = [finding.to_json() for finding in findings]
-        sys.stdout.write(dump({"schema": SCHEMA, "findings": listed}, indent=1))
+        findings = report.findings
+        account = {"kind": report.kind, "seconds": round(report.seconds, 2), "sick": report.sick}
+        answer["preflight"] = {**account, "silent": report.silent, "nodes": report.nodes}
+        answer["findings"] = [{"host": one.host, **one.to_json()} for one in findings]
     else:
-        print_findings(console, findings)
+        findings = judge_machine(_gather_case(call))
+        if _is_here(config) and find_spec("matplotlib") is None:
+            findings = (*findings, found("report.no_charts", "note"))
+        answer["findings"] = [finding.to_json() for finding in findings]
+    if config.format == "json":
+        sys.stdout.write(dump(answer, indent=1))
+        return choose_exit_code(findings)
+    hosts = [node.host for node in report.nodes] if report else []
+    troubled = {one.host for one in findings}
+    passed = [found("checks.passed", "ok", host) for host in hosts if host not in troubled]
+    print_findings(make_console(stderr=False), [*findings, *passed], by_node=report is not None)
+    if report:
+        logger.info(summarise_preflight(report))
     return choose_exit_code(findings)
 
 

@@ -392,10 +392,10 @@ def _takes_value(words: Sequence[str]) -> bool:
     option, *after = words
     if not option.startswith("-") or "=" in option or not after or after[0] == "--":
         return False
-    from launcher.config.words import takes_flag_value
+    from launcher.config.words import list_flags
 
-    if (is_value := takes_flag_value(option, after[0])) is not None:
-        return is_value
+    if flag := list_flags().get(option):
+        return after[0] in (flag.choices or ()) if flag.nargs == "?" else flag.nargs is None
     return not after[0].startswith("-") and "=" not in after[0] and not _begins_program(after)
 
 
@@ -459,10 +459,10 @@ def _explain_option(group: Sequence[str]) -> str:
     """Say what to write instead of an option that is not ours, else nothing."""
     import difflib
 
-    from launcher.config.words import explain_option, make_parser, takes_flag_value
+    from launcher.config.words import explain_option, list_flags
 
     option, _, value = group[0].partition("=")
-    if takes_flag_value(option, "") is not None:
+    if option in list_flags():
         return ""
     name = option.lstrip("-").replace("-", "_")
     if explained := explain_option(option):
@@ -470,7 +470,7 @@ def _explain_option(group: Sequence[str]) -> str:
     if name.partition(".")[0] in _list_own_keys():
         value = group[1] if len(group) == 2 else value
         return f"{_mask(group)} is a setting, and these are written KEY=VALUE: write {name}={value or '…'}"
-    if near := difflib.get_close_matches(option, make_parser()._option_string_actions, n=1, cutoff=0.7):
+    if near := difflib.get_close_matches(option, list_flags(), n=1, cutoff=0.7):
         return f"there is no option {option}: did you mean {near[0]}?"
     return f"there is no option {option}: a program's options stand after the program"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
+from launcher.config.settings import refuse
 from launcher.errors import UsageError
 from launcher.files import open_file, read_input
 from launcher.rank.hook import split_options
@@ -45,11 +46,7 @@ def find_program(
     if argv is None:
         for key, kind in UNTRAINED.items() if runs_bundled(config) else ():
             if config.model.get(key):
-                raise UsageError(
-                    f"model={config.model.get('name')} has {kind} (model.{key}), which the bundled program"
-                    " cannot train: see whether a program of yours fits with `launch plan`, and start it by"
-                    " `launch -- train.py …`; or choose a dense model, such as model=llama7b"
-                )
+                raise refuse("untrained", name=config.model.get("name"), kind=kind, key=key)
         options = spell_options(config.program) if runs_bundled(config) else config.program
         argv = render_program(options, {"model": config.model, "data": config.data})
     return resolve_program(argv, environ)
@@ -276,19 +273,14 @@ def read_variables(name: str) -> dict[str, str]:
     try:
         text = read_input(name, MOST_BYTES).decode("utf-8-sig", "surrogateescape")
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"env.{KEY}={name} cannot be read ({getattr(error, 'strerror', '') or error}): name a file"
-            " of lines NAME=VALUE that you may read"
-        ) from None
+        why = getattr(error, "strerror", "") or error
+        raise refuse("env_file", name=name, why=why) from None
     variables: dict[str, str] = {}
     for binding in parse_stream(io.StringIO(text)):
         passage = binding.original.string
         line = binding.original.line + passage[: -len(passage.lstrip())].count("\n")
         if binding.error or (binding.key is not None and binding.value is None):
-            raise UsageError(
-                f"env.{KEY}={name}, line {line}: no NAME=VALUE, comment or empty line (or a"
-                " quote that is not closed): correct it"
-            )
+            raise refuse("env_line", name=name, line=line)
         if binding.key is not None:  # else a comment, or an empty line
             variables[binding.key] = str(binding.value)
     return variables

@@ -1,6 +1,6 @@
 """What settings have to do with each other, with variables, and with where a job runs.
 
-What a single setting takes stands with it in `launcher.config.settings`; what is said, in `rules.toml`. Of
+What a single setting takes stands with it in `launcher.config.settings`; what is said, in `errors.toml`. Of
 errors, the first is raised; warnings are logged.
 """
 
@@ -8,17 +8,14 @@ import logging
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path, PurePath
-from string import Formatter
 from urllib.parse import urlsplit
 
 from launcher.config.run_path import flatten
-from launcher.config.settings import SLURM_KINDS, LoraConfig, Settings, show_value
+from launcher.config.settings import SLURM_KINDS, LoraConfig, Settings, refuse, say
 from launcher.config.start import DEVICE_VARIABLES, Cluster, parse_nproc
-from launcher.errors import UsageError
 from launcher.plan.variables import (
     EXPANDABLE,
     KEYS,
@@ -63,29 +60,14 @@ CHOSEN = ("allocator", f"allocator.{EXPANDABLE}")
 """Keys of a command line that ask for expandable segments by name."""
 
 
-class _Texts(Formatter):
-    def format_field(self, value: object, spec: str) -> str:
-        return format(show_value(value) if isinstance(value, list) else value, spec)
-
-
-def _say(kind: str, rule: str, values: Mapping[str, object]) -> str:
-    """Return what a rule of this kind says of values."""
-    texts = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
-    return _Texts().vformat(texts[kind][rule], (), values)
-
-
-def _refuse(rule: str, **values: object) -> UsageError:
-    return UsageError(_say("errors", rule, values))
-
-
 def _warn(rule: str, **values: object) -> None:
-    logger.warning(_say("warnings", rule, values))
+    logger.warning(say("warnings", rule, values))
 
 
 def _raise_first(broken: Mapping[str, object], **values: object) -> None:
     """Raise UsageError for the first rule that is broken."""
     if rule := next((rule for rule, is_broken in broken.items() if is_broken), None):
-        raise _refuse(rule, **values)
+        raise refuse(rule, **values)
 
 
 def check(config: Settings, verb: str, given: Collection[str]) -> None:
@@ -97,10 +79,10 @@ def check(config: Settings, verb: str, given: Collection[str]) -> None:
     for key, value in flatten(asdict(config)).items() if is_job else ():
         for text in (key, *(value if isinstance(value, list) else [value])):
             if isinstance(text, str) and not _is_possible(text):
-                raise _refuse("character", text=key)
+                raise refuse("character", text=key)
     for key, name in (("save", config.save), ("image", config.image)):
         if name is not None and key not in SAVING.get(verb, ()):
-            raise _refuse("file", verb=verb, key=key, name=name)
+            raise refuse("file", verb=verb, key=key, name=name)
     host = read_host(config.allocator)
     broken = {
         "host": host not in HOSTS,
@@ -176,7 +158,7 @@ def check_placed(config: Settings, cluster: Cluster) -> None:
         masked = mask_text(line)
         hidden = line[len(masked.partition(MASK)[0]) :].lstrip("\"'")
         if masked != line and not hidden.startswith(("$", "`")):
-            raise _refuse("secret", key=key, masked=masked)
+            raise refuse("secret", key=key, masked=masked)
 
 
 # Settings without effect, and variables that come over settings
@@ -261,13 +243,13 @@ def _check_allocator(settings: Mapping[str, str], torch: str | None) -> None:
         if name not in KEYS:
             near = suggest(name, known) or ":"
             if version and version <= NEWEST:
-                raise _refuse("allocator_unknown", name=name, near=near, torch=torch, known=", ".join(known))
+                raise refuse("allocator_unknown", name=name, near=near, torch=torch, known=", ".join(known))
             _warn("allocator_later", name=name, near=near, torch=torch or "(not installed here)")
         elif version and name not in known:
             since = ".".join(map(str, KEYS[name][1]))
-            raise _refuse("allocator_since", name=name, since=since, torch=torch)
+            raise refuse("allocator_since", name=name, since=since, torch=torch)
         elif fault := find_fault(name, value):
-            raise _refuse("allocator_value", name=name, value=value, fault=fault)
+            raise refuse("allocator_value", name=name, value=value, fault=fault)
 
 
 def read_torch_version() -> str | None:

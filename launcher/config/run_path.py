@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.program import find_script
-from launcher.errors import UsageError
+from launcher.config.settings import refuse
 from launcher.files import LARGEST, read_file
 from launcher.runs.secrets import mask_tree
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 BUNDLED_PROGRAM = "train"
 """Option of the group `program` whose runs are named after their model."""
-EMPTY_PATH = "{}= is empty, perhaps from an unset shell variable: name a run's directory"
 DRY_RUN_ID = "RUN_ID"
 """Stands for the run's ID in a script for sbatch: the job's number decides it."""
 
@@ -60,13 +59,10 @@ def choose_run_path(
     name = str(values["name"] or choose_run_name(composed.choices, program)) + suffix
     for key in ("run_dir", "new_run_dir"):
         if values[key] == "":
-            raise UsageError(EMPTY_PATH.format(key))
+            raise refuse("empty_path", key=key)
     if values["run_dir"] is not None:
         if values["new_run_dir"] is not None:
-            raise UsageError(
-                f"run_dir={values['run_dir']} goes on with an earlier run, and new_run_dir="
-                f"{values['new_run_dir']} makes a new one: leave one of them out"
-            )
+            raise refuse("two_run_dirs", **values)
         return RunPath(name, make_absolute(str(values["run_dir"])), "run_dir")
     if values["new_run_dir"] is not None:
         path = Path(str(values["new_run_dir"]))
@@ -108,10 +104,7 @@ def refuse_used(path: Path, key: str) -> None:
     except (OSError, ValueError):  # reported when the directory is made
         return
     if used:
-        raise UsageError(
-            f"{path}, of {key}, is there already: run_dir={path} goes on with an earlier run, and a new one"
-            " needs another directory"
-        )
+        raise refuse("used_dir", path=path, key=key)
 
 
 def use_sweep_folder(tree: "DictConfig", path: str) -> None:

@@ -8,11 +8,14 @@ their errors and docs/configuration.md are made from them.
 import json
 import math
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from string import Formatter
 from typing import Any, get_args, get_origin
 
-from launcher.errors import UsageError
+from launcher.errors import LaunchError, UsageError
 from launcher.plan.model import BindingConfig, DataloaderConfig, GcConfig
 
 SLURM_KINDS = ("slurm", "allocation")
@@ -117,6 +120,22 @@ def show_value(value: object) -> str:
         value = f"[{','.join(map(str, value))}]"
     text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+
+
+class _Texts(Formatter):
+    def format_field(self, value: object, spec: str) -> str:
+        return format(show_value(value) if isinstance(value, list) else value, spec)
+
+
+def say(kind: str, rule: str, values: Mapping[str, object]) -> str:
+    """Return what a rule among the `errors` or the `warnings` says of values."""
+    texts = tomllib.loads(Path(__file__).with_name("errors.toml").read_text(encoding="utf-8"))
+    return _Texts().vformat(texts[kind][rule], (), values)
+
+
+def refuse(rule: str, kind: type[LaunchError] = UsageError, /, **values: object) -> LaunchError:
+    """Return the error of a rule."""
+    return kind(say("errors", rule, values))
 
 
 @dataclass

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from launcher.config.settings import SLURM_KINDS, MachineConfig, Settings, TorchrunConfig, show_value
+from launcher.config.settings import SLURM_KINDS, MachineConfig, Settings, TorchrunConfig, refuse, show_value
 from launcher.errors import MachineError, UsageError
 from launcher.files import LARGEST, read_input
 from launcher.plan.model import MAX_RANKS, Machine, Plan, Request, parse_machine
@@ -43,15 +43,9 @@ def choose_cluster(config: Settings, environ: Mapping[str, str]) -> Cluster:
     low, high = parse_nodes(1 if nodes == "auto" else nodes)
     if kind == "manual":
         if rank is None or not 0 <= rank < high:
-            raise UsageError(
-                f"node_rank={rank}: cluster=manual with nodes={low}:{high} needs this node's number,"
-                f" node_rank=0 to node_rank={high - 1}"
-            )
+            raise refuse("manual_rank", rank=rank, low=low, high=high, last=high - 1)
         if not endpoint or (port := parse_endpoint(endpoint)[1]) == 0:
-            raise UsageError(
-                f"rdzv_endpoint={endpoint}: cluster=manual needs rdzv_endpoint=HOST:PORT, an address of the"
-                " node with node_rank=0 and a port above 0"
-            )
+            raise refuse("manual_endpoint", endpoint=endpoint)
         if rank == 0:  # which serves the rendezvous
             check_port_free(port)
         return Cluster("manual", f"node {rank}", low, high, endpoint, is_host=rank == 0)
@@ -60,11 +54,7 @@ def choose_cluster(config: Settings, environ: Mapping[str, str]) -> Cluster:
     if kind == "slurm":
         return Cluster("slurm", why, low, high, "", is_host=False)
     if low > 1 or (high > 1 and why == "cluster=local"):
-        raise MachineError(
-            f"nodes={nodes} on one machine: start from a login node of a cluster with SLURM (in a job:"
-            " outside of srun), or run launch on every node with cluster=manual node_rank=N"
-            " rdzv_endpoint=HOST:PORT, or set nodes=1"
-        )
+        raise refuse("one_machine", MachineError, nodes=nodes)
     if endpoint:
         check_port_free(parse_endpoint(endpoint)[1])
     return Cluster("local", why, low, min(high, 1), endpoint or "localhost:0", is_host=True)
@@ -100,28 +90,20 @@ def join_allocation(why: str, nodes: object, environ: Mapping[str, str], spares:
     With `nodes=auto` all nodes but the spare ones have ranks.
     """
     if "SLURM_JOB_ID" not in environ:
-        raise MachineError(
-            "cluster=allocation, but this is no SLURM job (SLURM_JOB_ID is not set): start it from salloc or"
-            " a job script, or use cluster=slurm"
-        )
+        raise refuse("no_allocation", MachineError)
     check_command("srun", why, environ)
     have = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
     low, high = (max(have - spares, 1),) * 2 if nodes == "auto" else parse_nodes(nodes)
     if low > have or (spares and high + spares > have):
-        raise MachineError(
-            f"nodes={nodes} and cluster.spares={spares}, but SLURM job {environ['SLURM_JOB_ID']} has"
-            f" {have}: set fewer, or ask salloc or sbatch for more"
-        )
+        job = environ["SLURM_JOB_ID"]
+        raise refuse("small_allocation", MachineError, nodes=nodes, spares=spares, job=job, have=have)
     return Cluster("allocation", why, low, min(high, have), "", is_host=False)
 
 
 def check_command(name: str, why: str, environ: Mapping[str, str]) -> None:
     """Raise MachineError if one of SLURM's commands is not there."""
     if not shutil.which(name, path=environ.get("PATH")):
-        raise MachineError(
-            f"{why} needs SLURM, and there is no {name} on PATH: load SLURM's module, start from a login"
-            " node, or set cluster=local"
-        )
+        raise refuse("no_slurm", MachineError, why=why, name=name)
 
 
 def pet_overrides(environ: Mapping[str, str]) -> dict[str, str]:
@@ -156,9 +138,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     """Read HOST:PORT, also `[::1]:29500`; raises UsageError."""
     match = ENDPOINT.fullmatch(text)
     if not match or not int(match["port"]) < 1 << 16:
-        raise UsageError(
-            f"rdzv_endpoint={text}: give HOST:PORT, as in rdzv_endpoint=node0:29500 or [::1]:29500"
-        )
+        raise refuse("endpoint", text=text)
     return match["host"].strip("[]"), int(match["port"])
 
 
@@ -172,9 +152,7 @@ def check_port_free(port: int) -> None:
     try:
         socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
     except OSError as error:
-        raise MachineError(
-            f"port {port} of this host is not free ({error.strerror}): choose another for rdzv_endpoint"
-        ) from None
+        raise refuse("port", MachineError, port=port, error=error) from None
 
 
 CHANNEL = ("input", "i", "error", "e")
@@ -208,9 +186,7 @@ def choose_agent(config: Settings, cluster: Cluster, environ: Mapping[str, str])
         asked = asked or f"cluster.spares={config.cluster.spares}"
     needed = find_torchrun_need(config, cluster, environ)
     if asked and needed:
-        raise UsageError(
-            f"{asked}, but {needed} needs torchrun, which does not replace a node: leave one of them out"
-        )
+        raise refuse("needs_torchrun", asked=asked, needed=needed)
     return (
         AgentChoice("torchrun", needed)
         if needed
@@ -293,18 +269,14 @@ def read_machine(config: MachineConfig) -> Machine:
 
         return probe(config.root)
     if config.root != "/":
-        raise UsageError(
-            f"machine.snapshot={path} and machine.root={config.root} are two machines: leave one of them out"
-        )
+        raise refuse("two_machines", path=path, root=config.root)
     try:
         return parse_machine(read_input(path, LARGEST).decode("utf-8-sig"))
     except UsageError as error:
         raise UsageError(f"machine.snapshot={path}: {error}") from None
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"machine.snapshot={path} cannot be read ({getattr(error, 'strerror', '') or error}): give a path"
-            " from here, or a file in conf/machine/"
-        ) from None
+        why = getattr(error, "strerror", "") or error
+        raise refuse("snapshot_file", path=path, why=why) from None
 
 
 def parse_nproc(text: object, cpus: int) -> int | None:
@@ -315,7 +287,5 @@ def parse_nproc(text: object, cpus: int) -> int | None:
         return cpus
     number = int(str(text)) if re.fullmatch("[0-9]{1,9}", str(text)) else 0
     if not 1 <= number <= MAX_RANKS:
-        raise UsageError(
-            f"nproc_per_node={show_value(text)}: give a number of at least 1 and at most {MAX_RANKS}, or auto"
-        )
+        raise refuse("nproc", text=show_value(text), most=MAX_RANKS)
     return number

@@ -18,6 +18,7 @@ from launcher.config.settings import (
     Settings,
     find_fault,
     list_settings,
+    refuse,
     show_value,
 )
 from launcher.config.start import is_step_task, parse_nodes
@@ -131,10 +132,7 @@ class FitJob:
             name, known = fit.gpu, find_gpu(fit.gpu)
             own = known.memory_mib if known else 0
             if known is None and given is None:
-                raise UsageError(
-                    f"fit.gpu={fit.gpu} is no GPU that is known: give a name such as H100, A100-40GB or B200,"
-                    " or its memory too, fit.gpu_memory_gib=N"
-                )
+                raise refuse("unknown_gpu", gpu=fit.gpu)
         else:
             sharing = Counter((gpu.index, gpu.uuid) for gpu in self.gpus)
             gpu = min(self.gpus, key=lambda one: one.memory_mib // sharing[one.index, one.uuid])
@@ -157,11 +155,7 @@ def find_fit_model(
     """
     is_bundled = runs_bundled(config, program)
     if starts and is_bundled and config.model.get("config") is not None:
-        raise UsageError(
-            f"model.config={config.model['config']} gives dimensions for the estimate of memory, which the"
-            " bundled program does not take: see `launch plan`, start a program of yours by `launch"
-            " model.config=… -- train.py`, or choose a model such as model=llama7b"
-        )
+        raise refuse("model_config", c=config)
     is_own = not program and not is_bundled  # configured, with a section of its own
     asked = not program or any(key.partition(".")[0] == "model" for key in given)
     if (config.fit.check == "off" and not is_bundled) or not asked:
@@ -223,12 +217,9 @@ def _check_dimensions(model: ModelDimensions) -> ModelDimensions:
             raise UsageError(f"{key}={show_value(value)}: {fault}")
     experts, layers, groups = model.experts, model.layers, model.kv_heads
     if model.latent_attention is None and model.heads % groups:
-        raise UsageError(f"model.heads={model.heads} is not divisible by model.kv_heads={groups}: change one")
+        raise refuse("kv_heads", model=model)
     if experts and (experts.per_token > experts.count or experts.dense_layers > layers):
-        what = (
-            f"{experts.per_token} of {experts.count} experts, and {experts.dense_layers} of {layers} layers"
-        )
-        raise UsageError(f"model.experts has {what} without them: per_token or dense_layers is too large")
+        raise refuse("experts", model=model, experts=experts)
     return model
 
 
@@ -350,18 +341,13 @@ def _find_sequences(
             number = float(found[1]) * {"": 1, "k": 1 << 10, "M": 1 << 20}[found[2]]
             number = max(1, round(number / values["fit.seq_len"])) if found[3] and number else number
         if number != int(number) or not 1 <= number <= LARGEST_BATCH:
-            raise UsageError(
-                f"program.global_batch={value}: give sequences, such as 256, or tokens, such as 512ktokens or"
-                " 4Mtokens (k is 1024, M 1024 * 1024)"
-            )
+            raise refuse("global_batch", value=value)
         sequences = int(number)
     micro_batch, accumulation = values["fit.micro_batch"], values["fit.accumulation"]
     if AUTO not in (micro_batch, accumulation, asked) and micro_batch * accumulation * ranks != sequences:
-        raise UsageError(
-            f"program.global_batch={asked} is {sequences} sequences, and program.batch_size={micro_batch}"
-            f" * program.grad_accumulation={accumulation} on {ranks} ranks is"
-            f" {micro_batch * accumulation * ranks}: leave one out"
-        )
+        found = micro_batch * accumulation * ranks
+        batch = f"program.batch_size={micro_batch} * program.grad_accumulation={accumulation}"
+        raise refuse("sequences", asked=asked, sequences=sequences, batch=batch, ranks=ranks, found=found)
     return sequences
 
 

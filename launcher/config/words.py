@@ -7,7 +7,7 @@ import argparse
 import os
 import re
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -159,22 +159,10 @@ def parse_flags(words: Sequence[str]) -> Flags:
     return Flags(sources, tuple(overrides), **given)
 
 
-def takes_flag_value(option: str, word: str) -> bool | None:
-    """Tell whether a word after one of the flags is its value; None if `option` is none of the flags."""
-    action = make_parser()._option_string_actions.get(option)
-    if action is None:
-        return None
-    if action.nargs == "?":
-        return word in (action.choices or ())
-    return action.nargs is None
-
-
-def list_flag_values(option: str) -> list[str] | None:
-    """Return the values that a flag takes, none if it takes any; None if no value follows."""
-    action = make_parser()._option_string_actions.get(option)
-    if action is None or action.nargs == 0:
-        return None
-    return list(action.choices or ()) if action.nargs is None or action.choices else None
+@cache
+def list_flags() -> Mapping[str, argparse.Action]:
+    """Return the flags by their option strings."""
+    return make_parser()._option_string_actions
 
 
 FIELDS = {key: each for key, _, each in list_settings(Settings())}
