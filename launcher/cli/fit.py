@@ -16,7 +16,7 @@ from launcher.cli.child import run_child
 from launcher.cli.main import Call, print_json
 from launcher.codec import DecodeError, load
 from launcher.config.program import find_program, runs_bundled
-from launcher.config.settings import Settings
+from launcher.config.settings import Settings, refuse
 from launcher.config.start import plan_node
 from launcher.config.training import (
     FitJob,
@@ -112,10 +112,7 @@ def show_fit(call: Call) -> int:
         return _show_steps(call, plan)
     report = estimate_fit(call, replace(call.config, fit=replace(call.config.fit, check="error")), plan)
     if report is None:
-        raise UsageError(
-            "the memory of the device is not known: name a GPU (fit.gpu=H100), or its memory"
-            " (fit.gpu_memory_gib=N)"
-        )
+        raise refuse("fit_memory")
     if call.config.format == "json":
         print_json({"schema": 1, **fit_to_json(report)})
     else:
@@ -262,40 +259,27 @@ def _run_steps(argv: Sequence[str], environ: Mapping[str, str], job: FitJob, dev
 
 def _judge_end(result: Path, lines: Sequence[str], status: int | None, timeout: float) -> StepRecord:
     """Return the result; raises MachineError if there is none."""
-    failed, measure = None, "measure it in a run instead, which the next `launch fit` reads"
+    found: StepRecord | None = None
     try:
-        record = load(StepRecord, read_file(result, LARGEST_RESULT, own=True))
-        if refused := record.refused:
-            raise MachineError(
-                f"this program cannot be run on fake tensors: {refused.operator}, {refused.reason}"
-                f" ({refused.where}); {measure}"
-            )
-        if record.failed is None:
-            return record
-        failed = record.failed
+        found = load(StepRecord, read_file(result, LARGEST_RESULT, own=True))
     except FileNotFoundError:
         pass
     except (OSError, DecodeError) as error:
         raise MachineError(f"the program's result cannot be read ({error}): report it") from None
+    if found and found.refused:
+        raise refuse("fit_refused", MachineError, refused=found.refused)
+    if found and not found.failed:
+        return found
     if lines:
         logger.info("the end of the program's output:")
     for line in lines:
         logger.info(f"  | {strip_sequences(line)}")
-    pretended = (
-        "it has fake tensors and no GPU here: if it runs without `launch fit`, this cannot be pretended;"
-        f" {measure}"
-    )
-    if failed is not None:
+    if found and (failed := found.failed):
         subject = f"the operation {failed.operator} failed" if failed.operator else "an exception ended it"
-        what = f"{subject} before the second step ({failed.where}): {failed.reason}; {pretended}"
-    elif status is None:
-        what = f"the program took no second optimizer step within fit.timeout={timeout:g} s: give more time"
-    elif status == 0:
-        what = (
-            "the program ended without a second step of a torch.optim optimizer: give it two steps, and see"
-            " that it is a Python program that trains with torch"
-        )
-    else:
-        shown = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit code {status}"
-        what = f"the program ended {shown} before its second step; {pretended}"
-    raise MachineError(what)
+        raise refuse("fit_failed", MachineError, subject=subject, failed=failed)
+    if status is None:
+        raise refuse("fit_timeout", MachineError, timeout=timeout)
+    if status == 0:
+        raise refuse("fit_no_step", MachineError)
+    shown = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit code {status}"
+    raise refuse("fit_ended", MachineError, shown=shown)

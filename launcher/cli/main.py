@@ -402,10 +402,9 @@ def _takes_value(words: Sequence[str]) -> bool:
 def _check_verbs(verb: str, words: Sequence[str]) -> None:
     """Raise UsageError for a verb that does not stand first, and for a first word that is nearly one."""
     if late := next((word for word in words if word in VERBS), None):
-        raise UsageError(
-            f"{late} is a verb, which stands first and alone: launch {late} KEY=VALUE … (a program:"
-            f" `launch -- {late}`)"
-        )
+        from launcher.config.settings import refuse
+
+        raise refuse("late_verb", late=late)
     if verb not in VERBS and words and words[0].isalpha():
         import difflib
 
@@ -436,10 +435,9 @@ def check_words(call: Call, flags: "Flags") -> None:
     if any(problems):
         raise UsageError("; ".join(filter(None, problems)))
     if (flags.package is not None or flags.resolve) and not flags.cfg:
-        raise UsageError(
-            "--package and --resolve go with --cfg: write --cfg job as well, or leave them out"
-            " (SLURM's -p is cluster.partition=NAME)"
-        )
+        from launcher.config.settings import refuse
+
+        raise refuse("package")
 
 
 def _explain_key(word: str, sources: "Sources") -> str:

@@ -21,6 +21,7 @@ from launcher.cli.plan import check_target, explain, write_file
 from launcher.cli.run import plan_job, specify_job, try_again
 from launcher.config.compose import Composed, name_files, read_values
 from launcher.config.run_path import choose_run_path
+from launcher.config.settings import refuse
 from launcher.config.words import read_key
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import LARGEST, read_file
@@ -68,10 +69,7 @@ def tune_program(call: Call) -> int:
     subject = call.names[0] if call.names else ""
     if subject not in ("dataloader", "batch"):
         given = f"`{subject}` cannot be tuned" if subject else "tune what?"
-        raise UsageError(
-            f"{given}: say `launch tune dataloader [KEY=VALUE …] [PROGRAM ARGUMENT …]`, or `launch tune"
-            " batch tune.option=--batch-size …`"
-        )
+        raise refuse("tune_subject", given=given)
     return try_again(lambda: _tune(call, subject))
 
 
@@ -91,9 +89,7 @@ def _tune(call: Call, subject: str) -> int:
             most = f"tune.max_batch={tune.max_batch}"
             raise UsageError(f"{search.argument(asked)} is above {most}: give a larger one")
         if config.save is not None:
-            raise UsageError(
-                f"save={config.save}: `launch tune batch` prints the command, and writes no file"
-            )
+            raise refuse("tune_save", c=config)
     else:
         most_workers, why = find_max_workers(config, job.plan)
         search = WorkersSearch(most_workers, config.tune.steps, why)
@@ -116,11 +112,7 @@ def _measure_here(composed: Composed) -> None:
     if job and kind != "local" and "SLURMD_NODENAME" not in os.environ:
         wrong.append(f"this shell is not on the nodes of its SLURM job {job}")
     if wrong:
-        raise UsageError(
-            f"{wrong[0]}: `launch tune` runs the program again and again, on one node and in run directories"
-            " of its own: leave that out with cluster=local to measure here, or measure on a node like those"
-            " of the job (`salloc`, then `srun -N1 -n1 launch tune …`)"
-        )
+        raise refuse("tune_here", wrong=wrong[0])
     composed.tree.cluster.kind, composed.tree.nodes = "local", 1
 
 
@@ -332,12 +324,13 @@ class Tuning:
                 f"not measured within tune.timeout={timeout:g} s: give more time, or a smaller task"
             )
         if status:
+            status = 128 - status if status < 0 else status
             failure = take_dict(take_dict(read_manifest(path), "outcome"), "first_failure")
             if not failure:
                 raise MeasureError(next(reversed(said), "").removeprefix("launch: error: "), status)
             where, last = f"rank {failure['rank']} on {failure['host']}", failure["last_lines"]
             first, *lines = describe_first_failed_rank(where, failure["reason"], f"{path}/logs", last)
-            raise MeasureError(first, 128 - status if status < 0 else status, lines)
+            raise MeasureError(first, status, lines)
         return search.measure(records, value, len(self.job.plan.ranks))
 
 
@@ -359,10 +352,7 @@ def check_choice_file(name: str, *, replaces: bool) -> None:
     with contextlib.suppress(OSError):
         content = read_file(path, LARGEST, follow=True)
     if path.exists() and not replaces and content and not content.startswith(MARK.encode()):
-        raise UsageError(
-            f"{path} is there already, and `launch tune` has not written it: name another with save=FILE, or"
-            " set yes=true to replace it"
-        )
+        raise refuse("tune_choice", path=path)
 
 
 # The option of the micro-batch
@@ -380,10 +370,7 @@ def find_batch_option(spec: JobSpec) -> tuple[str, int | None]:
         key = name.removeprefix(PREFIX)
         if not name.startswith(PREFIX) or key not in spec.config.program:
             program = f"program={spec.choices.get('program', '')}"
-            raise UsageError(
-                f"tune.option={name}: {program} has no such key, name one that its file has, as in"
-                f" tune.option={PREFIX}batch_size"
-            )
+            raise refuse("tune_key", name=name, program=program)
         return f"{name}=", _parse_size(str(spec.config.program[key])) if name in spec.given else None
     if name is not None and name.startswith(PREFIX) and not name.endswith("="):
         raise UsageError(f"tune.option={name} is a key of the configured program: name the program's option")
@@ -392,10 +379,7 @@ def find_batch_option(spec: JobSpec) -> tuple[str, int | None]:
         if values := [spec.program[at].removeprefix(joined) for at, joined in _find(spec.program, option)]:
             return option, _parse_size(values[-1])
     if name is None:
-        raise UsageError(
-            "which option of the program sets its micro-batch? Name it: tune.option=--batch-size, or"
-            " tune.option=train.batch_size= for a program of Hydra's"
-        )
+        raise refuse("tune_option")
     return name, None
 
 
