@@ -55,6 +55,13 @@ def split_words(name: str) -> set[str]:
     return set(words)
 
 
+def find_largest_gpu(name: str) -> GpuType | None:
+    """Find the GPU that SLURM's type names, of several the largest: `h100` may be an H100 NVL."""
+    words = split_words(name)
+    found = [find_gpu(name), *(gpu for gpu in GPU_TYPES if words and words <= set(gpu.name.split()))]
+    return max(filter(None, found), key=lambda one: one.memory_mib, default=None)
+
+
 def find_gpu(name: str) -> GpuType | None:
     """Find a GPU by the driver's name or a short one (`H100`, `A100-40GB`); None if it is not in the table.
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.config.start import plan_node
+from launcher.config.start import parse_nproc, plan_node
 from launcher.errors import MachineError, SchedulerError, UsageError
 from launcher.files import LARGEST, read_file
 from launcher.launch.job import JobSpec
@@ -72,6 +72,8 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
     for place, spec in enumerate(specs):
         if spec.fit_model and (plan := _plan_snapshot(spec, chosen)):
             specs[place] = _judge_plan(spec, plan, spec.cluster.min_nodes)
+        elif spec.fit_model:
+            specs[place] = _judge_partition(spec, chosen)
     made_by = f"Made by: {shlex.join(mask_words(['launch', *argv]))}"
     script = Script(chosen.options, made_by, tuple(first.config.cluster.setup), python.result())
     if dry_run:
@@ -255,6 +257,36 @@ def _plan_snapshot(spec: JobSpec, chosen: JobOptions) -> "Plan | None":
         ranks = sbatch.parse_gpus(chosen.get("gpus-per-node") or 0)[1] or ranks
     machine_config = replace(config.machine, root="/", snapshot=snapshot)
     return plan_node(replace(config, machine=machine_config, nproc_per_node=ranks), spec.environ)
+
+
+def _judge_partition(spec: JobSpec, chosen: JobOptions) -> JobSpec:
+    """Judge a job by the types of its GPUs, if SLURM names them all; raises MachineError if it cannot fit.
+
+    Of several types that the job may get, the one with most memory counts: nothing that could run is refused.
+    """
+    from launcher.config.training import FitJob, settle_job, settle_training
+    from launcher.fit.gpus import find_largest_gpu
+    from launcher.fit.training import NodeResources
+    from launcher.plan.model import Gpu
+
+    config, gpus = spec.config, sbatch.parse_gpus(chosen.get("gpus-per-node") or 0)[1]
+    fitting = [kind for kind in chosen.kinds if gpus and kind.count_gpus() >= gpus]
+    types = [find_largest_gpu(name or "") for kind in fitting for name, _ in kind.gpus]
+    largest = max(filter(None, types), key=lambda one: one.memory_mib, default=None)
+    if largest is None or None in types:
+        return spec
+    kind = max(fitting, key=lambda kind: kind.memory_mib)
+    share = gpus / kind.count_gpus()
+    node = NodeResources(
+        cores=max(1, int(kind.cores * share)),
+        memory_kib=int(kind.memory_mib * share) << 10,
+        num_workers=config.dataloader.num_workers,
+        worker_gib=float(config.dataloader.worker_gib),
+    )
+    there = (Gpu(0, "", "", name=largest.name, memory_mib=largest.memory_mib),)
+    ranks = parse_nproc(config.nproc_per_node, gpus) or gpus
+    job = FitJob(config, spec.fit_model, spec.cluster.min_nodes, spec.is_bundled, ranks, there, node)
+    return replace(settle_job(spec, settle_training(job)), fit_model=None)
 
 
 def _judge_plan(spec: JobSpec, plan: "Plan", nodes: int) -> JobSpec:

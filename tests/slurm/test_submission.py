@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 SETUP = tomllib.loads((HERE / "options.toml").read_text())["setup"]
 ENVIRONMENT = tomllib.loads((HERE / "refusals.toml").read_text())["environment"]
 SBATCH = 'env -0 >{folder}/environ; cp "$1" {folder}/script; echo Submitted batch job 7'
+SINFO = "main*|8|128|2:32:2|1000000|{gpu}:8|(null)|UNLIMITED"
 FAKE = '#!/bin/sh\nprintf "%s|" "$@"\nprintf "X=%s\\n" "$X"\nenv | grep "^launch_"\nexit 7\n'
 """In place of the interpreter: shows its words, the variables of ours that it got, and one of setup's."""
 
@@ -252,10 +253,34 @@ def judge(login: LoginNode, *words: str, machine: str | None = "dgx_a100", asked
 
 def test_a_job_that_cannot_fit_is_refused_if_the_nodes_are_known(login: LoginNode) -> None:
     refused = judge(login, *SET)
-    assert_refused(refused, 3, "does not fit: each GPU (", "40GB)", "fit.check=warn")
+    assert_refused(refused, 3, "does not fit: each GPU (NVIDIA A100-SXM4-40GB", "fit.check=warn")
     done = judge(login, *SET, machine=None)
     assert done.code == 0 and "the first node judges whether the model fits" in done.err
     assert read_job_request(login.run_path, {}).fit_model
+
+
+def test_the_gpus_that_sinfo_names_are_judged(login: LoginNode) -> None:
+    """A kind of node for each type; None for a job that the first node judges."""
+    small, small_batch = "gpu:a100_40gb", ("program.batch_size=2", SET[1])
+    large_batch = ("program.batch_size=64", "program.grad_accumulation=2", SET[1])
+
+    def ask(number: int, gpus: str, *words: str, asked: int = 8) -> Result:
+        kinds = "".join(f"echo '{SINFO.format(gpu=gpu)}'\n" for gpu in gpus.split())
+        login.command("sinfo", kinds)
+        return judge(login, f"new_run_dir=run-{number}", *words, machine=None, asked=asked)
+
+    refused = ask(0, small, *SET)
+    assert_refused(refused, 3, "llama13b does not fit: each GPU (a100 40gb", "program.", "fit.check=warn")
+    # The largest type that the job may get counts, and nothing is refused for what is not known.
+    for number, gpus in enumerate(("gpu:v100 gpu:b200", f"{small} gpu:new9000", "gpu"), 1):
+        done = ask(number, gpus, *small_batch)
+        request = read_job_request(login.folder / f"run-{number}", {})
+        assert (done.code, request.fit_model is None) == (0, number == 1), gpus
+    # Of several GPUs of a name the largest counts, and ranks have the GPUs that are asked for.
+    for name, size in {"a100": "80.0", "v100": "32.0", "h100": "93.6", "a100_80gb_pcie": "80.0"}.items():
+        refused = ask(9, f"gpu:{name}", *large_batch, asked=4)
+        assert_refused(refused, 3, f"{size} GiB")
+        assert name == "v100" or "program.grad_accumulation=128" in refused.err
 
 
 def test_the_content_of_a_config_json_goes_with_a_job(login: LoginNode) -> None:
