@@ -332,6 +332,7 @@ class TorchrunAgent:
     log_begin: int = 0
     """Bytes of the log that are of earlier starts."""
     process: "subprocess.Popen[bytes]" = field(init=False)
+    reader: AppliedReader = field(init=False)
 
     def begin(self) -> None:
         """Start torchrun in a session of its own, so that a terminal's Ctrl-C reaches `launch` alone.
@@ -339,6 +340,7 @@ class TorchrunAgent:
         Raises OSError. It ends with this process.
         """
         parent = os.getpid()
+        self.reader = AppliedReader(self.run.path)
         with open_log(self.run.agent_log(self.job.host)) as descriptor:
             self.log_begin = os.fstat(descriptor).st_size
             self.process = subprocess.Popen(
@@ -358,17 +360,16 @@ class TorchrunAgent:
     def list_ranks(self) -> Sequence[RankProcess]:
         """Return ranks that torchrun has started, new ones at least.
 
-        They are found among its children. Once it has ended, their records tell of those that came and went
-        between two calls; those of other nodes are read only if there are too few.
+        Their records tell, of those too that came and went between two calls. If other nodes share the
+        folder of records, the ranks are found among torchrun's children, and the records are read once, when
+        torchrun has ended and there are too few.
         """
         agent, known = self.process.pid, len(self.ranks.known)
-        if self.process.returncode is None:
+        is_running = self.process.returncode is None
+        if self.job.cluster.max_nodes > 1 and (is_running or known >= len(self.job.plan.ranks)):
             return list_ranks(agent, self.run.first_attempt)
-        if self.job.cluster.max_nodes > 1 and known >= len(self.job.plan.ranks):
-            return ()
         # There are records of other nodes and of earlier starts: their PIDs say nothing here.
-        records = AppliedReader(self.run.path).read_new()
-        own = [r for r in records if (r.host, r.agent) == (self.job.host, agent)]
+        own = [r for r in self.reader.read_new() if (r.host, r.agent) == (self.job.host, agent)]
         return [RankProcess(r.rank, r.local_rank, r.attempt, r.pid) for r in own]
 
     def was_signalled(self) -> bool:

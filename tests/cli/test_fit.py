@@ -335,8 +335,8 @@ def test_the_choice_does_not_depend_on_the_check(launch: Launch, words: Sequence
         assert done.code == 0, done
         assert set(chosen.split()) <= set(done.out.split()), done
         assert done.err.count("chosen: program.batch_size=") == 1
-    done = launch("tune", "batch", *base, "fit.gpu=H100")
-    assert {"--parallel=fsdp", "--grad-accumulation=1"} <= set(done.out.split())
+    done = launch("tune", "batch", *base, "fit.gpu=H100")  # each trial chooses the rest for its own batch
+    assert {"program.batch_size=8", "program.grad_accumulation=1"} <= set(done.out.split())
 
 
 @pytest.mark.slow
