@@ -18,7 +18,6 @@ import time
 import tty
 from collections import deque
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 
 from launcher.protocol import LAUNCH_TERMINAL
 from launcher.runs.run_directory import RunDir
@@ -30,9 +29,8 @@ TICK = 0.1
 """Seconds between two looks at the window's size, and at who has the terminal."""
 CHUNK = 1 << 16
 """Bytes that are read at once, and of input that may wait for the program to read."""
-MOST_WAITING = 16 << 10
-"""Pieces that may wait to be shown, of 4 KiB at most; then the program waits too, as on any terminal that
-takes no more."""
+MOST_WAITING = 64 << 20
+"""Bytes that may wait to be shown; then the program waits too, as on any terminal that takes no more."""
 PATIENCE = 5.0
 """Seconds for what the program has printed last, at the end."""
 PRESSES, SPAN = 3, 3.0
@@ -72,7 +70,7 @@ class Terminal:
     """The log has everything so far."""
     held: bytes = b""
     r"""A `\r` that waits to be written to the log, until it is known whether a newline follows."""
-    output: "SimpleQueue[bytes]" = field(default_factory=SimpleQueue)
+    output: bytearray = field(default_factory=bytearray)
     """What waits to be shown: one thread adds, and another takes."""
     typed: bytes = b""
     """Input that the program's terminal has not taken yet."""
@@ -83,6 +81,8 @@ class Terminal:
     wakeup: int = field(default_factory=lambda: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
     """Descriptor that is readable at the end."""
     thread: threading.Thread | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Of the output."""
 
     @property
     def variables(self) -> dict[str, str]:
@@ -103,7 +103,10 @@ class Terminal:
 
     def take(self) -> bytes:
         """Return what is to be shown next; nothing if all has been shown."""
-        return b"".join(self.output.get() for _ in range(self.output.qsize()))
+        with self.lock:
+            data = bytes(self.output)
+            self.output.clear()
+        return data
 
     def run(self) -> None:
         """Copy to the end: the thread's body."""
@@ -112,7 +115,7 @@ class Terminal:
             while self.wakeup not in ready:
                 poller = select.poll()
                 poller.register(self.wakeup, select.POLLIN)
-                wanted = select.POLLIN if self.output.qsize() < MOST_WAITING else 0
+                wanted = select.POLLIN if len(self.output) < MOST_WAITING else 0
                 poller.register(self.master, wanted | (select.POLLOUT if self.typed else 0))
                 if self.is_raw and not self.hung_up and len(self.typed) < CHUNK:
                     poller.register(0, select.POLLIN)
@@ -178,7 +181,8 @@ class Terminal:
         text = self.held + data
         self.held = b"\r" if text.endswith(b"\r") else b""
         self.write_log(text.removesuffix(self.held).replace(b"\r\n", b"\n"))
-        self.output.put(data)
+        with self.lock:
+            self.output += data
         self.news.set()
         return True
 
