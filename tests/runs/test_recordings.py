@@ -154,7 +154,7 @@ OTHERS = {
     "checkpoints/": "the program's own",
 }
 """Documented names that the recorded runs do not have."""
-OTHER_KEYS = {"manifest.json": {"sick_spares", "stragglers", "training"}}
+OTHER_KEYS = {"manifest.json": {"stragglers", "training"}}
 
 
 @pytest.fixture(scope="module")
