@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.seam import PATIENCE
-
 SHIM = Path(__file__).parents[2] / "launcher" / "rank" / "__main__.py"
 COMMAND = (sys.executable, "-I", "-S", str(SHIM))
 TELL = """
@@ -97,7 +95,7 @@ print(json.dumps([rank.communicate() for rank in ranks]))
     quiet = {"PATH": os.environ["PATH"], "LAUNCH_GC": "default"}
     environs = [{**quiet, **variables(rank)} for rank in range(len(cpus))]
     words = [sys.executable, "-c", code, json.dumps([[sorted(one) for one in cpus], environs])]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True)
     return [(set(json.loads(out)), err) for out, err in json.loads(done.stdout)]
 
 
@@ -123,10 +121,24 @@ def by_hand(rank: int) -> dict[str, str]:
     return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
 
 
-CALLS = {"sched_setaffinity": 203, "sched_getaffinity": 204, "set_mempolicy": 238, "get_mempolicy": 239}
-CALLS["prlimit64"] = 302
-"""System call numbers of x86_64."""
-KNOWN = os.uname().machine == "x86_64"
+CALLS = {
+    "x86_64": {
+        "sched_setaffinity": 203,
+        "sched_getaffinity": 204,
+        "set_mempolicy": 238,
+        "get_mempolicy": 239,
+        "prlimit64": 302,
+    },
+    "aarch64": {
+        "sched_setaffinity": 122,
+        "sched_getaffinity": 123,
+        "set_mempolicy": 237,
+        "get_mempolicy": 236,
+        "prlimit64": 261,
+    },
+}
+"""System call numbers by machine."""
+KNOWN = os.uname().machine in CALLS
 EPERM, ENOSYS = 1, 38
 LOAD, EQUALS, RETURN, ALLOW, FAIL = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
 """BPF's operations as far as needed, and seccomp's answers (linux/seccomp.h)."""
@@ -134,7 +146,7 @@ LOAD, EQUALS, RETURN, ALLOW, FAIL = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
 
 def forbid(*names: str, error: int = EPERM) -> None:
     """Make system calls fail with an error in this process from now on, and after its exec."""
-    numbers = [CALLS[name] for name in names]
+    numbers = [CALLS[os.uname().machine][name] for name in names]
     steps = [(LOAD, 0, 0, 0)]
     steps += [(EQUALS, len(numbers) - at, 0, number) for at, number in enumerate(numbers)]
     steps += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, FAIL | error)]
