@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Mapping
@@ -179,7 +180,10 @@ def describe_exit(exitcode: int, cause: str = "") -> str:
     """Say in words how a process ended; `cause` is why, if that is known."""
     number = -exitcode if exitcode < 0 else exitcode - 128
     name = signal.Signals(number).name if 0 < number < signal.SIGRTMIN else ""
-    hint = cause or SIGNAL_HINTS.get(number, "")
+    hint, seconds = SIGNAL_HINTS.get(number, ""), resource.getrlimit(resource.RLIMIT_CPU)[1]
+    if number == signal.SIGKILL and seconds != resource.RLIM_INFINITY:
+        hint = f"after {seconds} s of CPU time (`ulimit -t`), or out of memory: see `dmesg`"
+    hint = cause or hint
     if exitcode < 0:
         words = f"was killed by {name} (signal {number})" if name else f"was killed by signal {number}"
         return f"{words}, {hint}" if hint else words

@@ -91,6 +91,12 @@ def test_a_working_directory_that_is_gone(here: Path) -> None:
     assert in_shell("mkdir gone; cd gone; rmdir ../gone; launch --help", here).code == 0
 
 
+def test_a_program_that_has_used_up_its_cpu_time(here: Path) -> None:
+    spin = f"{sys.executable} -c 'while True: pass'"
+    result = in_shell(f"ulimit -t 3; launch nproc_per_node=1 -- {spin}", here)
+    assert result.code == 137 and "after 3 s of CPU time (`ulimit -t`)" in result.err, result
+
+
 def test_a_reader_that_leaves(here: Path) -> None:
     for words in ("--help", "plan format=json", "dry_run=true"):
         result = in_shell(f"launch {words} | true", here)
