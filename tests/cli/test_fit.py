@@ -143,6 +143,33 @@ def test_programs_of_real_libraries(ranks: int, words: list[str], parameters: in
     assert found["peak"] == sum(sizes.values()) and found["steps"] == 2
 
 
+ALIKE = """
+import torch
+with torch.device("meta"):
+    model = torch.nn.Linear(256, 256)
+model.to_empty(device=torch.cuda.current_device())
+held = [torch.empty_like(model.weight, device="meta") for _ in range(1000)]
+assert {one.device.type for one in held} == {"meta"}
+row = torch.ones(2, 256).new_tensor([1.0] * 256, device=0)
+tables = [row.new_zeros(4, 256, device=0), torch.ones_like(row, device="cuda"), row.new_tensor([1.0] * 256)]
+assert {one.device for one in (row, *tables)} == {torch.device("cuda", 0)}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+for step in range(3):
+    sum(model(row * one).sum() for one in tables).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_is_made_like_another_tensor_is_where_the_program_says(tmp_path: Path) -> None:
+    """On the GPU by its number, or on `meta`, where it takes no memory."""
+    (tmp_path / "alike.py").write_text(ALIKE)
+    found = fit_json(tmp_path, "fit.gpu=H100", "nproc_per_node=1", "alike.py")
+    weights = 4 * (256 * 256 + 256)
+    assert found["categories"]["weights"] == pytest.approx(weights, rel=0.01)
+    assert found["peak"] < 10 * weights
+
+
 def test_a_gpu_has_its_own_capability_and_an_error_its_operation_and_line(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(
         "import atexit, torch\natexit.register(print, torch.cuda.get_device_capability())\n"

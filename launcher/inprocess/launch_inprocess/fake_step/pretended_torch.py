@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from .session import StepMemory, StepSession
 
+LIKE = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 OF_DATA = ("tensor", "as_tensor", "asarray")
 """These look for the GPU before they dispatch."""
 WITHOUT_WORKERS = {
@@ -81,6 +83,10 @@ def replace_functions() -> None:
         name = getattr(function, "__name__", "")
         if getattr(torch, name, None) is function:
             setattr(torch, name, name_device(function))
+    for name in LIKE:
+        setattr(torch, f"{name}_like", name_device(getattr(torch, f"{name}_like"), has_default=False))
+    for name in NEW:
+        setattr(tensor_class, name, name_device(getattr(tensor_class, name), has_default=False))
     tensor_class.new_tensor = make_alike
     replace_moves()
     replace_values()
@@ -89,16 +95,17 @@ def replace_functions() -> None:
 
 def make_alike(self: torch.Tensor, data: Any, *, dtype: Any = None, device: Any = None, **named: Any) -> Any:
     """Do what `Tensor.new_tensor` does."""
-    return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device, **named)
+    device = self.device if device is None else device
+    return torch.tensor(data, dtype=dtype or self.dtype, device=device, **named)
 
 
-def name_device(function: Any) -> Any:  # torch's
+def name_device(function: Any, *, has_default: bool = True) -> Any:  # torch's
     """Return a function that names the GPU with its index, and that tells the program's `meta` from C++'s."""
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         device = named.get("device")
-        if device is None and not local.in_kernel:
+        if device is None and has_default and not local.in_kernel:
             device = find_default()
         if device is None or local.in_kernel:
             return function(*args, **named)
