@@ -188,14 +188,14 @@ def call_prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
-def reap_orphans() -> None:
+def reap_orphans(spare: Collection[int]) -> None:
     """Wait for adopted children that have ended, so that a long job leaves no zombies.
 
-    This process's own children, which others wait for, are in its session or lead one.
+    Others wait for `spare`, and for what is in this process's own session, as git is.
     """
     with contextlib.suppress(ChildProcessError, ProcessLookupError):
         while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if os.getsid(found.si_pid) in (found.si_pid, os.getsid(0)):
+            if found.si_pid in spare or os.getsid(found.si_pid) == os.getsid(0):
                 return
             os.waitpid(found.si_pid, 0)
 

@@ -158,6 +158,12 @@ class DirectAgent:
     """A signal has ended the ranks, and nothing starts any more."""
 
     @property
+    def children(self) -> Collection[int]:
+        """PIDs of the ranks, and of the warm process: nobody else may reap them."""
+        warm = (self.warm.process.pid,) if self.warm else ()
+        return (*(rank.pid for rank in self.group), *warm)
+
+    @property
     def descriptors(self) -> Collection[int]:
         """The warm process's channel, if ranks wait for its imports."""
         return (self.warm.channel.fileno(),) if self.warm and not self.warm.is_ready else ()
@@ -333,6 +339,11 @@ class TorchrunAgent:
     """Bytes of the log that are of earlier starts."""
     process: "subprocess.Popen[bytes]" = field(init=False)
     reader: AppliedReader = field(init=False)
+
+    @property
+    def children(self) -> Collection[int]:
+        """PID of torchrun: nobody else may reap it."""
+        return (self.process.pid,)
 
     def begin(self) -> None:
         """Start torchrun in a session of its own, so that a terminal's Ctrl-C reaches `launch` alone.
@@ -552,7 +563,7 @@ class Supervisor:
                 self.watch_new_ranks()
                 while agent.poll() is None:
                     self.attend(inbox)
-                    reap_orphans()
+                    reap_orphans({*agent.children, *self.watching.pids})
                 self.watch_new_ranks()
                 self.ranks.poll((), 0)
                 self.watching.finish()

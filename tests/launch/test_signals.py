@@ -177,7 +177,7 @@ def test_a_reader_that_stalls_does_not_hold_up_a_signal(tmp_path: Path) -> None:
 ORPHANS = """
 import subprocess, time
 for _ in range(30):
-    subprocess.run(["sh", "-c", "sleep 0.01 & exit"])
+    subprocess.run(["sh", "-c", "sleep 0.01 & setsid -f sleep 0.01; exit"])
 print("ready", flush=True)
 time.sleep(300)
 """
