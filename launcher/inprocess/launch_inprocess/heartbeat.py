@@ -221,7 +221,8 @@ class Heartbeat:
 
         number = signal.SIGRTMIN + DUMP_OFFSET
         if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
-            raise OSError(f"the program handles signal {number}")
+            self.add_note(f"no stacks by signal {number}, which the program handles")
+            return
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         with Suppressed(ValueError):  # a thread that is not the main one may not
             signal.signal(number, signal.SIG_IGN)
@@ -242,8 +243,12 @@ class Heartbeat:
         except Exception as error:
             if is_foreign(error):
                 raise
-            self.notes.append(f"{what}: {type(error).__name__}: {error}"[:200])
-            self.file.notes = "\n".join(self.notes).encode(errors="replace")[:MAX_NOTES]
+            self.add_note(f"{what}: {type(error).__name__}: {error}"[:200])
+
+    def add_note(self, text: str) -> None:
+        """Tell what could not be set up."""
+        self.notes.append(text)
+        self.file.notes = "\n".join(self.notes).encode(errors="replace")[:MAX_NOTES]
 
     def stop(self) -> None:
         """Write to nowhere from now on, in a forked child: the file is still mapped there."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # these would cost each start of an interpreter some milliseconds
     from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
+    from signal import NSIG, getsignal
     from types import ModuleType
     from typing import Any, TypeVar
 
     Action = Callable[[ModuleType], object]
     Argument = TypeVar("Argument")
     Function = Callable[..., Any]
+else:
+    from _signal import NSIG, getsignal
 
 REPLACED: Mapping[str, tuple[str, ...]] = {
     "torch.serialization": ("save",),
@@ -26,12 +28,6 @@ REPLACED: Mapping[str, tuple[str, ...]] = {
 """Functions of modules that this package replaces, by module."""
 COPIES: dict[int, list[tuple[dict[str, object], str]]] = {}
 """The namespaces and names that hold each of these functions, by its id, where `note_copies` was called."""
-OWN_PACKAGE = __name__.partition(".")[0]
-OWN_KINDS = ("builtins", "ctypes", "torch", "torch.distributed")
-"""Modules of the exceptions that C code raises which this package calls."""
-STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
-OTHER_PACKAGES = tuple(STANDARD_LIBRARY + name for name in ("site-packages", "dist-packages"))
-"""Folders in it that are none of it."""
 
 
 class ImportWatcher:
@@ -71,7 +67,11 @@ class ImportWatcher:
             if getattr(module, "__name__", None) != name:
                 return
             attributes.pop("exec_module", None)
-            for action in self.actions.pop(name, []):
+            actions = self.actions.pop(name, [])
+            finders = getattr(sys, "meta_path", None) or []
+            if not self.actions and self in finders:
+                finders.remove(self)
+            for action in actions:
                 call_safely(action, module)
 
         attributes["exec_module"] = execute_and_report
@@ -126,19 +126,22 @@ class Suppressed:
 
 
 def is_foreign(error: Exception) -> bool:
-    """Tell whether an exception is no failure of this package, or of what it has called in torch or Python.
+    """Tell whether a signal's handler of the program has raised it, or it was thrown into this thread.
 
-    It comes from a signal's handler of the program that interrupted it, or was thrown into this thread.
+    Its traceback has a handler's frame, or its type is neither Python's nor torch's. All else is a failure of
+    this package, whatever of the program's it has called: a plugin of torch's, an audit hook.
     """
-    trace, name, is_library = error.__traceback__, "", False
+    package = type(error).__module__.partition(".")[0]
+    if package != "torch" and package not in getattr(sys, "stdlib_module_names", (package,)):  # Python 3.9
+        return True
+    handlers: list[Any] = [handler for handler in map(getsignal, range(1, NSIG)) if callable(handler)]
+    codes = {getattr(one, "__code__", None) for handler in handlers for one in (handler, handler.__call__)}
+    trace = error.__traceback__
     while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        name = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-        is_library = file.startswith(("<frozen ", STANDARD_LIBRARY)) and not file.startswith(OTHER_PACKAGES)
-        if not is_library and name not in (OWN_PACKAGE, "torch"):
+        if trace.tb_frame.f_code in codes:
             return True
         trace = trace.tb_next
-    return not is_library and type(error).__module__ not in OWN_KINDS
+    return False
 
 
 def call_safely(action: Callable[[Argument], object], argument: Argument) -> None:
