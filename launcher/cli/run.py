@@ -320,7 +320,7 @@ def _make_viewer(job: "Job", run: "RunDir", terminal: "Terminal | None") -> "Out
 
 def run_sweep(flags: "Flags", call: Call) -> int:
     """Run the jobs of a sweep; return the first exit code that is not 0."""
-    from launcher.config.sweep import expand_sweep, find_sweep_dir
+    from launcher.config.sweep import expand_sweep
     from launcher.launch.signals import STOPPING
 
     sweep = compose(flags.sources, add_pet(flags.overrides, os.environ), sweep=True)
@@ -329,7 +329,7 @@ def run_sweep(flags: "Flags", call: Call) -> int:
     jobs = expand_sweep(sweep)
     # A mistake in the last job shows before the first runs.
     composed = [compose(flags.sources, overrides, number) for number, overrides in enumerate(jobs)]
-    folder = find_sweep_dir(sweep)
+    folder = sweep.sweep_dir
     for number, each in enumerate(composed if folder and call.verb == "run" else ()):
         use_sweep_folder(each.tree, f"{folder}/{number}")
     if call.verb == "run" and all(map(is_for_slurm, composed)):

@@ -8,7 +8,7 @@ import re
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,6 +68,8 @@ INSTEAD = {
     "hydra_logging": "logs.console=rank0|all|none says what is shown",
 }
 """What to write instead of other keys; for all the rest, the advice is `leave it out`."""
+HYDRAS_FOLDER = "multirun/${now:"
+"""How Hydra's default of `hydra.sweep.dir` begins."""
 RUN_DIR = "RUN_DIR"
 """Stands for the run directory if there is none."""
 MISTAKES = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
@@ -97,12 +99,16 @@ class Composed:
     """Where it comes from."""
     overrides: tuple[str, ...]
     """The command line's settings as they were given; of a job of a sweep, its own."""
-    own_files: tuple[str, ...]
-    """Files that are not the shipped ones, relative to the working directory."""
     words: tuple[str, ...]
     """The same in Hydra's terms."""
+    own_files: tuple[str, ...]
+    """Files that are not the shipped ones, relative to the working directory."""
     given_run_dir: str | None
     """`run_dir` as it is given; in the tree stands the one that was chosen last."""
+    sweep_dir: str | None
+    """`hydra.sweep.dir` of a sweep, if the user has set it; launch has no use for Hydra's default."""
+    params: Mapping[str, object]
+    """`hydra.sweeper.params` of the basic sweeper of a sweep."""
 
     @property
     def asks_sweep(self) -> bool:
@@ -191,16 +197,16 @@ def open_hydra(sources: Sources, settings: DictConfig = HYDRAS_OWN) -> Iterator[
 
     What it raises is told as the user's mistake.
     """
-    STORED.node = settings
-    first, *others = sources.folders
-    path = create_config_search_path(str(first))
-    for folder in others:
-        path.prepend("launch", f"file://{folder}", "schema")
     previous = GlobalHydra.instance().hydra  # that of a sweep, if a trial is composed here
     GlobalHydra.instance().clear()
     collects = gc.isenabled()
     gc.disable()  # thousands of small values, and hardly any garbage: a fifth of the time
     try:
+        STORED.node = settings
+        first, *others = sources.folders
+        path = create_config_search_path(str(first))
+        for folder in others:
+            path.prepend("launch", f"file://{folder}", "schema")
         with warnings.catch_warnings(action="ignore"):
             yield Hydra.create_main_hydra2(PRIMARY, path)
     except FAILURES as error:
@@ -238,6 +244,12 @@ def compose(
         for group, option in choices.items():
             if group.startswith("hydra/") and option not in ("default", "basic"):
                 refuse_hydra(f"{group}={option}")
+        sweep_dir, params = None, dict[str, object]()
+        if sweep:  # while the tree has the `hydra` that they may refer to
+            is_given = not str(tree.hydra.sweep._get_node("dir")._value()).startswith(HYDRAS_FOLDER)
+            sweep_dir = str(tree.hydra.sweep.dir) if is_given else None
+            if choices.get("hydra/sweeper") == "basic":
+                params.update(tree.hydra.sweeper.params or {})
         del tree["hydra"]
         sets_workers = "dataloader.num_workers" in map(read_key, words)
         for file in own_files:
@@ -260,6 +272,8 @@ def compose(
         words=tuple(words),
         own_files=tuple(own_files),
         given_run_dir=cast(Any, tree._get_node("run_dir"))._value(),
+        sweep_dir=sweep_dir,
+        params=params,
     )
 
 

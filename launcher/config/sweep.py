@@ -22,14 +22,6 @@ from launcher.runs.secrets import mask_words
 from launcher.text import StderrHandler
 
 logger = logging.getLogger(__name__)
-HYDRAS_FOLDER = "multirun/${now:"
-"""How Hydra's default of `hydra.sweep.dir` begins."""
-
-
-def find_sweep_dir(sweep: Composed) -> str | None:
-    """Return `hydra.sweep.dir` if the user has set it; launch has no use for Hydra's default."""
-    is_given = not str(sweep.hydra.hydra.sweep._get_node("dir")._value()).startswith(HYDRAS_FOLDER)
-    return str(sweep.hydra.hydra.sweep.dir) if is_given else None
 
 
 def expand_sweep(sweep: Composed) -> list[list[str]]:
@@ -37,7 +29,7 @@ def expand_sweep(sweep: Composed) -> list[list[str]]:
 
     Values of the command line override those of `hydra.sweeper.params`. Raises UsageError.
     """
-    params = [f"{key}={value}" for key, value in (sweep.hydra.hydra.sweeper.params or {}).items()]
+    params = [f"{key}={value}" for key, value in sweep.params.items()]
     values: dict[str, list[str]] = {}
     with open_hydra(sweep.sources) as hydra:
         words = [*normalize_overrides(hydra, sweep.sources, params, sweep=True), *sweep.words]
@@ -132,7 +124,7 @@ def run_trials(
             why = " ".join(str(error.__cause__ or error).split())
             raise UsageError(f"hydra/sweeper={sweep.sweeper}: {why}") from None
         finally:
-            if not find_sweep_dir(sweep):
+            if not sweep.sweep_dir:
                 with contextlib.suppress(OSError):
                     folder.rmdir()  # if no trial has begun
     logger.info(f"the sweep has ended; its trials are in {folder}")
@@ -141,7 +133,7 @@ def run_trials(
 
 def make_folder(sweep: Composed) -> Path:
     """Return the sweep's folder, made: `hydra.sweep.dir`, else one below `runs_dir`; raises MachineError."""
-    given, prefix = find_sweep_dir(sweep), f"{sweep.sweeper}-"
+    given, prefix = sweep.sweep_dir, f"{sweep.sweeper}-"
     runs_dir = Path(str(sweep.tree.runs_dir))
     try:
         path = Path(given or choose_id(runs_dir, datetime.now().astimezone(), prefix=prefix)).absolute()

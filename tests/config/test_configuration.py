@@ -170,6 +170,15 @@ def test_the_runs_of_a_sweep_and_what_hydra_tells_them(here: Path) -> None:
     run_outside(words, here).assert_error(2, "swept/", "/0, of hydra.sweep.dir, is there already")
 
 
+def test_what_a_sweep_is_given_may_refer_to_its_own_configuration(launch: Launch, here: Path) -> None:
+    words = ["-m", "hydra.sweep.dir=sw/${hydra.job.name}/${hydra:runtime.choices.model}", "model=tiny,gpt2"]
+    done = launch(*words, "nproc_per_node=1", "dry_run=true")
+    assert [f"/sw/launch/tiny/{number}/checkpoints" in done.out for number in range(3)] == [True, True, False]
+    params = MULTIRUN.replace("nproc_per_node: 1,2", "name: a,${hydra.job.name}")
+    write(here / "conf/experiment/x.yaml", params)
+    assert "job 2 of 2: name=launch" in launch("experiment=x", "dry_run=true").err
+
+
 def test_a_glob_is_the_options_of_a_group(launch: Launch) -> None:
     result = launch("-m", "binding=glob(*,exclude=n*)", "dry_run=true")
     assert [
@@ -181,6 +190,22 @@ def test_a_launcher_that_is_installed_is_refused_too(launch: Launch, here: Path)
     write(here / "conf/hydra/launcher/mine.yaml", "_target_: hydra_plugins.x.Y\n")
     for word in ("hydra/launcher=mine", "+hydra/launcher=mine"):
         launch(word, "dry_run=true").assert_error(2, "launcher=mine", "cluster=slurm")
+
+
+PLUGIN = """
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+
+class Mine(SearchPathPlugin):
+    def manipulate_search_path(self, search_path):
+        raise ValueError("no folder of our group")
+"""
+
+
+def test_a_plugin_that_adds_no_folder_is_told_of(here: Path) -> None:
+    write(here / "plugins/hydra_plugins/mine.py", PLUGIN)
+    done = run_outside(["plan", "nproc_per_node=1"], here, {"PYTHONPATH": str(here / "plugins")})
+    done.assert_error(2, "no folder of our group")
 
 
 # Where a job runs, by SLURM's variables
