@@ -25,7 +25,8 @@ def run_child(
 ) -> tuple[int | None, bool]:
     """Return the exit code, None after the timeout, and whether its processes were killed for memory.
 
-    It ends with this process, and is asked to by a signal that stops this process: raises SystemExit(128+n).
+    It ends with this process, and is asked to by each signal that stops this process: raises
+    SystemExit(128+n).
     After `grace`, SIGTERM is followed by SIGKILL. `doing` is shown on a terminal meanwhile.
     """
     import psutil
@@ -48,8 +49,9 @@ def run_child(
             with show_spinner(doing) if doing else contextlib.nullcontext():
                 while process.poll() is None and not signals and time.monotonic() < deadline:
                     if is_starved():
-                        starved = True
-                        for descendant in psutil.Process(process.pid).children(recursive=True):
+                        descendants = psutil.Process(process.pid).children(recursive=True)
+                        starved |= bool(descendants)
+                        for descendant in descendants:
                             with contextlib.suppress(psutil.Error):
                                 descendant.kill()
                     time.sleep(POLL_SECONDS)
@@ -58,10 +60,18 @@ def run_child(
         finally:
             # What is left of it, and of what it has started.
             for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_GRACE)):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(patience)
+                _signal_group(process.pid, number)
+                deadline = time.monotonic() + patience
+                while process.poll() is None and time.monotonic() < deadline:
+                    time.sleep(POLL_SECONDS)
+                    if any(further in STOPPING for further in inbox.take()):  # to its own next stage
+                        _signal_group(process.pid, number)
     if signals:
         raise SystemExit(128 + signals[0])
     return status, starved
+
+
+def _signal_group(group: int, number: int) -> None:
+    """Send a group of processes a signal; nothing happens if none is left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)

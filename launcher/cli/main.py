@@ -222,9 +222,13 @@ def run_command(call: Call) -> int:
 
 def compose_and_call(call: Call) -> int:
     """Compose what the words ask for, and call the verb with it: once, or for each job of a sweep."""
-    from launcher.config.words import Sources, asks_sweep, find_shipped, parse_flags
+    from launcher.config.words import Flags, Sources, asks_sweep, find_shipped, find_sources, parse_flags
 
-    flags = parse_flags(call.words)
+    try:
+        flags = parse_flags(call.words)
+    except UsageError:  # of another tool's -c as a rule, and then its other words say more
+        check_words(call, Flags(find_sources(None, None, None), ()))
+        raise
     if flags.completion:
         from launcher.cli.completion import complete_line
 

@@ -25,6 +25,7 @@ from launcher.config.settings import refuse
 from launcher.config.words import read_key
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import LARGEST, read_file
+from launcher.launch.ending import describe_exit
 from launcher.launch.job import Job, JobSpec
 from launcher.launch.local_run import prepare_run
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
@@ -130,7 +131,8 @@ class Tuning:
 
     def preview(self) -> int:
         """Say what would be tried, and return exit code 0."""
-        command = join_words(["launch", *self._list_words(self.search.next() or 0, Path("RUN_DIR"))])
+        words = self._list_words(self.search.next() or 0, Path("RUN_DIR"))
+        command = join_words(["launch", *mask_words(words)])
         written = f"would write {self.target}\n" if self.target else ""
         steps = self.spec.config.tune.steps
         print_text(f"would try {self.search.bounds}, each for {steps} steps at most\n{written}{command}\n")
@@ -153,7 +155,10 @@ class Tuning:
 
         def end(state: str, status: int) -> None:
             manifest.update(ended=stamp_time(), outcome={"state": state, "exit_code": status})
-            write_manifest(run, manifest)
+            try:
+                write_manifest(run, manifest)
+            except OSError as error:
+                logger.warning(f"the manifest could not be written ({error})")
 
         status = 0
         try:
@@ -263,10 +268,12 @@ class Tuning:
         order = {"folder": str(folder / RECORDS / name), "steps": tune.steps, "seconds": tune.seconds}
         own = [
             *(f"new_run_dir={folder / name}", "cluster.kind=local", "nodes=1"),
-            *("restarts=0", "torchrun.max_restarts=null", f"gc.warmup={min(config.gc.warmup, WARMUP)}"),
+            "restarts=0" if config.torchrun.max_restarts is None else "torchrun.max_restarts=0",
+            f"gc.warmup={min(config.gc.warmup, WARMUP)}",
             *("logs.console=none", "watch.enabled=false", "preflight.kind=off", "fit.check=off"),
             *("notify.url=null", "notify.ping_url=null"),
-            f"env.{LAUNCH_METER}={json.dumps(order)}",
+            # What files of variables hold is in the trial's environment: a pipe is read once.
+            *("env.from_file=null", f"env.{LAUNCH_METER}={json.dumps(order)}"),
         ]
         if self._option and program is not None:
             program = set_argument(program, self._option, value)
@@ -278,10 +285,8 @@ class Tuning:
             # Steps of one micro-step: sequences a second do not depend on how many there are.
             own.append("program.global_batch=auto")
             own += ["program.grad_accumulation=1"] * (config.program.get("grad_accumulation") == "auto")
-        # What files of variables hold is in the trial's environment: a pipe is read once.
-        settings = [word for word in self._list_settings() if read_key(word) != "env.from_file"]
         given = [word for group in flags if group[0] not in ("-m", "--multirun") for word in group]
-        return [*given, "--run", *settings, *own, *(["--", *program] if program else ())]
+        return [*given, "--run", *self._list_settings(), *own, *(["--", *program] if program else ())]
 
     def _try(self, value: int, folder: Path) -> Trial:
         """Run the program with a value, and return what that has brought.
@@ -304,19 +309,24 @@ class Tuning:
         """
         search, config, name = self.search, self.spec.config, f"{self.search.title}-{value}"
         path, records, console = folder / name, folder / RECORDS / name, folder / f"{name}.log"
-        records.mkdir(mode=0o700, parents=True)
+        of_files = set(config.env).difference(self.call.composition.tree.env)
+        environ = {**os.environ, **{variable: config.env[variable] for variable in of_files}}
         command = [sys.executable, "-P", "-m", "launcher", *self._list_words(value, folder)]
         timeout, grace = config.tune.timeout, config.torchrun.shutdown_timeout + TERM_GRACE + 2 * KILL_GRACE
-        with console.open("xb") as output:
-            doing = f"trying {search.argument(value)} …"
-            status, starved = run_child(
-                command, self.spec.environ, output, timeout, grace, doing, is_memory_low
-            )
+        try:
+            records.mkdir(mode=0o700, parents=True)
+            with console.open("xb") as output:
+                doing = f"trying {search.argument(value)} …"
+                status, starved = run_child(command, environ, output, timeout, grace, doing, is_memory_low)
+        except OSError as error:
+            raise MachineError(f"the trial could not be started ({error})") from None
         said = read_tail(console, LOG_LINES)
         logs = [line for log in sorted(path.glob("logs/*/*")) for line in read_tail(log, LOG_LINES)]
         reason = find_memory_error([*logs, *said])
         if not reason and starved:
             reason = "the machine's memory ran out, so it was ended"
+        elif not reason and status == -signal.SIGKILL:
+            reason = f"`launch` of the trial {describe_exit(status)}"
         if reason:
             return Trial(value, verdict=TOO_LARGE, reason=reason)
         if status is None:
@@ -324,13 +334,18 @@ class Tuning:
                 f"not measured within tune.timeout={timeout:g} s: give more time, or a smaller task"
             )
         if status:
-            status = 128 - status if status < 0 else status
+            exit_code = 128 - status if status < 0 else status
             failure = take_dict(take_dict(read_manifest(path), "outcome"), "first_failure")
             if not failure:
-                raise MeasureError(next(reversed(said), "").removeprefix("launch: error: "), status)
-            where, last = f"rank {failure['rank']} on {failure['host']}", failure["last_lines"]
-            first, *lines = describe_first_failed_rank(where, failure["reason"], f"{path}/logs", last)
-            raise MeasureError(first, status, lines)
+                errors = [line for line in said if line.startswith("launch: error: ")]
+                how = f"`launch` of the trial {describe_exit(status)}: see {console}"
+                raise MeasureError([how, *errors][-1].removeprefix("launch: error: "), exit_code)
+            rank, last = failure["rank"], failure["last_lines"]
+            where = f"rank {rank} on {failure['host']} (local rank {failure['local_rank']})"
+            err, out = (RunDir(path).rank_log(rank, failure["attempt"], end) for end in ("err", "out"))
+            log = out if last and last[-1] not in read_tail(err, LOG_LINES) else err
+            first, *lines = describe_first_failed_rank(where, failure["reason"], str(log), last)
+            raise MeasureError(first, exit_code, lines)
         return search.measure(records, value, len(self.job.plan.ranks))
 
 

@@ -49,6 +49,13 @@ def test_where_the_program_begins(files: Path) -> None:
         parse_command(["nodes=2", "plan"])
 
 
+def test_options_of_another_tool_are_told_of_although_one_is_hydras(launch: Launch, files: Path) -> None:
+    launch("--nodes", "2", "-c", "8", "train.py").assert_error(
+        2, "--nodes 2 is SLURM's: the key here is nodes"
+    )
+    launch("-c", "8", "train.py").assert_error(2, "-c/--cfg", "'8'")
+
+
 def test_a_program_without_dashes_is_the_one_with_them(launch: Launch, files: Path) -> None:
     (files / "package/train.py").touch()
     for words in (["train.py", "--lr", "1e-4", "--", "nodes=x"], ["-m", "package.train", "--help"]):

@@ -18,8 +18,10 @@ from launcher.probe import limits
 from launcher.tune.batch import BatchSearch
 from launcher.tune.trials import Trial, find_memory_error
 from launcher.tune.workers import WorkersSearch
+from tests import seam
+from tests.cli.make_runs import read_manifest
 from tests.inprocess.hooked import WITHOUT_COMPILER
-from tests.seam import LAUNCH, Launch, clean_environ, run_outside
+from tests.seam import LAUNCH, Launch, clean_environ, run_outside, wait_for, write_program
 
 _TEXTS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
 LOADING, _TRAINING, _ALONE, BATCHES = (
@@ -208,6 +210,12 @@ def test_a_rank_that_is_done_goes_on_until_all_are(tmp_path: Path) -> None:
 # The command
 
 
+def use_no_memory(patch: pytest.MonkeyPatch) -> None:
+    """As if all of the machine's memory had to stay free."""
+    patch.setattr(limits, "LEAST_FREE", 2.0)
+    patch.setattr(limits, "LEAST_FREE_KIB", 1 << 60)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_agent")
 def test_two_ranks_are_tuned_and_later_runs_use_it(tmp_path: Path) -> None:
@@ -280,8 +288,39 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(tmp_path: Path) -> No
     assert json.loads((run / "manifest.json").read_text())["outcome"]["state"] == "stopped"
 
 
+STUBBORN = """
+import os, signal
+from pathlib import Path
+
+signal.signal(signal.SIGTERM, lambda *_: Path(os.environ["LAUNCH_RUN_DIR"], "asked").touch())
+Path(os.environ["LAUNCH_RUN_DIR"], "ready").touch()
+while True:
+    signal.pause()
+"""
+
+
+def test_a_second_ctrl_c_waits_for_no_stubborn_program(tmp_path: Path) -> None:
+    words = ["torchrun.shutdown_timeout=9999", "nproc_per_node=1", "--", write_program(tmp_path, STUBBORN)]
+    with seam.start(tmp_path, "tune", "dataloader", *words) as started:
+        wait_for(lambda: any(tmp_path.glob("runs/*/*/workers-0/ready")), "the program", 60)
+        started.process.send_signal(signal.SIGINT)
+        wait_for(lambda: any(tmp_path.glob("runs/*/*/workers-0/asked")), "the first stage", 60)
+        started.process.send_signal(signal.SIGINT)
+        assert started.wait(60) == 130
+        assert started.survivors() == []
+
+
+WORDS = ["tune", "batch", "tune.option=--batch-size", "tune.steps=12"]
 FAILING = "import sys\nprint('no such data', file=sys.stderr)\nsys.exit(7)\n"
 WAITING = "import signal\nsignal.pause()\n"
+ENDING = """
+import json, os, signal
+
+with open(os.environ["LAUNCH_RUN_DIR"] + "/manifest.json") as file:
+    os.kill(json.load(file)["process"]["pid"], signal.SIG{})
+signal.pause()
+"""
+"""Ends the `launch` of its trial by a signal."""
 
 
 @pytest.mark.usefixtures("quick_agent")
@@ -289,7 +328,12 @@ WAITING = "import signal\nsignal.pause()\n"
     ("program", "words", "code", "parts"),
     [
         (ALONE, ["--", "a.py", "{'num_workers': 2}"], 2, ["error: the program sets num_workers=2 itself"]),
-        (FAILING, ["--", "a.py"], 7, ["no such data", "exited with code 7"]),
+        (
+            FAILING,
+            ["--", "a.py"],
+            7,
+            ["no such data", "exited with code 7", " (local rank 0) failed", "/rank-0.err"],
+        ),
         (WAITING, ["tune.timeout=3", "--", "a.py"], 2, ["not measured within tune.timeout=3 s"]),
     ],
     ids=["a fixed number", "a failure", "a program that takes too long"],
@@ -304,6 +348,73 @@ def test_what_cannot_be_tuned_is_told(
     assert not (tmp_path / "conf").exists() and list_living(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("TERM", 143, "`launch` of the trial exited with code 143 "),
+        ("KILL", 3, "--batch-size 1 does not fit (`launch` of the trial was killed by SIGKILL"),
+    ],
+)
+def test_a_trial_whose_launch_ends_is_told_of(here: Path, name: str, code: int, said: str) -> None:
+    (here / "a.py").write_text(ENDING.format(name))
+    done = run_outside(["tune", "batch", "nproc_per_node=1", "--", "a.py", "--batch-size", "1"], here)
+    assert done.code == code and f"launch: error: {said}" in done.err, done
+    assert list_living(here) == [f"/proc/{os.getpid()}/cwd"]
+
+
+FULL = """
+import os
+from pathlib import Path
+
+for number in (1, 2, 3, 4):
+    Path(os.environ["LAUNCH_RUN_DIR"] + f"/../workers-{number}.log").touch()
+"""
+
+
+def test_a_trial_that_the_system_refuses_ends_the_search(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(FULL + ALONE)
+    done = run_outside(
+        ["tune", "dataloader", "nproc_per_node=1", "tune.steps=12", "--", "a.py", "{}"], tmp_path
+    )
+    assert done.code == 3 and "0 workers: " in done.err and "waiting for data" in done.err, done
+    assert "launch: error: the trial could not be started (" in done.err
+    (run,) = tmp_path.glob("runs/a-tune/*")
+    assert read_manifest(run)["outcome"] == {"state": "failed", "exit_code": 3}
+
+
+def test_a_trial_fails_before_it_could_need_memory(
+    launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is ended for memory, though it is low: the name is one only without the meter."""
+    use_no_memory(monkeypatch)
+    (here / "wait.py").write_text(WAITING)
+    words = ["nproc_per_node=1", "name=${oc.select:env.LAUNCH_METER,a}", "--", "wait.py", "--batch-size", "1"]
+    done = launch(*WORDS, *words)
+    assert done.code == 2 and "give a name without /" in done.err, done
+
+
+@pytest.mark.parametrize(("words", "found"), [([], "a pipe"), (["env.from_file=b.env"], "b file")])
+def test_a_trial_has_the_variables_of_the_job(here: Path, words: list[str], found: str) -> None:
+    """A pipe is read once. What is set for the ranks alone is not for the `launch` of the trial."""
+    (here / "conf").mkdir()
+    (here / "conf/launch.yaml").write_text(
+        "defaults: [launch_defaults, _self_]\nenv: {from_file: '${oc.env:PIPE}'}\n"
+    )
+    (here / "b.env").write_text("WHICH=b file")
+    (here / "shadow").mkdir()
+    (here / "shadow/hydra.py").write_text("raise SystemExit(9)")
+    (here / "a.py").write_text("import os, sys\nprint(os.environ['WHICH'], sys.path)\nsys.exit(7)")
+    reading, writing = os.pipe()
+    os.write(writing, b"WHICH=a pipe\n")
+    os.close(writing)
+    words = [*words, "nproc_per_node=1", f"env.PYTHONPATH={here}/shadow", "--", "a.py"]
+    done = run_outside(
+        ["tune", "dataloader", *words], here, {"PIPE": f"/dev/fd/{reading}"}, pass_fds=[reading]
+    )
+    os.close(reading)
+    assert done.code == 7 and f"| {found} [" in done.err and f"{here}/shadow" in done.err, done
+
+
 def test_a_dry_run_starts_nothing(launch: Launch, here: Path) -> None:
     (here / "train.py").touch()
     done = launch("tune", "dataloader", "nproc_per_node=1", "dry_run=true", "--", "train.py")
@@ -311,6 +422,13 @@ def test_a_dry_run_starts_nothing(launch: Launch, here: Path) -> None:
     assert "would try 0 workers" in done.out and "would write conf/dataloader/tuned.yaml" in done.out
     assert "LAUNCH_NUM_WORKERS=0" in done.out and done.out.endswith("train.py\n")
     assert not (here / "runs").exists()
+    secret = launch(
+        "tune", "dataloader", "dry_run=true", "env.HF_TOKEN=abc", "--", "train.py", "--api-key", "abc"
+    )
+    assert secret.code == 0 and "env.HF_TOKEN=" in secret.out and "abc" not in secret.out
+    for given, kept in (("torchrun.max_restarts=3", "torchrun.max_restarts=0"), ("restarts=3", "restarts=0")):
+        words = launch("tune", "dataloader", "dry_run=true", given, "--", "train.py").out.split()
+        assert [word for word in words if "restarts" in word] == [given, kept]
 
 
 def test_a_file_of_the_user_s_is_kept(launch: Launch, here: Path) -> None:
@@ -319,9 +437,6 @@ def test_a_file_of_the_user_s_is_kept(launch: Launch, here: Path) -> None:
     launch("tune", "dataloader").assert_error(2, "conf/dataloader/tuned.yaml", "yes=true")
     assert launch("tune", "dataloader", "yes=true", "dry_run=true").code == 0
     assert launch("tune", "dataloader", "save=conf/dataloader/other.yaml", "dry_run=true").code == 0
-
-
-WORDS = ["tune", "batch", "tune.option=--batch-size", "tune.steps=12"]
 
 
 @pytest.mark.usefixtures("quick_agent")
@@ -384,9 +499,7 @@ def test_another_failure_is_shown_with_its_last_lines(
 def test_a_trial_is_ended_before_the_machine_swaps(
     launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if all of the machine's memory had to stay free."""
-    monkeypatch.setattr(limits, "LEAST_FREE", 2.0)
-    monkeypatch.setattr(limits, "LEAST_FREE_KIB", 1 << 60)
+    use_no_memory(monkeypatch)
     (here / "wait.py").write_text(WAITING)
     done = launch(*WORDS, "nproc_per_node=1", "--", "wait.py", "--batch-size", "1")
     assert done.code == 3
