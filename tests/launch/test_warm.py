@@ -467,6 +467,11 @@ def test_a_script_that_uses_torch(
     assert not {"src", "x"} & sys.modules.keys()
 
 
+def test_what_comes_after_torch_on_the_line_of_another(tmp_path: Path) -> None:
+    write_files(tmp_path, {"x.py": "import sys; mine = 'a:b'; import torch\nsys.path.insert(0, 'x')\n"})
+    assert not read(str(tmp_path / "x.py")).obstacle
+
+
 @pytest.mark.parametrize(("text", "reason"), CASES["before"].items())
 def test_what_comes_before_torch(text: str, reason: str, tmp_path: Path) -> None:
     path = str(tmp_path / "x.py")

@@ -37,16 +37,16 @@ WITHOUT_TORCH = frozenset(
     )
 )
 """Packages that do not import torch when they are imported. Any other that is installed may."""
-LITERALS = re.compile(
-    rb"#[^\n]*|(\"\"\"|''')(?:\\.|(?!\1).)*\1|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'", re.DOTALL
-)
+STRING = rb"\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'"
+LITERALS = re.compile(rb"#[^\n]*|(\"\"\"|''')(?:\\.|(?!\1).)*\1|" + STRING, re.DOTALL)
 """A comment or a string; the group is there for one in triple quotes."""
 IMPORT = re.compile(
     rb"(?:^|;)[ \t]*(?:from[ \t]+(?P<dots>\.*)(?P<module>[\w.]*)[ \t]*import[ \t]*"
     rb"(?P<names>\([^)]*\)|[^\n;]*)|import[ \t]+(?P<modules>[^\n;]*))",
     re.MULTILINE,
 )
-TORCH = re.compile(rb"^(?:import|from)[ \t]+torch\b", re.MULTILINE)
+TORCH = re.compile(rb"^(?:[^\s:][^\n:]*;[ \t]*)?((?:import|from)[ \t]+torch\b)", re.MULTILINE)
+"""At the program's own level: after a colon, it may be in a function's."""
 ANY_MODULE = re.compile(rb"\bimport_module\b|(?<![.\w])exec\b|\brunpy\b")
 READ_AT_IMPORT = (
     rb"A(?:CC_DEVICE|TEN)_|BLIS_|C10_|COMPILE_STROBELIGHT_|CUDA_MODULE_LOADING|CUDA_INJECTION64_PATH|DNNL_|FX_"
@@ -172,9 +172,10 @@ class ProgramText:
     def read_text(self, source: bytes, path: str) -> None:
         """Look through a file's text: for obstacles, up to the import of torch."""
         source = LITERALS.sub(_drop_prose, source.replace(b"\\\n", b"  "))
-        found = TORCH.search(source)
-        end = found.start() if found and not self.to_the_end else len(source)
-        for statement in IMPORT.finditer(source):
+        statements = re.sub(STRING, lambda string: b"_" * len(string[0]), source)
+        found = TORCH.search(statements)
+        end = found.start(1) if found and not self.to_the_end else len(source)
+        for statement in IMPORT.finditer(statements):
             if self.uses_torch and statement.start() >= end:
                 break
             self.follow(statement, path)
