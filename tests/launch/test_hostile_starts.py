@@ -230,9 +230,9 @@ def test_files_are_read_if_they_are_not_cached(packages: Path) -> None:
     environ = {**clean_environ(), "PYTHONPATH": f"relative:{packages}"}
     library, bytecode = packages / LIBRARY, packages / BYTECODE
 
-    def read(mode: str, name: str) -> None:
+    def read(mode: str, name: str, python: str = sys.executable) -> None:
         before = {*threading.enumerate()}
-        read_ahead(mode, (sys.executable, str(packages / name)), environ)
+        read_ahead(mode, (python, str(packages / name)), environ)
         wait_for(lambda: {*threading.enumerate()} <= before, "the end of reading")
 
     drop(library)
@@ -252,4 +252,12 @@ def test_files_are_read_if_they_are_not_cached(packages: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         file.read(1)
     read("auto", "uses.py")
+    assert is_cached(library, 20 * MIB - 1)
+    other = packages / "other"
+    for path, target in (("bin/python", sys.executable), ("lib/python3.9/site-packages", packages)):
+        (other / path).parent.mkdir(parents=True)
+        (other / path).symlink_to(target)
+    environ = {"PATH": f"{other}/bin"}
+    drop(library)
+    read("auto", "uses.py", "python")
     assert is_cached(library, 20 * MIB - 1)

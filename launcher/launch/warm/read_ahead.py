@@ -3,8 +3,10 @@
 import contextlib
 import glob
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from threading import Thread
 
 from launcher.launch.warm.program import read_program
@@ -27,7 +29,12 @@ def read_ahead(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> No
     """
     if mode == "off" or (mode == "auto" and (text := read_program(argv, environ)) and not text.uses_torch):
         return
-    folders = [*environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    packages = sys.path
+    if argv and os.path.basename(argv[0]).startswith("python"):
+        python = shutil.which(argv[0], path=environ.get("PATH")) or sys.executable
+        prefix = str(Path(python).absolute().parents[1])
+        packages = sorted(glob.glob(f"{glob.escape(prefix)}/lib/python3*/*-packages"))
+    folders = [*environ.get("PYTHONPATH", "").split(os.pathsep), *packages]
     folder = next((folder for folder in folders if os.path.isfile(f"{folder}/{LARGEST_LIBRARY}")), "")
     with contextlib.suppress(OSError):
         if folder and mode == "auto":
