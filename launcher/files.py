@@ -7,7 +7,7 @@ elsewhere by then. The shim imports this, so it does with `os` and what that has
 
 import os
 import stat
-from errno import EEXIST, EFBIG, EINVAL, ELOOP, ENOTDIR, EPERM, ESRCH
+from errno import EEXIST, EFBIG, EINVAL, ELOOP, ENOTDIR, EPERM, ESRCH, ETIMEDOUT
 
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -15,6 +15,8 @@ ON_THE_WAY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 """For a directory in which something is to be opened, and that this user may perhaps not list."""
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 CHUNK = 1 << 20
+PATIENCE = 10.0
+"""Seconds after which a pipe that the user has named, and from which nothing came, is given up."""
 LARGEST = 64 << 20
 """Bytes of a file of ours at most; the plan of the largest machine has less than one MiB."""
 FEWEST_FIELDS = 50
@@ -174,7 +176,13 @@ def read_bounded(descriptor: int, most: int, name: str) -> bytes:
 
 def read_input(path: str | os.PathLike[str], most: int) -> bytes:
     """Return the bytes of what a user has named: a file, or a pipe as of `<(command)`; raises OSError."""
-    with Descriptor(os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)) as descriptor:
+    with Descriptor(os.open(path, READ)) as descriptor:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            from select import select
+
+            if not select([descriptor], [], [], PATIENCE)[0]:
+                raise TimeoutError(ETIMEDOUT, f"nothing came from it in {PATIENCE:g} s", str(path))
+        os.set_blocking(descriptor, True)
         return read_bounded(descriptor, most, str(path))
 
 

@@ -12,6 +12,7 @@ import yaml
 from submitit import AutoExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
+from launcher import files
 from launcher.config.program import read_env_files
 from launcher.config.settings import Settings
 from launcher.config.start import choose_cluster, plan_node
@@ -347,6 +348,17 @@ def test_a_sweep_reads_a_file_for_each_job(launch: Launch, here: Path) -> None:
 
 
 # Pipes
+
+
+@pytest.mark.parametrize("key", ["machine.snapshot", "env.from_file"])
+def test_a_pipe_from_which_nothing_comes(
+    launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(files, "PATIENCE", 0.1)
+    os.mkfifo(here / "pipe")
+    launch("plan", f"{key}=pipe").assert_error(
+        2, f"{key}=pipe cannot be read (nothing came from it in 0.1 s)"
+    )
 
 
 def test_a_command_in_place_of_a_file(launch: Launch, here: Path) -> None:
