@@ -4,24 +4,33 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from launcher.files import DIRECTORY
 
+FRESH = 300.0
+"""Seconds in which a draft without a lock may be one that is being made."""
+
 
 @contextlib.contextmanager
 def keep_folder(
-    begin: str, name: str, parents: Iterable[str], may_be: Callable[[Path], bool]
+    begin: str,
+    name: str,
+    parents: Iterable[str],
+    may_be: Callable[[Path], bool],
+    trouble: list[str] | None = None,
 ) -> Iterator[str]:
     """Give a new folder, for its owner alone, in the first of some places that takes one; empty if none does.
 
     Its name is `begin`, `name` and something random. It is removed in the end. What a process that was killed
     has left in the same place, with a name of the same beginning, is removed by the next one: the kernel has
-    let go of its lock. PIDs would not tell, since containers can share a place and not their PIDs.
+    let go of its lock. PIDs would not tell, since containers can share a place and not their PIDs. `trouble`
+    gets why a place has taken none.
     """
     folder, lock = "", None
-    for parent in map(Path, parents):
+    for parent in dict.fromkeys(map(Path, parents)):
         path = parent / f"{begin}{name}{os.urandom(6).hex()}"
         draft = parent / f".{path.name}"
         try:
@@ -33,7 +42,9 @@ def keep_folder(
                 draft.rename(path)  # by this name it is locked
                 folder = str(path)
                 break
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            if trouble is not None:
+                trouble.append(f"{parent}: {getattr(error, 'strerror', error)}")
             shutil.rmtree(draft, ignore_errors=True)
     try:
         yield folder
@@ -59,10 +70,15 @@ def _remove_leftovers(parent: Path, begin: str) -> None:
     """Remove this user's folders whose processes were killed."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
+            if not entry.name.removeprefix(".").startswith(begin):
+                continue
             with contextlib.suppress(OSError):
-                is_own = (
-                    entry.name.startswith(begin) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
-                )
-                if is_own and (lock := _lock_folder(entry.path)) is not None:
+                status = entry.stat(follow_symlinks=False)
+                is_left = entry.name.startswith(begin) or time.time() - status.st_mtime > FRESH
+                if (
+                    is_left
+                    and status.st_uid == os.geteuid()
+                    and (lock := _lock_folder(entry.path)) is not None
+                ):
                     shutil.rmtree(entry.path, ignore_errors=True)
                     os.close(lock)

@@ -49,14 +49,12 @@ def keep_watch_folder(environ: Mapping[str, str], *, enabled: bool) -> Iterator[
 
     It is in the first of /dev/shm, $TMPDIR and /tmp that takes one; if none does, a warning tells so.
     """
-    parents = ("/dev/shm", environ.get("TMPDIR") or "/tmp", "/tmp")
-    with keep_folder(
-        PREFIX, "", parents if enabled else (), lambda path: len(os.fsencode(path)) <= LONGEST
-    ) as folder:
+    parents = ("/dev/shm", environ.get("TMPDIR") or "/tmp", "/tmp") if enabled else ()
+    trouble: list[str] = []
+    with keep_folder(PREFIX, "", parents, lambda path: len(os.fsencode(path)) <= LONGEST, trouble) as folder:
         if enabled and not folder:
-            logger.warning(
-                f"the ranks are not watched: no folder for heartbeats can be made in {', '.join(parents)}"
-            )
+            told = ", ".join(trouble)
+            logger.warning(f"the ranks are not watched: no folder for heartbeats can be made ({told})")
         yield folder
 
 

@@ -203,6 +203,9 @@ def test_what_a_killed_task_has_left_is_removed_by_the_next_one(tmp_path: Path) 
         killed.kill()
         killed.wait()
         assert (left / "triton").is_dir() and left.parent == kept.parent == tmp_path
+        draft = tmp_path / f".{left.name}"  # killed before it had its name
+        draft.mkdir()
+        os.utime(draft, (0, 0))
         with open_caches({"TMPDIR": str(tmp_path)}) as own:
             assert {*tmp_path.iterdir()} == {kept, Path(own)}
         assert [*tmp_path.iterdir()] == [kept] and (kept / "triton").is_dir()

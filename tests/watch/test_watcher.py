@@ -1,5 +1,6 @@
 """The watcher of a node: what it says of a hang, and that nothing that happens to it stops the job."""
 
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.launch.watching import keep_watch_folder
 from launcher.watch.model import JobState, NodeReport
 from launcher.watch.run_files import Found, SharedFiles
 from tests.seam import QUICK_AGENT, Started, find_run, start, wait_for, write_program
@@ -92,6 +94,19 @@ def test_a_run_directory_in_which_it_cannot_write_is_one_warning(tmp_path: Path)
         wait_for(lambda: told in job.read(), "the warning", tell=job.read)
         (tmp_path / "go").touch()
         assert job.wait(60) == 0 and job.read().count(told) == 1, job.read()
+
+
+def test_ranks_that_cannot_be_watched_and_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: str, *_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    monkeypatch.setattr(os, "mkdir", fail)
+    with keep_watch_folder({"TMPDIR": "/tmp/"}, enabled=True) as folder:
+        assert folder == ""
+    places = "/dev/shm: No space left on device, /tmp: No space left on device"
+    assert f"the ranks are not watched: no folder for heartbeats can be made ({places})" in caplog.text
 
 
 # The run directory's thread: a filesystem that hangs stops it alone, and what it has to say is not lost
