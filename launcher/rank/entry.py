@@ -271,6 +271,6 @@ def load_json(text: str) -> object:
 
 
 def dump_json(value: object) -> str:
-    """Write a value as `json.dumps` does."""
+    """Write a value of JSON's own types, and of no other, as `json.dumps` does."""
     settings: Any = (None, None, quote, None, ": ", ", ", False, False, True)
     return "".join(make_encoder(*settings)(value, 0))
