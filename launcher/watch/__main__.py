@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 from launcher.codec import load
@@ -105,9 +104,7 @@ class NodeWatcher:
             self.send("warning", text)
 
         job = {"run": settings.run, "job_id": os.environ.get("SLURM_JOB_ID"), "host": host}
-        self.log = MetricsLog(
-            run_path, host, watch.metrics_interval, self.files.worker.put, partial(self.warn, "metrics")
-        )
+        self.log = MetricsLog(run_path, host, watch.metrics_interval, self.files.put_metrics, warn)
         self.notifier = Notifier(settings.notify, warn, {**job, "run_dir": settings.run_dir})
         self.prometheus = Prometheus(settings.run, host, watch, warn)
         self.collectives = CollectiveReader(self.book.folder, settings.ranks * settings.nodes)
@@ -191,13 +188,12 @@ class NodeWatcher:
         if own.node_rank == 0:
             self._note_progress(own)
         word = find_word(own, self.files.found, self.begin)
-        is_told = word is not None and not is_silent(now - word.seen, own.interval)
-        self.is_judge = is_judge(own, self.files.found, now, is_told=is_told)
+        self.is_judge = is_judge(own, self.files.found, self.begin, now)
         if self.is_judge:
             state = self._judge_job(own, word, now)
         else:
             self.judge.asks = 0
-            if word and is_told:
+            if word and not is_silent(now - word.seen, own.interval):
                 if word.value.asks > self.answered:
                     self._answer(own, word.value.asks)
                 self._act(word.value.hangs, now)
@@ -368,7 +364,12 @@ class NodeWatcher:
             found = gather_node(self.book.folder, ranks, beats, settings.host, settings.node_rank, number)
             if number == self.answered:
                 self.evidence = (found,)
-            self.files.worker.put(partial(write_value, self.files.run_path, found))
+
+            def keep() -> None:
+                if number in (0, self.answered):  # else a later question has its answer in the file's place
+                    write_value(self.files.run_path, found)
+
+            self.files.worker.put(keep)
 
         self.gathering = True
         thread = threading.Thread(target=gather, name="evidence", daemon=True)

@@ -81,11 +81,13 @@ def find_word(own: NodeReport, found: Found, begin: float) -> Stored[JobState] |
     return word if word.value.attempt == own.attempt and word.value.state != "ended" else None
 
 
-def is_judge(own: NodeReport, found: Found, now: float, *, is_told: bool) -> bool:
+def is_judge(own: NodeReport, found: Found, begin: float, now: float) -> bool:
     """Tell whether this node judges: the first one does, and the first that is heard of if it is silent.
 
-    `is_told` says that another node judges. Only a node whose own ranks stand still takes over.
+    `begin` is as for `find_word`. Only a node whose own ranks stand still takes over.
     """
+    word = find_word(own, found, begin)
+    is_told = word is not None and not is_silent(now - word.seen, own.interval)
     if own.node_rank == 0 or is_told or not found.reports or own.stalled_since is None:
         return own.node_rank == 0
     return make_job_view(own, found, now).fresh[0].host == own.host

@@ -13,7 +13,6 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
 from math import ceil, inf, isfinite
@@ -104,12 +103,14 @@ class Prometheus:
                 where = f"{settings.prometheus_address}:{port}"
                 warn(f"metrics are not served on {where} ({error}): choose watch.prometheus_port")
         if folder:
-            self._path = Path(folder, re.sub(r"[^A-Za-z0-9_.-]+", "_", f"launch-{run}-{host}.prom"))
+            path = Path(folder, re.sub(r"[^A-Za-z0-9_.-]+", "_", f"launch-{run}-{host}.prom"))
+            # In the end it is removed: Prometheus takes metrics that are gone as ended.
             self._writer = Worker(
                 "textfile",
-                lambda _: write_to_textfile(str(self._path), registry),
+                lambda _: write_to_textfile(str(path), registry),
                 1,
                 lambda error: warn(f"metrics could not be written ({error}): see watch.textfile"),
+                path.unlink,
             )
 
     def collect(self) -> "Iterator[metrics_core.Metric]":
@@ -144,11 +145,9 @@ class Prometheus:
             self._writer.put(None)
 
     def close(self, timeout: float) -> None:
-        """Remove the file: Prometheus takes metrics that are gone as ended."""
+        """Have the file removed, and wait for that for so many seconds at most."""
         if self._writer:
             self._writer.close(timeout)
-            with suppress(OSError):
-                self._path.unlink()
 
 
 # `RUN_DIR/watch/metrics-HOST.jsonl`: what a node's ranks did over time, and what happened to them. A line is
@@ -213,12 +212,13 @@ class MetricsLog:
         put: Callable[[Callable[[], object]], object],
         warn: Callable[[str], None],
     ) -> None:
-        """`interval` is watch.metrics_interval, 0 for no file; `warn` is told of failures.
+        """`interval` is watch.metrics_interval, 0 for no file; `warn` is told of the first failure.
 
         `put` has the writing done, by a thread that may wait for the filesystem.
         """
         self._run_path, self._name, self._interval = run_path, f"{_BEGINNING}{host}{_ENDING}", interval
-        self._put, self._warn = put, warn
+        self._put = put
+        self._warn: Callable[[str], None] | None = warn
         self._start = self._next_time = time.monotonic()
         self._is_broken = True
         """The file may end within a line: what another process has left, or a failure."""
@@ -251,7 +251,9 @@ class MetricsLog:
                 file.write(begin + line)
             self._is_broken = False
         except OSError as error:
-            self._warn(f"{self._name} could not be written ({error}): metrics are missing in it")
+            if self._warn:
+                self._warn(f"{self._name} could not be written ({error}): metrics are missing in it")
+                self._warn = None
 
 
 def _compact(value: object) -> object:

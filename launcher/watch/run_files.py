@@ -133,9 +133,9 @@ def read_job_state(run_path: Path, *, own: bool = False) -> JobState | None:
     return read_value(JobState, watch_path(run_path) / _NAMES[JobState], own=own)
 
 
-def read_evidence(folder: Path, number: int, *, own: bool = False) -> tuple[NodeEvidence, ...]:
+def read_evidence(folder: Path, number: int) -> tuple[NodeEvidence, ...]:
     """Read what nodes have gathered for a hang, by node rank; `folder` is that of reports, or of the hang."""
-    found = (read_value(NodeEvidence, folder / name, own=own) for name in _list_names(folder, EVIDENCE))
+    found = (read_value(NodeEvidence, folder / name) for name in _list_names(folder, EVIDENCE))
     chosen = [value for value in found if value is not None and value.number == number]
     return tuple(sorted(chosen, key=lambda one: (one.node_rank, one.host)))
 
@@ -171,10 +171,10 @@ class Stored(Generic[T]):
 class ReportCache:
     """All nodes' reports, and what is known of the job, each read when it has changed.
 
-    Of 1,000 nodes, a look costs one listing. A file that is damaged has its last value. When a file was
-    written follows from its time and the filesystem's clock, if the caller knows that by a file of its own.
-    Else it follows from when it was seen to change, and at the first look from this machine's clock, which
-    may be another one.
+    Of 1,000 nodes, a look costs one listing. A file that cannot be read has its last value and age, until
+    it can. When a file was written follows from its time and the filesystem's clock, if the caller knows
+    that by a file of its own. Else it follows from when it was seen to change, and at the first look from
+    this machine's clock, which may be another one.
     """
 
     def __init__(self, run_path: Path, *, own: bool = False) -> None:
@@ -186,6 +186,11 @@ class ReportCache:
         """Return the nodes' reports, by node rank."""
         found = self._update(NodeReport, _list_names(self.folder, _REPORT), clock)
         return tuple(sorted(found.values(), key=lambda one: (one.value.node_rank, one.value.host)))
+
+    def read_evidence(self, number: int) -> tuple[NodeEvidence, ...]:
+        """Return what nodes have gathered for a question."""
+        found = self._update(NodeEvidence, _list_names(self.folder, EVIDENCE), None).values()
+        return tuple(one.value for one in found if one.value.number == number)
 
     def read(self, kind: type[T], clock: float | None = None) -> Stored[T] | None:
         """Return what is known of the job, or the last request for a stack; None if there is none."""
@@ -207,8 +212,8 @@ class ReportCache:
                 found[name] = before
                 continue
             value = read_value(kind, self.folder / name, own=self.own)
-            if value is None and before:
-                value = before.value
+            if value is None and before:  # the next look reads it again
+                found[name] = before
             if value is not None:
                 age = (guess if clock is None else clock) - state.st_mtime
                 seen = now if before and clock is None else now - age
@@ -225,6 +230,8 @@ _OLD = 6.0
 """Age in seconds of a report whose node may have ended."""
 _MOST_TASKS = 256
 """Tasks that wait, at most: while the filesystem hangs, further ones are dropped."""
+_METRICS, _REPORTS = 0.5, 0.75
+"""Shares of these places up to which metrics and reports wait; the rest is for what is known of hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +263,11 @@ class Worker(Generic[T]):
         work: Callable[[T], object],
         most: int,
         warn: Callable[[OSError], object] | None = None,
+        finish: Callable[[], object] | None = None,
     ) -> None:
-        """`work` is called with each item, and may raise OSError; `most` may wait."""
+        """`work` is called with each item, `finish` in the end; both raise OSError. `most` may wait."""
         self._work = work
+        self._finish = finish
         self._warn = warn
         self._items: queue.Queue[tuple[T] | None] = queue.Queue(most)
         self.closing = threading.Event()
@@ -268,8 +277,10 @@ class Worker(Generic[T]):
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
-    def put(self, item: T) -> bool:
-        """Leave an item to the thread; return False if it had to be dropped."""
+    def put(self, item: T, share: float = 1.0) -> bool:
+        """Leave an item to the thread; return False if it was dropped: such a share of places is taken."""
+        if self._items.qsize() >= share * self._items.maxsize:
+            return False
         try:
             self._items.put_nowait((item,))
         except queue.Full:
@@ -300,6 +311,9 @@ class Worker(Generic[T]):
                     self._warn = None
             self.busy_since = None
             self._items.task_done()
+        if self._finish:
+            with suppress(OSError):
+                self._finish()
 
 
 class SharedFiles:
@@ -320,7 +334,11 @@ class SharedFiles:
         One that still waits is replaced.
         """
         self._next = report, state
-        self.worker.put(self._exchange)
+        self.worker.put(self._exchange, _REPORTS)
+
+    def put_metrics(self, write: Callable[[], object]) -> None:
+        """Have a line of metrics written, if there is much room."""
+        self.worker.put(write, _METRICS)
 
     def is_stuck(self, now: float) -> bool:
         """Tell whether the filesystem hangs; `now` is monotonic."""
@@ -350,6 +368,6 @@ class SharedFiles:
         names = map(_HANG.fullmatch, os.listdir(self.run_path) if state else ())  # noqa: PTH208 - names alone
         hangs = max((int(name[1]) for name in names if name), default=0)
         asks = state.asks if state and reads_all else 0
-        evidence = read_evidence(cache.folder, asks, own=True) if asks else ()
+        evidence = cache.read_evidence(asks) if asks else ()
         request = cache.read(StackRequest, clock)
         self.found, self.trouble = Found(job, reports, hangs, ended, evidence, request), ""

@@ -22,7 +22,6 @@ from launcher.watch.hang import (
     Pause,
     choose_limit,
     decide,
-    find_word,
     is_judge,
     list_orders,
     make_job_view,
@@ -80,13 +79,13 @@ def job(host: str, **more: Any) -> JobState:
 @table("judging")
 def test_who_judges(case: dict[str, Any]) -> None:
     own = replace(report(case["node"]), stalled_since=900.0 if case.get("stalled") else None)
-    told = case.get("job")
+    told = dict(case.get("job", ()))
+    seen = 50.0 - told.pop("age", 0)
     found = Found(
-        Stored(job(told["host"], attempt=told["attempt"]), 50.0 - told["age"]) if told else None,
+        Stored(job(**told), seen) if told else None,
         (Stored(report(0), 50.0 - case["first"]),) if "first" in case else (),
     )
-    is_told = bool(told and find_word(own, found, 0.0) and told["age"] < 15)
-    assert is_judge(own, found, 50.0, is_told=is_told) is case["judges"]
+    assert is_judge(own, found, 50.0 - case.get("began", 999), 50.0) is case["judges"]
 
 
 @table("story")

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -347,6 +348,25 @@ def test_what_prometheus_gets_is_what_the_report_says(
     assert len(warnings) == 1 and "pip install 'launch-ranks[metrics]'" in warnings[0]
 
 
+def test_the_textfile_of_a_slow_folder_is_removed_once_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, written, write = threading.Event(), threading.Event(), prometheus_client.write_to_textfile
+
+    def write_late(path: str, registry: prometheus_client.CollectorRegistry) -> None:
+        answer.wait(PATIENCE)
+        write(path, registry)
+        written.set()
+
+    monkeypatch.setattr(prometheus_client, "write_to_textfile", write_late)
+    export = Prometheus("gpt/7", "n2", WatchSettings(textfile=str(tmp_path)), pytest.fail)
+    export.take(REPORT)
+    export.close(0.1)  # whose end waits no longer
+    answer.set()
+    assert written.wait(PATIENCE)
+    wait_for(lambda: not list(tmp_path.iterdir()), "the end of the file")
+
+
 def test_a_metrics_file_is_compact_and_ends_in_whole_lines(tmp_path: Path) -> None:
     odd = replace(REPORT, ranks=(replace(REPORT.ranks[0], p50=1 / 3, cpu=float("nan"), notes=("x",)),))
     path = tmp_path / "watch/metrics-n2.jsonl"
@@ -366,8 +386,11 @@ def test_a_metrics_file_is_compact_and_ends_in_whole_lines(tmp_path: Path) -> No
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")  # others' files and links are not written to
     warnings: list[str] = []
-    MetricsLog(tmp_path, "n2", 30.0, lambda write: write(), warnings.append).add(EVENT)
-    assert "metrics-n2.jsonl could not be written" in warnings[0] and not read_metrics(tmp_path)
+    log = MetricsLog(tmp_path, "n2", 30.0, lambda write: write(), warnings.append)
+    for _ in range(2):
+        log.add(EVENT)
+    (warning,) = warnings
+    assert "metrics-n2.jsonl could not be written" in warning and not read_metrics(tmp_path)
 
 
 def test_samples_are_left_out_evenly(tmp_path: Path) -> None:

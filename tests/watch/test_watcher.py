@@ -8,14 +8,28 @@ import threading
 import time
 import tomllib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from launcher.codec import convert
 from launcher.launch.watching import keep_watch_folder
-from launcher.watch.model import JobState, NodeReport
-from launcher.watch.run_files import Found, SharedFiles
-from tests.seam import QUICK_AGENT, Started, find_run, start, wait_for, write_program
+from launcher.watch.__main__ import NodeWatcher
+from launcher.watch.metrics import MetricsEvent, MetricsLog, read_metrics
+from launcher.watch.model import (
+    Hang,
+    JobState,
+    NodeEvidence,
+    NodeReport,
+    NotifySettings,
+    WatcherSettings,
+    WatchSettings,
+)
+from launcher.watch.run_files import Found, SharedFiles, read_value, write_hang, write_value
+from tests.seam import PATIENCE, QUICK_AGENT, Started, find_run, start, wait_for, write_program
 
 PROGRAMS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
 
@@ -131,6 +145,81 @@ def test_a_filesystem_that_hangs_is_noticed_and_goes_on_later(
     answer.set()
     assert files.worker.wait_idle(10) and not files.is_stuck(time.monotonic())
     assert [one.value for one in files.found.reports] == [REPORT]
+
+
+def test_while_it_hangs_metrics_give_way_to_reports_and_both_to_what_is_known_of_a_hang(
+    tmp_path: Path,
+) -> None:
+    files, answer = SharedFiles(tmp_path), threading.Event()
+    log = MetricsLog(tmp_path, "n0", 30.0, files.put_metrics, pytest.fail)
+    files.worker.put(partial(answer.wait, PATIENCE))
+    for _ in range(999):
+        log.add(MetricsEvent("checkpoint", 100.0))
+    for number in range(999):
+        files.submit(replace(REPORT, number=number), STATE)
+    verdict = {"kind": "absent", "sentence": "rank 1 has not joined"}
+    hang = convert(Hang, {"number": 1, "time": 9, "stalled_since": 1, "step": 3, "verdict": verdict})
+    assert files.worker.put(partial(write_hang, tmp_path, hang))
+    answer.set()
+    assert files.worker.wait_idle(PATIENCE)
+    assert [one.value.number for one in files.found.reports] == [998]
+    assert (tmp_path / "hang-1/verdict.json").exists()
+    assert 0 < len(read_metrics(tmp_path)[0].events) < 256
+
+
+def test_late_evidence_does_not_take_the_place_of_that_for_a_later_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answer = list[int](), threading.Event()
+
+    def gather(_folder: object, _ranks: object, _beats: object, host: str, node: int, number: int) -> Any:
+        asked.append(number)
+        if number == 1:
+            answer.wait(PATIENCE)
+        return NodeEvidence(host, node, number, 100.0, 1.0, ())
+
+    monkeypatch.setattr("launcher.watch.__main__.gather_node", gather)
+    settings = WatchSettings(interval=0.1)
+    watcher = NodeWatcher(
+        WatcherSettings(str(tmp_path), "job/1", str(tmp_path), "n1", 1, 2, 0, 1, settings, NotifySettings())
+    )
+
+    def is_asked(number: int) -> bool:
+        write_value(tmp_path, replace(STATE, asks=number))
+        watcher.tick(time.monotonic())
+        return number in asked
+
+    def read_number() -> int:
+        found = read_value(NodeEvidence, tmp_path / "watch/evidence-n1.json")
+        return found.number if found else 0
+
+    for number in (1, 2):
+        wait_for(partial(is_asked, number), "the question")
+    wait_for(lambda: read_number() == 2, "the evidence")
+    late = list(watcher.gatherers)
+    answer.set()
+    for thread in late:
+        thread.join(PATIENCE)
+    assert watcher.files.worker.wait_idle(PATIENCE) and read_number() == 2
+
+
+def test_evidence_that_cannot_be_read_for_a_moment_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = SharedFiles(tmp_path)
+
+    def look(number: int) -> list[int]:
+        files.submit(REPORT, replace(STATE, asks=number))
+        assert files.worker.wait_idle(PATIENCE) and files.trouble == ""
+        return [node.number for node in files.found.evidence]
+
+    for number in (1, 2):
+        write_value(tmp_path, NodeEvidence("n1", 1, number, 100.0, 1.0, ()))
+        if number == 2:
+            with monkeypatch.context() as broken:
+                broken.setattr("launcher.watch.run_files.read_file", Mock(side_effect=OSError))
+                assert (look(1), look(2)) == ([1], [])
+        assert look(number) == [number]
 
 
 def test_what_fails_is_told_and_tried_again_and_no_exception_ends_the_thread(tmp_path: Path) -> None:
