@@ -414,15 +414,12 @@ def find_changes(training: Training, measure: Measure) -> tuple[Change, ...]:
                 continue
             for steps in sorted(product(*chosen), key=add_costs):
                 if change := judge(steps):
-                    if subjects == {"nodes"}:  # the ladder has wide steps
-                        fewer = [step.value for step in chosen[0] if step.value < steps[0].value]
-                        fewest = bisect_left(
-                            range(steps[0].value),
-                            True,
-                            lo=max(fewer, default=training.nodes) + 1,
-                            key=lambda nodes: judge([steps[0]._replace(value=nodes)]) is not None,
-                        )
-                        change = judge([steps[0]._replace(value=fewest)]) or change
+                    if subjects == {"nodes"}:  # the ladder has wide steps, and a set batch refuses numbers
+                        numbers = range(training.nodes + 1, steps[0].value)
+                        fewer = [steps[0]._replace(value=nodes) for nodes in numbers]
+                        fewer = [step for step in fewer if _apply_steps(training, [step])]
+                        index = bisect_left(fewer, True, key=lambda step: judge([step]) is not None)
+                        change = judge(fewer[index : index + 1]) or change
                     found.append((add_costs(steps), change))
                     enough.append(subjects)
                     break
@@ -466,7 +463,8 @@ def _list_ladders(training: Training) -> list[list[_Step]]:
     more = sorted(nodes * times << power for power in range(12) for times in (2, 3))
     why = f"states are sharded over more than {nodes} node{'s' * (nodes > 1)}"
     costs = [(many, MORE_NODES * math.log2(many / nodes)) for many in more if many <= MOST_NODES]
-    ladders.append([_Step("nodes", many, cost, why) for many, cost in costs])
+    rungs = [_Step("nodes", many, cost, why) for many, cost in costs]
+    ladders.append([step for step in rungs if _apply_steps(training, [step])])  # a set batch refuses some
     doublings = range(1, 0 if is_bundled else (training.gpus_per_node // tp).bit_length())
     why = "each layer is split over GPUs of a node: up to {:.0%} slower"
     ladders.append([_Step("parallel.tp", tp << power, TENSOR_SPLIT * power, why) for power in doublings])

@@ -153,6 +153,20 @@ def test_a_set_global_batch_is_kept_and_micro_batches_divide_it() -> None:
             assert micro_batch * steps * replicas == 48
 
 
+@pytest.mark.parametrize(("gib", "nodes"), [(31, 9), (29, 10), (25, 15), (23.5, 18), (22.5, 20)])
+def test_the_fewest_nodes_are_those_that_divide_a_set_global_batch(gib: float, nodes: int) -> None:
+    alone = {"framework": "fsdp", "micro_batch": 1, "accumulation": 360, "seq_len": 2048}
+    large = ask(
+        "LLaMA 65B",
+        layout={"dp": 8, "zero": 3},
+        settings={**alone, "checkpointing": "full"},
+        global_batch=8 * 360,
+        is_bundled=True,
+    )
+    ((first, *_),) = propose(large, gib)
+    assert first == f"nodes={nodes}"
+
+
 def test_heads_are_not_split_unevenly_and_replicas_that_are_set_are_set_anew() -> None:
     odd = replace(REQUEST, model=replace(REQUEST.model, heads=25, kv_heads=25))
     assert not [one for one in propose(odd, 40) if any("parallel.tp" in setting for setting in one)]
