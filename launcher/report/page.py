@@ -159,8 +159,9 @@ def _list_events(
             kind = "requeue" if before.state == "requeued" else "restart"
             why = f" ({before.reason})" if before.reason else ""
             yield Event(kind, start, f"started again after it was {before.state}{why}")
+    better: Mapping[str, object] = {"hang": hangs, "straggler": job, "restart": None, "checkpoint": None}
     for one in told:
-        if one.event in ("restart", "checkpoint"):
+        if one.event in better and not better[one.event]:
             yield Event(one.event, one.time, one.sentence)
     for hang in hangs:
         until = end if hang.recovered is None else hang.recovered

@@ -211,6 +211,19 @@ def test_damaged_lines_cost_themselves_alone(tmp_path: Path) -> None:
     assert read_tables(render(path)) == json.loads(TABLES.read_text())
 
 
+def test_events_of_the_metrics_stand_in_for_what_cannot_be_read_of_the_job(tmp_path: Path) -> None:
+    path = restore("full", tmp_path)
+    metrics = path / "watch/metrics-n0.jsonl"
+    time = json.loads(metrics.read_text().splitlines()[0])["time"] + 60
+    lines = [{"event": kind, "time": time, "sentence": f"{kind} told"} for kind in ("hang", "straggler")]
+    metrics.write_text(metrics.read_text() + "".join(f"{json.dumps(line)}\n" for line in lines))
+    assert " told" not in render(path).words
+    (path / "watch/job.json").write_text("{")
+    shutil.rmtree(path / "hang-1")
+    words = render(path).words
+    assert "hang told" in words and "straggler told" in words
+
+
 def test_what_is_not_there_is_left_out_with_a_word(tmp_path: Path) -> None:
     path = restore("full", tmp_path)
     for file in path.iterdir():
