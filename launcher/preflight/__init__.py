@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from launcher.codec import DecodeError, dump, load, to_plain
+from launcher.codec import DecodeError, convert, dump, load, to_plain
 from launcher.config.settings import Settings
 from launcher.doctor.job import judge_nodes
 from launcher.doctor.model import FAILING, Facts, Finding, PreflightReport, Wanted, found
@@ -47,6 +47,8 @@ KEPT_LINES = 40
 CHUNK = 1 << 16
 FOLDER = "preflight"
 REPORT = "report.json"
+STORED = ("kind", "hosts", "silent", "seconds")
+"""What of a report is read again; findings are made anew."""
 SCHEMA = 1
 """Version of the files."""
 MOST_FINDINGS = 200
@@ -343,7 +345,7 @@ def start_child(
 
 def write_preflight_report(run_path: Path, attempt: int, report: PreflightReport) -> None:
     """Write each node's answer and the report of all, each whole or not at all; raises OSError."""
-    account = {name: getattr(report, name) for name in ("kind", "hosts", "silent", "seconds", "sick")}
+    account = {name: getattr(report, name) for name in (*STORED, "sick")}
     account["findings"] = [{"host": one.host, **one.to_json()} for one in report.findings]
     files: dict[str, object] = {REPORT: account}
     for node in report.nodes:
@@ -365,7 +367,8 @@ def judge_stored(run_path: Path, wanted: Wanted) -> PreflightReport | None:
     for path in sorted(reports, key=lambda path: int(path.parent.name), reverse=True):
         report, nodes = PreflightReport(), list[Facts]()
         with contextlib.suppress(OSError, ValueError):
-            report = load(PreflightReport, read_file(path, LARGEST))
+            stored = load(dict[str, Any], read_file(path, LARGEST))
+            report = convert(PreflightReport, {name: stored[name] for name in STORED if name in stored})
         for answer in path.parent.glob("node-*.json"):
             with contextlib.suppress(OSError, ValueError):
                 nodes.append(load(Facts, read_file(answer, LARGEST)))

@@ -78,20 +78,26 @@ def test_a_run_whose_nodes_were_not_checked(launch: Launch) -> None:
 @pytest.mark.usefixtures("here")
 def test_answers_are_judged_without_what_cannot_be_read() -> None:
     """A report of another version may hold findings that nobody knows, or not be one at all."""
-    run = write_answers(Path("run"), make_job({"nodes": 2, "set": {"n1.load": 0.8}}))
-    expected = run_doctor(STORED, run)[1]
-    assert [(one["host"], one["rule"]) for one in expected] == [("n1", "load.others")]
+    nodes = make_job({"nodes": 2, "set": {"n1.load": 0.8}})
+    run = write_answers(Path("run"), nodes, silent=("n3",))
+    answered, silent = expected = run_doctor(STORED, run)[1]
+    assert [(one["host"], one["rule"]) for one in expected] == [
+        ("n1", "load.others"),
+        ("n3", "checks.silent"),
+    ]
     report = Path("run/preflight/0/report.json")
     told = json.loads(report.read_text())
-    for changed in ({**told, "findings": [{"rule": "of.tomorrow", "level": "dire"}]}, {"kind": 7}):
-        report.write_text(json.dumps(changed))
-        assert run_doctor(STORED, run)[1] == expected
+    report.write_text(json.dumps({**told, "findings": [{"rule": "of.tomorrow", "level": 4}]}))
+    assert run_doctor(STORED, run)[1] == expected
+    for damaged in ({**told, "kind": 7}, ["hosts"]):
+        report.write_text(json.dumps(damaged))
+        assert run_doctor(STORED, run)[1] == [answered]
     report.write_text(json.dumps(told))
     Path("run/preflight/0/node-n1.json").write_text('{"host": "n1"}')
     Path("run/preflight/0/node-n2.json").write_text('{"host": ')
     Path("run/preflight/1").mkdir()
     Path("run/preflight/1/report.json").write_text("[" * 100_000)
-    assert run_doctor(STORED, run)[1] == []
+    assert run_doctor(STORED, run)[1] == [silent]
 
 
 def test_hundreds_of_nodes_are_judged_without_comparing_each_with_each() -> None:
