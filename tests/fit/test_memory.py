@@ -54,6 +54,16 @@ def test_activations_of_a_layer_are_those_of_korthikanti(model: str) -> None:
             assert counted / MODELS[model].hidden_size == pytest.approx(published, rel=0.05)
 
 
+def test_the_first_stage_holds_the_activations_of_pp_micro_batches() -> None:
+    def keep(steps: int, **layout: int) -> int:
+        settings = {"framework": "megatron", "accumulation": steps}
+        return expect(ask(layout={"pp": 8, **layout}, settings=settings), "activations")
+
+    one = keep(2) / 2
+    assert keep(64) == pytest.approx(8 * one, rel=1e-3)
+    assert keep(64, virtual_stages=3) == pytest.approx(8 * (1 + 7 / 24) * one, rel=1e-3)
+
+
 @pytest.mark.parametrize("row", TABLES["state_bytes"], ids=str)
 def test_bytes_a_parameter(row: tuple[str, str, str, str, float]) -> None:
     """ZeRO (arXiv:1910.02054, section 3.1): 16; Megatron-LM's distributed optimizer: 6 + 12 / dp."""
@@ -108,6 +118,19 @@ def test_adapters_have_their_published_parameters(
     assert expect(request, "optimizer") == 8 * published
 
 
+def test_a_matrix_without_an_adapter_does_not_keep_its_input() -> None:
+    """34 sbh of a layer with GELU less 2 for each input that nobody needs: of attention's and MLP's four."""
+
+    def keep(**settings: Any) -> int:
+        return count_layer_bytes(ask("7.5B", settings=settings), 1).low
+
+    whole, rank = keep(), 2  # bytes of an adapter's low-rank result
+    for name, less in (("all-linear", 0), ("q_proj", 10), ("up_proj", 10), ("down_proj", 4)):
+        adapters = 6 if name == "all-linear" else 1
+        kept = keep(lora={"rank": 1, "targets": [name]})
+        assert kept == whole - less * 4096 + adapters * rank, name
+
+
 def test_offloaded_activations_are_in_the_nodes_memory() -> None:
     settings = {"micro_batch": 4, "seq_len": 4096, "checkpointing": "full", "lora": {"rank": 8}}
     request = ask(layout={"dp": 8}, settings=settings)
@@ -119,6 +142,20 @@ def test_offloaded_activations_are_in_the_nodes_memory() -> None:
     lines = [line for one in reports for line in one.budget if line.name == "CPU memory"]
     assert lines[0].needed == lines[1].needed, "the GPUs' sum is more than both"
     assert f"activations {8 * 1.5 * inputs / GIB:.0f}" in lines[1].note
+
+
+def test_modules_that_are_recomputed_are_not_kept() -> None:
+    """Of the 34 + 2as/h sbh of arXiv:2205.05198, section 4.1, without dropout: the tensors of that block."""
+    scores, model = 2 * 64 * 2048 / 6144, MODELS["22B"]
+    saved = {"core_attn": scores, "attention": 8 + scores, "layernorm": 4, "mlp": 16}
+    saved |= {"attention mlp": 24 + scores, "moe mla_up_proj": 0}
+    settings = {"framework": "megatron", "seq_len": 2048, "flash_attention": False}
+    plain = expect(ask("22B", settings=settings), "activations")
+    for modules, size in saved.items():
+        some = {"checkpointing": "selective", "recompute_modules": modules.split()}
+        again = expect(ask("22B", settings={**settings, **some}), "activations")
+        each = (plain - again) / model.layers / 2048 / model.hidden_size
+        assert each == pytest.approx(size, rel=0.02, abs=0.1), modules
 
 
 def test_states_on_a_cpu_have_no_cuda_context() -> None:
