@@ -41,12 +41,22 @@ MIXED: dict[str, str | bool] = {
 }
 """Other ways to compute the same global batch."""
 
+WITHOUT_WATCHDOG = """
+import torch.utils.data._utils.worker
+torch.utils.data._utils.worker.ManagerWatchdog.is_alive = lambda _: True
+"""
+
 
 @pytest.fixture(scope="module")
 def quick(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """The same with no compiler, whose import takes longer than a few steps."""
+    """The same with no compiler, whose import takes longer than a few steps, and no watchdog of torch's.
+
+    That ends workers some seconds after their rank; here the program's own way has to do it.
+    """
     program = tmp_path_factory.mktemp("quick") / "train.py"
-    program.write_text(f"{WITHOUT_COMPILER}from launcher.programs.train import main\nmain()\n")
+    program.write_text(
+        f"{WITHOUT_COMPILER}{WITHOUT_WATCHDOG}from launcher.programs.train import main\nmain()\n"
+    )
     return replace(start, program=(str(program),))
 
 
