@@ -35,7 +35,7 @@ SQUEUE_FIELDS = (
     *("EndTime", "PreemptTime", "TimeLimit", "Reason"),
 )
 """What is asked, in squeue's names; a reason can hold anything, and comes last."""
-SQUEUE = ("squeue", "--noheader", "--array", "--all", "--states=all")
+SQUEUE = ("squeue", "--noheader", "--noconvert", "--array", "--all", "--states=all")
 SINFO = ("sinfo", "--noheader", "--Node")
 SINFO_FIELDS = ("NodeList", "StateLong", "NodeAddr", "Port")
 SHORT_TIMEOUT = 4.0
@@ -76,6 +76,8 @@ def run_slurm(
         )
     except FileNotFoundError:
         raise SchedulerError(f"there is no {argv[0]} on PATH: load SLURM's module") from None
+    except OSError as error:
+        raise SchedulerError(f"{argv[0]} cannot be run ({error.strerror})") from None
     except subprocess.TimeoutExpired:
         raise SchedulerError(
             f"{argv[0]} did not answer in {timeout:.0f} s: is slurmctld up (`scontrol ping`)?"
@@ -192,6 +194,7 @@ class NodeState:
     address: str
     """Where its daemon listens."""
     port: int
+    """Of that; 0 if it is not known."""
 
     @property
     def is_down(self) -> bool:
@@ -203,8 +206,8 @@ def ask_nodes(
     hosts: Sequence[str], environ: Mapping[str, str], timeout: float = SHORT_TIMEOUT
 ) -> dict[str, NodeState]:
     """Ask slurmctld how nodes stand; those that it does not know are left out. Raises SchedulerError."""
-    argv = [*SINFO, "--all", f"--nodes={','.join(hosts)}", f"--Format={':|,'.join(SINFO_FIELDS)}:|"]
-    text = run_slurm(argv, environ, timeout=timeout) if hosts else ""
+    words = ("--all", "--noconvert", f"--nodes={','.join(hosts)}", f"--Format={':|,'.join(SINFO_FIELDS)}:|")
+    text = run_slurm((*SINFO, *words), environ, timeout=timeout) if hosts else ""
     rows = {host: row for host, *row in split_rows(text, len(SINFO_FIELDS)) if host in hosts}
     return {host: NodeState(state, where, read_number(port)) for host, (state, where, port) in rows.items()}
 

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,16 +78,20 @@ MOST_GUARDS = 8
 """Nodes that watch the first one, spread over the job's: neighbours are often lost together."""
 ALIVE, OVER, READY = b".", b"!", b"."
 """What the first node writes, and a guard."""
-UNREACHABLE_FOR = 30.0
-"""Seconds of silence after which a first node that takes no connection is lost, if SLURM misses it too."""
+UNREACHABLE_FOR, STEADY = 30.0, 10.0
+"""Seconds of silence, and of tries in a row, after which a first node that takes no connection is lost, if
+SLURM misses it too."""
 START_PATIENCE, END_PATIENCE = 5.0, 2.0
-"""Seconds for the guards to start, if somebody waits for them, and to end."""
+"""Seconds for the guards to start, and to end."""
 RETRY = 10.0
-"""Seconds until another look if SLURM does not answer, or another node ends the attempt."""
+"""Seconds between two starts of the guards' step, two tries to end the attempt, and two looks at a first node
+that has been silent for long."""
 
 
 def try_connection(node: NodeState) -> bool | None:
     """Tell whether a node takes a connection to its slurmd; None if that says nothing about the node."""
+    if not node.port:
+        return None
     try:
         with socket.create_connection((node.address, node.port), CONNECT_TIMEOUT):
             return True
@@ -108,18 +112,21 @@ class Liveness:
     """When a rank failed, so that each node is to be heard from again."""
     lost: set[str] = field(default_factory=set)
     heard: dict[str, float] = field(init=False)
-    """When each task was last heard of; one that never was counts as heard of for a while."""
+    """When each task was last heard of; the beginning for one that never was."""
+    spoken: set[str] = field(default_factory=set)
+    """Nodes whose task was ever heard of."""
     unreachable: Counter[str] = field(default_factory=Counter)
     """Connections in a row that have failed since then."""
 
     def __post_init__(self) -> None:
         """Count from the beginning."""
-        self.heard = dict.fromkeys(self.hosts, self.now + BEGINNING - SILENCE)
+        self.heard = dict.fromkeys(self.hosts, self.now)
 
     def note_heard(self, host: str, now: float) -> None:
         """Take a word of a node's task."""
         if host in self.heard:
             self.heard[host], self.unreachable[host] = now, 0
+            self.spoken.add(host)
 
     def note_look(self, now: float) -> None:
         """Take that the caller looks again; if it has slept, as its machine may have, all begins again."""
@@ -131,10 +138,14 @@ class Liveness:
 
     def list_suspects(self) -> list[str]:
         """Return the nodes that have been silent for longer than a sound one is, and are to be tried."""
-        latest = self.now - SILENCE
+        latest, beginning = self.now - SILENCE, self.now - BEGINNING
         if self.doubted < self.now - DOUBT:  # a node that was heard of after the failure is there
             latest = max(latest, self.doubted)
-        return [host for host, heard in self.heard.items() if heard < latest and host not in self.lost]
+        return [
+            host
+            for host, heard in self.heard.items()
+            if heard < (latest if host in self.spoken else beginning) and host not in self.lost
+        ]
 
     def note_connection(self, host: str, *, is_open: bool) -> None:
         """Take how an attempt to connect to a suspect's daemon went."""
@@ -282,86 +293,83 @@ class NodeReplacement:
 
 @contextlib.contextmanager
 def start_guards(attempt: Attempt) -> Iterator[list["subprocess.Popen[bytes]"]]:
-    """Have other nodes watch this one; gives the sruns of that, which grow by one if SLURM ends the step.
+    """Have other nodes watch this one; gives the srun of that, another one if SLURM ends the step.
 
     A thread tells the guards again and again that this node is there. As this process dies, srun is not asked
     to end them, too.
     """
     own, stopped = name_host(attempt.environ), threading.Event()
-    others = [host for host in attempt.step_hosts if host != own]
     command = (sys.executable, "-P", "-m", "launcher.slurm.lost_nodes", str(attempt.run.path), own)
-    step = Step(tuple(others[:: -(-len(others) // MOST_GUARDS)]), command, {"gres": "none"})
     environ, pipe = {**attempt.environ, LAUNCH_ATTEMPT: str(attempt.run.first_attempt)}, subprocess.PIPE
-    started = list["subprocess.Popen[bytes]"]()
+    newest = list["subprocess.Popen[bytes]"]()
 
-    def start() -> None:
+    def start(down: Collection[str] = ()) -> None:
+        others = [host for host in attempt.step_hosts if host != own and host not in down]
+        step = Step(tuple(others[:: -(-len(others) // MOST_GUARDS) or 1]), command, {"gres": "none"})
+        if not others:
+            return
         with contextlib.suppress(OSError):  # the step of the ranks tells
-            started.append(step.start(environ, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL))
+            process = step.start(environ, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+            for stream in (stream for old in newest for stream in (old.stdin, old.stdout) if stream):
+                stream.close()
+            newest[:] = [process]
 
     def write(word: bytes) -> None:
         with contextlib.suppress(OSError):
-            for process in started[-1:]:
+            for process in newest:
                 os.write(process.stdin.fileno(), word)  # type: ignore[union-attr]  # a pipe
 
     def tell() -> None:
-        pause = ALIVE_PERIOD
-        while started and not stopped.wait(pause):
-            pause = ALIVE_PERIOD
-            if started[-1].poll() is not None:  # as SLURM 22.05 does if a node has just come back
-                start()
-                pause = RETRY
+        due = -math.inf
+        while newest and not stopped.wait(ALIVE_PERIOD):
+            code, now = newest[0].poll(), time.monotonic()
+            if code is not None and now >= due:  # as SLURM 22.05 does if a node has just come back
+                if now > due + RETRY:
+                    logger.info(f"the guards' step ended (srun {code}): it is started again")
+                due, down = now + RETRY, ask_down_nodes(attempt.step_hosts, environ)
+                if not stopped.is_set():
+                    start(down)
             write(ALIVE)
         write(OVER)
 
     start()
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()
-    for process in started if attempt.restarts else ():  # the step is to have its number before another one
+    for process in newest:  # the ranks are guarded, and the step has its number before another one
         select.select(list(filter(None, [process.stdout])), [], [], START_PATIENCE)
     try:
-        yield started
+        yield newest
     finally:
         stopped.set()
         thread.join(END_PATIENCE)
-        for process in started[-1:]:
+        for process in newest:
             try:
                 process.wait(END_PATIENCE)
             except subprocess.TimeoutExpired:
                 process.kill()
 
 
-def find_evidence(first: str, silence: float) -> str:
-    """Say what tells from outside that the first node, which is silent, is lost; empty if nothing does."""
-    try:
-        node = ask_nodes([first], os.environ)[first]
-    except (SchedulerError, KeyError):
-        return ""  # this node may be the one that is cut off
+def find_loss(node: NodeState) -> str:
+    """Say what tells from outside that a node is lost; empty if nothing does."""
     if node.state.startswith("down"):
         return f"SLURM says that it is {node.state}"
     # Unless slurmctld does not reach it either, it may be cut off from this node alone.
-    is_cut = node.is_down and silence > UNREACHABLE_FOR and try_connection(node) is False
-    return UNREACHABLE if is_cut else ""
+    return UNREACHABLE if node.is_down and try_connection(node) is False else ""
 
 
-def claim_attempt(run: RunDir, own: str, lost: Mapping[str, str]) -> bool:
-    """Take it upon this node to end the attempt; false if another one does.
-
-    From then on SIGTERM is ignored: the requeue ends this step, too. What is said goes to the job's log.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if claim_end(run, own, lost) != own:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return False
-    with contextlib.suppress(OSError):
-        path = run.path / "logs" / f"slurm-{os.environ['SLURM_JOB_ID']}.out"
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW), 2)
-    return True
+def find_evidence(first: str, silence: float) -> str:
+    """Say what tells from outside that the first node, which is silent, is lost; empty if nothing does."""
+    try:
+        evidence = find_loss(ask_nodes([first], os.environ)[first])
+    except (SchedulerError, KeyError):
+        return ""  # this node may be the one that is cut off
+    return evidence if evidence != UNREACHABLE or silence > UNREACHABLE_FOR else ""
 
 
 def end_attempt(run: RunDir, first: str, evidence: str, heard: float) -> bool:
     """End the attempt as its first node would have done; false if that is to be tried again.
 
-    Raises LaunchError or OSError.
+    Once it is claimed, SIGTERM is ignored: the requeue ends this step, too. Raises LaunchError or OSError.
     """
     environ, manifest = os.environ, read_manifest(run.path)
     if not manifest:
@@ -369,18 +377,22 @@ def end_attempt(run: RunDir, first: str, evidence: str, heard: float) -> bool:
     if manifest.get("attempt") != run.first_attempt:
         return True
     attempt = Attempt(read_job_request(run.path, environ), run, environ, manifest, requeues=True)
-    status = ask_job(attempt.job_id, environ)
+    status, own = ask_job(attempt.job_id, environ), name_host(environ)
     if classify_kill(status, attempt.restarts):
         return True
-    states, own = ask_down_nodes(attempt.step_hosts, environ), name_host(environ)
-    down = {host: f"SLURM says that it is {word}" for host, word in states.items() if word.startswith("down")}
-    lost, trouble = {**down, first: evidence}, release_space(run)
-    if not claim_attempt(run, own, lost):
+    nodes = ask_nodes(attempt.step_hosts, environ)
+    losses = {host: find_loss(node) for host, node in nodes.items() if host not in (first, own)}
+    lost = {first: evidence, **{host: loss for host, loss in losses.items() if loss}}
+    trouble, is_new = release_space(run), list_claims(run)[-1:] != [own]
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if claim_end(run, own, lost) != own:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return False
-    logger.info(
-        f"node {first}, which ran the batch script, is lost: {evidence}, and nothing was heard of it"
-        f" for {time.monotonic() - heard:.0f} s: {own} ends the attempt in its place"
-    )
+    if is_new:
+        logger.info(
+            f"node {first}, which ran the batch script, is lost: {evidence}, and nothing was heard of it"
+            f" for {time.monotonic() - heard:.0f} s: {own} ends the attempt in its place"
+        )
     if take_dict(manifest, "outcome").get("state") not in CLOSED:
         records = [one for one in read_nodes(run.path, run.first_attempt) if one.host in attempt.hosts]
         attempt.step = StepReport(1, records, attempt.hosts)
@@ -392,28 +404,42 @@ def end_attempt(run: RunDir, first: str, evidence: str, heard: float) -> bool:
     return True
 
 
+def hear() -> bytes:
+    """Wait for a word of the first node, for a while. Their end says nothing: srun may have died alone."""
+    if not select.select([0], [], [], TICK)[0]:
+        return b""
+    with contextlib.suppress(OSError):
+        if said := os.read(0, 1024):
+            return said
+    time.sleep(TICK)
+    return b""
+
+
 def await_loss(first: str, heard: float) -> tuple[str, float]:
     """Wait until two signs say that the first node is lost; ends this process if the attempt is over.
 
-    Returns the second sign, for people, and when the node was last heard of. The end of its words says
-    nothing: srun may have died alone.
+    The second one, from outside, is to be the same in all looks of a while. Returns it, for people, and when
+    the node was last heard of.
     """
-    evidence, looked = "", time.monotonic()
+    evidence, since, due = "", 0.0, 0.0
     while True:
-        time.sleep(TICK)
-        now, said = time.monotonic(), b""
-        if now - looked > OWN_GAP:  # this process has slept, as its machine may have
-            heard, evidence = max(heard, now - ALIVE_PERIOD), ""
-        with contextlib.suppress(BlockingIOError):
-            said = os.read(0, 1024)
+        began, said = time.monotonic(), hear()
+        now = time.monotonic()
         if OVER in said:
             sys.exit()
         if said:
             heard = now
-        elif evidence:
-            return evidence, heard
-        evidence = find_evidence(first, now - heard) if now - heard > SILENCE else ""
-        looked = time.monotonic()
+        elif now - began > OWN_GAP:  # this process has slept, as its machine may have
+            heard = max(heard, now - ALIVE_PERIOD)
+        if now - heard <= SILENCE:
+            evidence, due = "", 0.0
+        elif now >= due:
+            before, evidence = evidence, find_evidence(first, now - heard)
+            if evidence != before:
+                since = now
+            elif evidence and now - since >= (STEADY if evidence == UNREACHABLE else TICK):
+                return evidence, heard
+            due = now + RETRY if not evidence and now - heard > UNREACHABLE_FOR else 0.0
 
 
 def main() -> int:
@@ -422,9 +448,11 @@ def main() -> int:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, *FORWARDED):
         signal.signal(number, signal.SIG_IGN)  # those are for the ranks
     run, first = RunDir(Path(sys.argv[1]), int(os.environ[LAUNCH_ATTEMPT])), sys.argv[2]
-    os.set_blocking(0, False)
     os.write(1, READY)
     evidence, heard = await_loss(first, time.monotonic())
+    with contextlib.suppress(OSError):  # what is said from now on goes to the job's log
+        path = run.path / "logs" / f"slurm-{os.environ['SLURM_JOB_ID']}.out"
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW), 2)
     while True:
         try:
             if end_attempt(run, first, evidence, heard):

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -225,8 +224,8 @@ class StepReport:
     """Signals to the batch script's process, and when, in seconds since the epoch."""
     near_limit: bool = False
     """The ranks were sent the checkpoint signal because the time limit was near."""
-    srun_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
-    """What srun complained of: its own lines on stderr."""
+    srun_lines: Sequence[str] = ()
+    """srun's own last lines on stderr; a new value for each, since another thread reads it."""
     signalled: list[tuple[str, int]] = field(default_factory=list)
     """Nodes (or srun), and the stopping signals that their tasks got before any had ended; none is ours."""
     cancelled: bool = False
@@ -348,7 +347,7 @@ class NodeStep:
         is_known = CANCELLED in line and any(map(TASK_END.match, self.report.srun_lines))
         if found := TASK_END.match(line):
             is_known = found["how"].startswith((ENDED, EXITED))
-        self.report.srun_lines.append(line)
+        self.report.srun_lines = (*self.report.srun_lines, line)[-KEPT_LINES:]
         self.report.cancelled |= CANCELLED in line and not self.ended
         ends = find_task_ends((line,))
         self.ended = self.ended or bool(ends and not self.elastic)
