@@ -7,6 +7,7 @@ import os
 import random
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -184,7 +185,8 @@ class FirstNode:
             if attempt.step.signals or not refusal.startswith(srun.NOT_STARTED):
                 return
             # If slurmctld answers nobody, what srun says can have any words.
-            is_away = attempt.ask_status(commands.SHORT_TIMEOUT) is None
+            can_ask = shutil.which("squeue", path=attempt.environ.get("PATH"))
+            is_away = bool(can_ask) and attempt.ask_status(commands.SHORT_TIMEOUT) is None
             refused += not is_away
             if not is_away and (refused >= REFUSALS or not srun.TEMPORARY.search(refusal)):
                 return

@@ -78,9 +78,9 @@ MOST_GUARDS = 8
 """Nodes that watch the first one, spread over the job's: neighbours are often lost together."""
 ALIVE, OVER, READY = b".", b"!", b"."
 """What the first node writes, and a guard."""
-UNREACHABLE_FOR, STEADY = 30.0, 10.0
-"""Seconds of silence, and of tries in a row, after which a first node that takes no connection is lost, if
-SLURM misses it too."""
+UNREACHABLE_FOR, STEADY = 20.0, 10.0
+"""Seconds of silence, and then of tries in a row, after which a first node that takes no connection is lost,
+if SLURM misses it too."""
 START_PATIENCE, END_PATIENCE = 5.0, 2.0
 """Seconds for the guards to start, and to end."""
 RETRY = 10.0

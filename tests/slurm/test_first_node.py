@@ -5,10 +5,13 @@ SLURM's commands are made up.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,16 +20,18 @@ import pytest
 from launcher.config.settings import Settings
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import lost_nodes
-from launcher.slurm.commands import exclude_nodes
+from launcher.slurm.attempt import Attempt
+from launcher.slurm.commands import ask_nodes, exclude_nodes
 from launcher.slurm.job_request import JobRequest, write_job_request
 from launcher.slurm.lost_nodes import Liveness
 from tests.cli.make_runs import read_manifest
-from tests.seam import clean_environ
+from tests.seam import clean_environ, wait_for
 
 GUARD = """
 import sys
 from launcher.slurm import lost_nodes
-lost_nodes.SILENCE = lost_nodes.RETRY = 0.5
+lost_nodes.SILENCE, lost_nodes.RETRY = float(sys.argv[3]), 0.5
+lost_nodes.UNREACHABLE_FOR, lost_nodes.STEADY = 0.5, 2.0
 sys.exit(lost_nodes.main())
 """
 COMMANDS = {
@@ -49,11 +54,62 @@ exit 1""",
 @pytest.fixture
 def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for name, text in COMMANDS.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        write_command(tmp_path, name, text)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "LAUNCH_ATTEMPT": "0"}
     return {**clean_environ(), **job, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+
+def write_command(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def make_attempt(environ: dict[str, str], folder: Path, *hosts: str, requeues: int = 10) -> Attempt:
+    """An attempt that runs, with its job's log."""
+    config = Settings()
+    config.cluster.requeue.node_failure = requeues
+    run = open_run_dir(folder / "run", None)
+    request = JobRequest(config, {}, ("x",), ("launch", "x"), "/", 2, 3)
+    write_job_request(request, run.path)
+    started = {"started": datetime.now(UTC).isoformat(), "hosts": list(hosts), "attempt": 0, "earlier": []}
+    manifest = {**started, "outcome": {"state": "running"}, "slurm": {"job_id": "7"}}
+    run.manifest_path.write_text(json.dumps(manifest))
+    (run.path / "logs/0").mkdir(parents=True, exist_ok=True)
+    (run.path / "logs/slurm-7.out").touch()
+    return Attempt(request, run, environ, manifest, requeues=True)
+
+
+@contextmanager
+def start_guard(
+    environ: dict[str, str], folder: Path, silence: float = 0.5
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """The guard of n0 on n1, which has begun."""
+    pipe = subprocess.PIPE
+    guard = subprocess.Popen(
+        [sys.executable, "-c", GUARD, str(folder / "run"), "n0", str(silence)],
+        cwd=folder,
+        env=environ,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+    )
+    stop = threading.Timer(90, guard.kill)
+    stop.start()
+    with guard:
+        assert guard.stdout and guard.stdout.read(1) == b"."
+        yield guard
+    stop.cancel()
+
+
+def tell(guard: "subprocess.Popen[bytes]", words: bytes) -> None:
+    assert guard.stdin
+    guard.stdin.write(words)
+    guard.stdin.flush()
+
+
+def list_claims(folder: Path) -> list[str]:
+    return [str(path.readlink()) for path in sorted((folder / "run/logs/0").glob("ended-by-*"))]
 
 
 @pytest.mark.parametrize(("requeues", "state"), [(10, "requeued"), (0, "failed")])
@@ -64,41 +120,120 @@ def test_a_guard_that_has_begun_ends_the_attempt_even_if_the_first_node_returns(
 
     The first node, which is lost, may have begun to end the attempt.
     """
-    config = Settings()
-    config.cluster.requeue.node_failure = requeues
-    run = open_run_dir(tmp_path / "run", None)
-    write_job_request(JobRequest(config, {}, ("x",), ("launch", "x"), "/", 2, 3), run.path)
-    started = {"started": datetime.now(UTC).isoformat(), "hosts": ["n0", "n1"], "attempt": 0, "earlier": []}
-    manifest = {**started, "outcome": {"state": "running"}, "slurm": {"job_id": "7"}}
-    run.manifest_path.write_text(json.dumps(manifest))
-    (run.path / "logs/0").mkdir(parents=True, exist_ok=True)
+    run = make_attempt(environ, tmp_path, "n0", "n1", requeues=requeues).run
     if state == "failed":
         (run.path / "logs/0/ended-by-0").symlink_to("n0")
-    guard = subprocess.Popen(
-        [sys.executable, "-c", GUARD, str(run.path), "n0"],
-        cwd=tmp_path,
-        env=environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    with guard:
-        assert guard.stdin
-        stop = threading.Timer(90, guard.kill)
-        stop.start()
+    with start_guard(environ, tmp_path) as guard:
         while guard.poll() is None and not (tmp_path / "tries").exists():
             time.sleep(0.05)
-        assert str(max((run.path / "logs/0").glob("ended-by-*")).readlink()) == "n1"
-        guard.stdin.write(b"!")  # the first node has come back, and ends
-        guard.stdin.flush()
+        assert list_claims(tmp_path)[-1] == "n1"
+        tell(guard, b"!")  # the first node has come back, and ends
         time.sleep(1.0)
         (tmp_path / "back").touch()
         _, said = guard.communicate()
-        stop.cancel()
     tries = (tmp_path / "tries").read_text().count("\n")
     assert (guard.returncode, tries > 1) == (0, True), said
     outcome = read_manifest(run.path)["outcome"]
     assert (outcome["state"], outcome["cause"], outcome["lost"]) == (state, "node_failure", ["n0"])
+    assert (run.path / "logs/slurm-7.out").read_text().count("n1 ends the attempt in its place") == 1
+
+
+def test_a_guard_is_quiet_while_it_hears_of_the_first_node(environ: dict[str, str], tmp_path: Path) -> None:
+    """Even though SLURM says that it is down."""
+    make_attempt(environ, tmp_path, "n0", "n1")
+    with start_guard(environ, tmp_path, silence=3.0) as guard:
+        for _ in range(30):
+            tell(guard, b".")
+            time.sleep(0.2)
+        assert guard.poll() is None and list_claims(tmp_path) == []
+        tell(guard, b"!")
+        assert guard.wait() == 0
+    assert list_claims(tmp_path) == []
+
+
+def test_the_end_of_its_words_and_slurm_tell_a_guard_of_a_loss(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    """What goes wrong before it ends the attempt is in the job's log, too."""
+    log = make_attempt(environ, tmp_path, "n0", "n1").run.path / "logs/slurm-7.out"
+    write_command(tmp_path, "squeue", f"[ -e back ] || exit 1\n{COMMANDS['squeue']}")
+    with start_guard(environ, tmp_path) as guard:
+        assert guard.stdin
+        guard.stdin.close()
+        while guard.poll() is None and "n0 is lost, but its job cannot be ended" not in log.read_text():
+            time.sleep(0.05)
+        assert guard.poll() is None and list_claims(tmp_path) == []
+        (tmp_path / "back").touch()
+        assert guard.wait() == 0
+    assert list_claims(tmp_path) == ["n1"]
+
+
+def test_one_look_at_a_silent_node_ends_no_attempt(environ: dict[str, str], tmp_path: Path) -> None:
+    """Only if it takes no connection for a while it is lost; and so is its neighbour, whose claim is void."""
+    run = make_attempt(environ, tmp_path, "n0", "n1", "n2").run
+    (run.path / "logs/0/ended-by-0").symlink_to("n2")
+    (tmp_path / "back").touch()
+    rows = "printf 'n0|allocated%s|127.0.0.1|1|\\nn1|idle|127.0.0.1|1|\\nn2|idle*|127.0.0.1|1|\\n' \"$star\""
+    (tmp_path / "looks").touch()
+    star = "case $(wc -l <looks) in 2) star='*' ;; *) star= ;; esac\n[ -e gone ] && star='*'"
+    write_command(tmp_path, "sinfo", f"echo >>looks\n{star}\n{rows}")
+    with start_guard(environ, tmp_path) as guard:
+        while guard.poll() is None and (tmp_path / "looks").read_text().count("\n") < 5:
+            time.sleep(0.05)
+        assert guard.poll() is None and list_claims(tmp_path) == ["n2"]
+        (tmp_path / "gone").touch()
+        assert guard.wait() == 0
+    assert list_claims(tmp_path) == ["n2", "n1"]
+    assert read_manifest(run.path)["outcome"]["lost"] == ["n0", "n2"]
+
+
+@pytest.mark.parametrize(("ends", "retry"), [(1, 60.0), (5, 0.01)])
+def test_guards_whose_step_ends_are_started_again_where_no_node_is_down(
+    environ: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    ends: int,
+    retry: float,
+) -> None:
+    """They hear of the first node all the time, and no descriptor of theirs is left."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lost_nodes, "ALIVE_PERIOD", 0.05)
+    monkeypatch.setattr(lost_nodes, "RETRY", retry)
+    caplog.set_level("INFO")
+    write_command(
+        tmp_path, "srun", f'echo "$*" >>starts\n[ $(wc -l <starts) -gt {ends} ] || exit 3\nexec cat >words'
+    )
+    before = len([*Path("/proc/self/fd").iterdir()])
+    words = tmp_path / "words"
+    with lost_nodes.start_guards(make_attempt(environ, tmp_path, "n1", "n0", "n2")) as guards:
+        wait_for(lambda: words.exists() and len(words.read_bytes()) > 5, "words", 30)
+        assert len([*Path("/proc/self/fd").iterdir()]) == before + 2
+    with guards[0]:
+        starts = (tmp_path / "starts").read_text().splitlines()
+    assert "--nodelist=n0,n2 " in starts[0] and "--nodelist=n2 " in starts[-1]
+    assert len(starts) == ends + 1 and "the guards' step ended (srun 3)" in caplog.text
+
+
+def test_a_node_is_guarded_before_its_ranks_start(environ: dict[str, str], tmp_path: Path) -> None:
+    write_command(tmp_path, "srun", f"sleep 0.5; touch {tmp_path}/ready; echo .; exec cat >/dev/null")
+    with lost_nodes.start_guards(make_attempt(environ, tmp_path, "n1", "n2")) as guards:
+        was_ready = (tmp_path / "ready").exists()
+    with guards[0]:
+        assert was_ready
+
+
+def test_the_port_of_a_node_is_never_shortened(environ: dict[str, str], tmp_path: Path) -> None:
+    """SLURM writes multiples of 512 as 17K, unless it is told not to; such a one says nothing of the node."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        row = f"echo 'n0|idle|127.0.0.1|{port}|'"
+        write_command(
+            tmp_path, "sinfo", f"case $* in *--noconvert*) {row} ;; *) echo 'n0|idle|h|17K|' ;; esac"
+        )
+        assert lost_nodes.try_connection(ask_nodes(["n0"], environ)["n0"]) is True
+    write_command(tmp_path, "sinfo", "echo 'n0|idle|127.0.0.1|17K|'")
+    assert lost_nodes.try_connection(ask_nodes(["n0"], environ)["n0"]) is None
 
 
 @pytest.mark.parametrize(("state", "is_lost"), [("allocated", False), ("allocated*", True)])
@@ -130,13 +265,15 @@ HOSTS = ("a", "b", "c")
 
 
 def play(text: str) -> tuple[Liveness, list[tuple[float, str]]]:
-    """Play events `TIME WHAT [HOST]` after a first word of all at 0; returns the losses with their times.
+    """Play events `TIME WHAT [HOST]` after a first word at 0 of all that are not mute.
 
-    `look` is one look of the caller's; those in between, each second, are filled in.
+    Returns the losses with their times. `look` is one look of the caller's; those in between, each second,
+    are filled in.
     """
     liveness, found = Liveness(HOSTS, 0.0), []
     for host in HOSTS:
-        liveness.note_heard(host, 0.0)
+        if f"mute {host}" not in text:
+            liveness.note_heard(host, 0.0)
     before = 0.0
     for item in filter(None, text.split(", ")):
         moment, what, *hosts = item.split()
@@ -192,6 +329,15 @@ def test_a_task_that_has_not_said_a_word_has_more_time() -> None:
         assert not liveness.list_suspects()
     liveness.note_look(61.0)
     assert liveness.list_suspects() == ["a", "b", "c"]
+    liveness, found = play("0 mute c, 55 heard a b, 57 heard a b, 61 refused c, 62 refused c")
+    assert found == [(62, "c")] and liveness.now - liveness.heard["c"] == 62.0
+
+
+def test_a_failure_waits_for_a_task_that_has_not_said_a_word() -> None:
+    liveness, _ = play("0 mute c, 2 heard a b, 3 failed, 4 heard a b")
+    assert not liveness.has_heard_all(3.0)
+    liveness.note_heard("c", 5.0)
+    assert liveness.has_heard_all(3.0)
 
 
 def test_who_is_to_be_tried() -> None:

@@ -200,6 +200,17 @@ def test_what_becomes_of_a_job(
         play(first_nodes, tmp_path, number, merge({"environ": job.get("environ", {})}, start), environ)
 
 
+def test_without_squeue_a_refused_step_is_not_tried_for_ever(
+    submitted: Path, first_nodes: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
+    environ = {"SLURM_JOB_NODELIST": "n[0-1]", **prepare(tmp_path), "PATH": f"{tmp_path}/bin"}
+    shutil.copytree(submitted, tmp_path / "run")
+    (tmp_path / "bin/squeue").unlink()
+    refusal = "! Unable to create step for job 7: Requested nodes are busy"
+    start = {"slurm": {"starts": refusal}, "expect": {"starts": 5, "code": 4, "outcome": {"state": "failed"}}}
+    play(first_nodes, tmp_path, 0, start, environ)
+
+
 def test_inside_an_allocation_nothing_is_requeued_and_the_run_can_be_submitted_again(tmp_path: Path) -> None:
     environ = prepare(tmp_path)
     write_step(tmp_path, {"nodes": {"n1": {"fails": 7}}})

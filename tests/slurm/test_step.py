@@ -1,6 +1,8 @@
 """What srun is told, in which environment, over which nodes in which order: `srun.toml`."""
 
+import os
 import shlex
+import subprocess
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,8 @@ from launcher.config.settings import ContainerConfig
 from launcher.launch.job import list_ports, read_client_ports
 from launcher.slurm.commands import expand_hosts, fold_in_order
 from launcher.slurm.first_node import find_node_order
-from launcher.slurm.step import Step
+from launcher.slurm.step import KEPT_LINES, NodeStep, Step, StepReport, find_task_ends
+from tests.seam import wait_for
 
 TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("srun.toml").read_text())
 STEP = Step(("n0", "n1"), ("python", "-m", "task", "/runs/x"), elastic=False, directory="/home/me/a b")
@@ -130,6 +133,21 @@ def test_where_the_order_of_nodes_is_from(row: list[str], tmp_path: Path) -> Non
     assert (",".join(order.hosts), order.source) == (wanted, source)
     told = "\n".join(order.warnings)
     assert warning in told and bool(warning) == bool(told) and told.replace("\n", "").isprintable()
+
+
+def test_what_srun_has_said_is_read_while_it_says_more() -> None:
+    """As on a SIGTERM, when the attempt's end is prepared while its step runs."""
+    line = "srun: error: n0: task 0: Exited with exit code 7"
+    talker = ["sh", "-c", f"while echo '{line}' >&2; do :; done"]
+    with subprocess.Popen(talker, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin
+        report = StepReport()
+        step = NodeStep(process, os.dup(process.stdin.fileno()), report)
+        wait_for(lambda: len(report.srun_lines) == KEPT_LINES, "srun's lines", 30)
+        for _ in range(2000):
+            assert find_task_ends(report.srun_lines) == {"n0": "Exited with exit code 7"}
+        process.kill()
+        step.close()
 
 
 LOWEST, DEFAULT_LOCAL = 10240, (32768, 60999)
