@@ -87,21 +87,25 @@ def test_the_launcher_loads_no_torch(words: list[str], tmp_path: Path) -> None:
     assert "launcher.cli.main" in loaded
 
 
-def test_a_start_loads_little_until_the_ranks_are_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [(), ("run_dir=run",)])
+def test_a_start_loads_little_until_the_ranks_are_started(tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "x.py").touch()
-    script = """
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/manifest.json").write_text("{}")
+    script = f"""
 import os, sys
 from launcher.launch.supervisor import DirectAgent
 def begin(self):
     print("LOADED", *sys.modules, flush=True)
     os._exit(0)
 DirectAgent.begin = begin
-sys.argv = ["launch", "agent=direct", "nproc_per_node=1", "x.py"]
+sys.argv = ["launch", "agent=direct", "nproc_per_node=1", *{words}, "x.py"]
 from launcher.cli.main import main
 main()
 """
     loaded = list_modules(script, tmp_path)
     assert {"launcher.launch.local_run", "launcher.plan.planner"} <= loaded
+    assert ("launcher.slurm.run_states" in loaded) == bool(words)
     assert not {name.partition(".")[0] for name in loaded} & {
         *("rich", "psutil", "asyncio", "torch", "numpy", "submitit")
     }

@@ -41,6 +41,7 @@ from launcher.runs.run_directory import RunDir, explain_write_error, open_run_di
 from launcher.slurm import commands
 from launcher.slurm import step as srun
 from launcher.slurm.attempt import (
+    MAX_NAMED,
     Attempt,
     NodeOrder,
     choose_stop_time,
@@ -203,11 +204,10 @@ class FirstNode:
         def find_endpoint(host: str, restart: int) -> tuple[str, int]:
             """Return where the ranks of a start meet; a node that replaces the first one has SLURM's name."""
             address, port = parse_endpoint(endpoint)
-            return (address if host == first else host), pick_port() if restart else port
+            given = address if host == first else host
+            return given, choose_port(host, attempt.environ) if restart else port
 
-        # This may be a login node with `salloc`, rather than the node that serves the rendezvous.
-        is_here = first == attempt.environ.get("SLURMD_NODENAME")
-        endpoint = config.rdzv_endpoint or f"{first}:{find_free_port() if is_here else pick_port()}"
+        endpoint = config.rdzv_endpoint or f"{first}:{choose_port(first, attempt.environ)}"
         if attempt.request.agent == "direct":  # else torchrun decides about the starts of ranks
             restarts = choose_restarts(config, attempt.environ) or 0
             coordinator = Coordinator(attempt.step_hosts, len(attempt.hosts), restarts, find_endpoint)
@@ -381,24 +381,25 @@ def skip_step_ids(attempt: Attempt) -> None:
             )
 
 
-def pick_port() -> int:
-    """Return a port of a node that cannot be asked: any outside of the kernel's own.
+def choose_port(host: str, environ: Mapping[str, str]) -> int:
+    """Return a port of a node: a free one if this process is there, else any outside of the kernel's own.
 
-    Of jobs that share the node, two have the same one in some 20,000 cases once; then the ranks start again.
+    Of jobs that share a node, two have the same one in some 20,000 cases once. Then the ranks start again if
+    this process decides about their starts; with torchrun's agent the job ends.
     """
+    if host == environ.get("SLURMD_NODENAME"):  # not on a login node with `salloc`
+        return find_free_port()
     return random.SystemRandom().choice(list_ports(*read_client_ports()))
 
 
 # The order of the nodes
 
-GROUP = re.compile(r"(?:^|\s)(?:SwitchName|BlockName|AggregatedBlock)=(\S+)")
-NODES = re.compile(r"(?:^|\s)Nodes=(\S+)")
-SHOWN = 3
-"""Names of nodes that a message tells."""
+TOPOLOGY_GROUP = re.compile(r"(?:^|\s)(?:SwitchName|BlockName|AggregatedBlock)=(\S+)")
+TOPOLOGY_NODES = re.compile(r"(?:^|\s)Nodes=(\S+)")
 TOPOLOGY_TIMEOUT = 10.0
 """Seconds that SLURM has to tell of its switches: a job starts without, if slurmctld is busy."""
-KEPT = "the nodes stay in SLURM's order"
-FLAT = "node"
+ORDER_KEPT = "the nodes stay in SLURM's order"
+NO_SWITCHES = "node"
 """SLURM_TOPOLOGY_ADDR_PATTERN if there are no switches: then SLURM need not be asked (srun(1))."""
 
 Groups = tuple[tuple[str, frozenset[str]], ...]
@@ -413,7 +414,7 @@ def parse_topology(text: str) -> Groups:
     """
     groups = []
     for line in text.splitlines():
-        name, nodes = GROUP.search(line), NODES.search(line)
+        name, nodes = TOPOLOGY_GROUP.search(line), TOPOLOGY_NODES.search(line)
         with contextlib.suppress(ValueError):
             if (
                 name
@@ -455,18 +456,18 @@ def find_node_order(
     if setting not in ("auto", "topology"):
         return order_by_file(hosts, setting, directory)
     groups, why = Groups(), "SLURM knows of no switches or blocks with this job's nodes"
-    if environ.get("SLURM_TOPOLOGY_ADDR_PATTERN") != FLAT:
+    if environ.get("SLURM_TOPOLOGY_ADDR_PATTERN") != NO_SWITCHES:
         try:
             text = commands.run_slurm(("scontrol", "show", "topology"), environ, timeout=TOPOLOGY_TIMEOUT)
             groups = tuple(group for group in parse_topology(text) if group[1].intersection(hosts))
         except SchedulerError as error:
             why = f"the switches are not known ({error})"
     if not groups:
-        warnings = () if setting == "auto" else (f"{why}: {KEPT}",)
+        warnings = () if setting == "auto" else (f"{why}: {ORDER_KEPT}",)
         return NodeOrder(tuple(hosts), "slurm", why, warnings)
     placed = frozenset[str]().union(*(nodes for _, nodes in groups))
     left = [host for host in hosts if host not in placed]
-    last = f"{name_some(left, SHOWN)}: on none of SLURM's switches, and so last in the order"
+    last = f"{name_some(left, MAX_NAMED)}: on none of SLURM's switches, and so last in the order"
     why = f"SLURM's topology, {len(groups)} groups"
     return NodeOrder(order_nodes(hosts, groups), "topology", why, (last,) if left else ())
 
@@ -491,17 +492,15 @@ def order_by_file(hosts: Sequence[str], setting: str, directory: str) -> NodeOrd
     if len(left) == len(hosts):
         why = why or f"{setting} names none of the job's nodes, such as {hosts[0]}"
     if why:
-        return NodeOrder(tuple(hosts), "slurm", why, (f"{why}: {KEPT}",))
+        return NodeOrder(tuple(hosts), "slurm", why, (f"{why}: {ORDER_KEPT}",))
     ordered = sorted(hosts, key=lambda host: (places.get(host, len(names)), commands.make_natural_key(host)))
-    last = f"{setting} does not name {name_some(left, SHOWN)}, which come last"
+    last = f"{setting} does not name {name_some(left, MAX_NAMED)}, which come last"
     return NodeOrder(tuple(ordered), "file", setting, (last,) if left else ())
 
 
 # Preflight: on which of the nodes that were checked the job runs, or why it does not start
 
 
-MAX_NAMED = 8
-"""Nodes that a sentence names."""
 FIXED_OPTIONS: Mapping[str, object] = {
     "input": "none",
     "output": None,
@@ -650,7 +649,7 @@ def check_allocation(
     """
     from launcher.preflight import make_request, run_checks  # most jobs on CPUs have no use for it
 
-    endpoint, merged = f"{hosts[0]}:{pick_port()}", {**environ, **config.env}
+    endpoint, merged = f"{hosts[0]}:{choose_port(hosts[0], environ)}", {**environ, **config.env}
     request = make_request(config, hosts, environ=merged, endpoint=endpoint, **asked)
     try:
         answers = run_checks(

@@ -16,18 +16,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from launcher.errors import SchedulerError, UsageError
 from launcher.files import open_file
 from launcher.launch.signals import FORWARDED, SignalQueue, catch_signals
-from launcher.report.console import JobConsole, Source
-from launcher.report.viewer import ViewOptions
 from launcher.runs.manifest import CLOSED, OPEN, check_process, read_job, read_own_manifest, take_dict
 from launcher.runs.rank_logs import Follower, find_logs
 from launcher.runs.run_directory import FULL, RunDir, is_full
 from launcher.runs.run_status import RunStatus, mark_lost, read_status
 from launcher.slurm.commands import ENDED, STATES, WAITING, JobState, ask_queue, name_job, run_slurm
 from launcher.text import quote_word
+
+if TYPE_CHECKING:
+    from launcher.report.console import JobConsole
 
 logger = logging.getLogger(__name__)
 
@@ -216,8 +218,6 @@ LAST_LINE = re.compile(
 """The last line of a job; its manifest may be closed while its ranks still end."""
 OTHER_RANKS = re.compile(rb"^\[[^][\s]+:(?!0\] )\d+\] .*\n", re.MULTILINE)
 """Lines of other ranks than rank 0."""
-RANKS = Source(0, "out", b"")
-"""The log has the ranks' lines with their origin already."""
 MOST_KEPT = 1 << 16
 """Bytes of a line that are waited for its end with."""
 PASSING = (None, *STATES["passing"])
@@ -230,7 +230,7 @@ class JobLog:
 
     path: Path
     """The file, which every attempt appends to."""
-    console: JobConsole
+    console: "JobConsole"
     follower: Follower = field(default_factory=Follower)
     kept: bytes = b""
     """The beginning of a line."""
@@ -241,6 +241,8 @@ class JobLog:
 
     def show_new(self, *, final: bool = False) -> bool:
         """Show whole lines of what is new, and tell whether there was any; at the end an unfinished one."""
+        from launcher.report.console import Source  # there is a console
+
         now = time.monotonic()
         if now - self.opened > FRESH:
             # NFS asks the server at an open, else it may believe its cache for 60 s.
@@ -256,11 +258,12 @@ class JobLog:
         data, self.kept = data[:end], data[end:]
         if data:
             self.console.show_status("")
+            ranks = Source(0, "out", b"")  # the log has their lines with their origin already
             pieces = [*OWN_LINES.split(data), b""]  # every second one is launch's
             for others, own in zip(pieces[::2], pieces[1::2], strict=True):
                 if others:
                     self.console.note_progress("out", OTHER_RANKS.sub(b"", others))
-                    self.console.write_output(RANKS, others)
+                    self.console.write_output(ranks, others)
                 if own:
                     self.console.write_own_lines(own)
             self.is_whole = not pieces[-2] and LAST_LINE.search(pieces[-3]) is not None
@@ -274,6 +277,9 @@ def follow_jobs(jobs: Sequence[tuple[Path, str]]) -> int:
     (then the exit code is 130) or to detach (0). If there is no terminal to ask on, for a second
     Ctrl-C and any other signal, it detaches with 128+n.
     """
+    from launcher.report.console import JobConsole  # whoever starts or submits a job does without
+    from launcher.report.viewer import ViewOptions
+
     console = JobConsole(ViewOptions("all"))
     watch = RunWatch([path for path, _ in jobs], console.print_own_line)
     log = None
@@ -294,7 +300,7 @@ class Following:
 
     jobs: Sequence[tuple[Path, str]]
     inbox: SignalQueue
-    console: JobConsole
+    console: "JobConsole"
     watch: RunWatch
     log: JobLog | None
     """Output of the job; None if there are several."""

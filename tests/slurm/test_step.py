@@ -1,5 +1,6 @@
 """What srun is told, in which environment, over which nodes in which order: `srun.toml`."""
 
+import errno
 import os
 import shlex
 import subprocess
@@ -12,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.config.settings import ContainerConfig
+from launcher.config.settings import ContainerConfig, Settings
 from launcher.launch.job import list_ports, read_client_ports
+from launcher.preflight import PreflightRequest
+from launcher.slurm import first_node
 from launcher.slurm.commands import expand_hosts, fold_in_order
 from launcher.slurm.first_node import find_node_order
 from launcher.slurm.step import KEPT_LINES, NodeStep, Step, StepReport, find_task_ends
@@ -148,6 +151,24 @@ def test_what_srun_has_said_is_read_while_it_says_more() -> None:
             assert find_task_ends(report.srun_lines) == {"n0": "Exited with exit code 7"}
         process.kill()
         step.close()
+
+
+def test_a_port_is_a_free_one_where_this_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the ranks, and for what preflight has the nodes do together."""
+    found = list[str]()
+
+    def check(_command: object, request: PreflightRequest, _environ: object, **_more: object) -> None:
+        found.append(request.endpoint)
+        raise OSError(errno.ENOENT, "as without srun")
+
+    monkeypatch.setattr("launcher.preflight.run_checks", check)
+    monkeypatch.setattr(first_node, "find_free_port", lambda: 20000)
+    monkeypatch.setattr(first_node, "list_ports", lambda *_: [30000])
+    for own, port in (("n0", 20000), ("n1", 30000), ("", 30000)):
+        environ = {"SLURMD_NODENAME": own} if own else {}
+        assert first_node.choose_port("n0", environ) == port
+        first_node.check_allocation(Settings(), environ, ("n0", "n1"), directory=Path("/"), kind="light")
+        assert found[-1] == f"n0:{port}"
 
 
 LOWEST, DEFAULT_LOCAL = 10240, (32768, 60999)
