@@ -71,7 +71,7 @@ def settle() -> None:
 def _read_threads() -> dict[str, list[bytes]]:
     """Return the state of each of gloo's threads, with how often it has begun to wait (proc(5))."""
     found: dict[str, list[bytes]] = {}
-    with Suppressed(OSError):
+    with Suppressed(Exception):
         for thread in os.listdir("/proc/self/task"):
             with Suppressed(OSError, ValueError), open(f"/proc/self/task/{thread}/status", "rb") as file:
                 fields = dict(line.split(b":\t", 1) for line in file.read().splitlines())

@@ -277,7 +277,8 @@ class Heartbeat:
             file.phase_since = file.activity_time = self.phase_since
             os.replace(draft, path)
         except BaseException:
-            os.unlink(draft)
+            with Suppressed(OSError):  # it has its name already
+                os.unlink(draft)
             raise
         finally:
             os.close(descriptor)

@@ -8,15 +8,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # these would cost each start of an interpreter some milliseconds
     from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
-    from signal import NSIG, getsignal
-    from types import ModuleType
+    from types import FrameType, ModuleType
     from typing import Any, TypeVar
 
     Action = Callable[[ModuleType], object]
     Argument = TypeVar("Argument")
     Function = Callable[..., Any]
-else:
-    from _signal import NSIG, getsignal
 
 REPLACED: Mapping[str, tuple[str, ...]] = {
     "torch.serialization": ("save",),
@@ -67,18 +64,15 @@ class ImportWatcher:
             if getattr(module, "__name__", None) != name:
                 return
             attributes.pop("exec_module", None)
-            actions = self.actions.pop(name, [])
-            finders = getattr(sys, "meta_path", None) or []
-            if not self.actions and self in finders:
-                finders.remove(self)
-            for action in actions:
+            for action in self.actions.pop(name, []):
                 call_safely(action, module)
 
         attributes["exec_module"] = execute_and_report
 
 
 WATCHER = ImportWatcher()
-"""One for the interpreter, as `sys.meta_path` is."""
+"""One for the interpreter, as `sys.meta_path` is. It stays there: an import that goes through the list while
+it gets shorter misses a finder."""
 
 
 def when_imported(name: str, action: Action) -> None:
@@ -128,20 +122,28 @@ class Suppressed:
 def is_foreign(error: Exception) -> bool:
     """Tell whether a signal's handler of the program has raised it, or it was thrown into this thread.
 
-    Its traceback has a handler's frame, or its type is neither Python's nor torch's. All else is a failure of
-    this package, whatever of the program's it has called: a plugin of torch's, an audit hook.
+    A handler is called with the frame that it interrupts, as a tracer is. What is thrown has a type that is
+    neither Python's nor torch's, and comes up in code that is. All else is a failure of this package,
+    whatever of the program's it has called: a plugin of torch's, an audit hook.
     """
-    package = type(error).__module__.partition(".")[0]
-    if package != "torch" and package not in getattr(sys, "stdlib_module_names", (package,)):  # Python 3.9
-        return True
-    handlers: list[Any] = [handler for handler in map(getsignal, range(1, NSIG)) if callable(handler)]
-    codes = {getattr(one, "__code__", None) for handler in handlers for one in (handler, handler.__call__)}
-    trace = error.__traceback__
+    trace, frame = error.__traceback__, None
     while trace is not None:
-        if trace.tb_frame.f_code in codes:
+        outer, frame, trace = frame, trace.tb_frame, trace.tb_next
+        if outer is not None and _has_argument(frame, outer):
             return True
-        trace = trace.tb_next
-    return False
+    places = (type(error).__module__, frame.f_globals.get("__name__") if frame is not None else None)
+    package, place = (str(name).partition(".")[0] for name in places)
+    own, python = __name__.partition(".")[0], getattr(sys, "stdlib_module_names", (package,))  # since 3.10
+    known = {own, "torch", *python}
+    return package not in known and place in known
+
+
+def _has_argument(frame: FrameType, argument: object) -> bool:
+    """Tell whether a frame's function was called with something."""
+    code, values = frame.f_code, frame.f_locals
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4)  # `*rest`: inspect.CO_VARARGS
+    found = [values.get(name) for name in code.co_varnames[:count]]
+    return any(one is argument for each in found for one in (each if type(each) is tuple else (each,)))
 
 
 def call_safely(action: Callable[[Argument], object], argument: Argument) -> None:

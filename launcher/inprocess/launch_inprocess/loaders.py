@@ -129,7 +129,7 @@ def _move_process(pid: int, source: set[int], target: set[int]) -> None:
     One that has ended or may not be moved stays. So does one that is not on `source`: somebody has bound it,
     or had bound the rank itself.
     """
-    with Suppressed(OSError):  # it has ended
+    with Suppressed(Exception):  # it has ended
         for _ in range(2):
             for thread in map(int, os.listdir(f"/proc/{pid}/task")):
                 with Suppressed(OSError):
@@ -143,7 +143,6 @@ def _install_default(module: ModuleType, class_name: str, number: int) -> None:
     It is in the signature too: frameworks make loaders again from what differs from the signature's defaults,
     and with 0 there, an explicit `num_workers=0` would be lost.
     """
-    import contextlib
     import functools
     import inspect
     from weakref import WeakValueDictionary
@@ -160,7 +159,7 @@ def _install_default(module: ModuleType, class_name: str, number: int) -> None:
         is_default = 0 < len(args) <= position and "num_workers" not in kwargs
         added: dict[str, object] = {}
         if is_default and os.getpid() == process:
-            with contextlib.suppress(Exception):  # an object that does not let itself be looked at
+            with Suppressed(Exception):  # an object that does not let itself be looked at
                 added = _choose_options({**dict(zip(names, args)), **kwargs}, number)  # noqa: B905  # Python 3.9
         original(*args, **kwargs, **added)
         if added:

@@ -17,7 +17,15 @@ import sys
 import time
 from _thread import get_ident
 
-from .import_hook import Suppressed, call_safely, find_cuda, surround, when_framework_is_used, when_imported
+from .import_hook import (
+    Suppressed,
+    call_safely,
+    find_cuda,
+    is_foreign,
+    surround,
+    when_framework_is_used,
+    when_imported,
+)
 from .loaders import watch_waits
 from .step_counter import COUNTER, on_step
 
@@ -314,5 +322,7 @@ def _write_json(path: str, record: Mapping[str, object]) -> None:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             json.dump(record, file)
         os.replace(draft, path)
-    except OSError:  # no room
+    except OSError as error:  # no room
         os.unlink(draft)
+        if is_foreign(error):
+            raise
