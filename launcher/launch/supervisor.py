@@ -159,8 +159,8 @@ class DirectAgent:
 
     @property
     def children(self) -> Collection[int]:
-        """PIDs of the ranks, and of the warm process: nobody else may reap them."""
-        warm = (self.warm.process.pid,) if self.warm else ()
+        """PIDs of the ranks, and of the warm process while it runs: nobody else may reap them."""
+        warm = (self.warm.process.pid,) if self.warm and self.warm.process.poll() is None else ()
         return (*(rank.pid for rank in self.group), *warm)
 
     @property

@@ -125,7 +125,7 @@ class Watching:
                 self.tell([{**asdict(one.process), **ended, "exit_code": one.exitcode} for one in fresh])
             if self.process is None and not self.given_up and time.monotonic() >= self.begin:
                 self.start()
-            elif self.process and not self.given_up and self.process.poll() is not None:
+            elif self.process and self.process.poll() is not None and not self.given_up:
                 said = [line.strip() for line in read_tail(Path(self.folder) / LOG, 1)]
                 self.give_up(": ".join([f"it ended with code {self.process.returncode}", *said]))
         except Exception as error:

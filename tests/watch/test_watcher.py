@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 import tomllib
@@ -16,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 
 from launcher.codec import convert
-from launcher.launch.watching import keep_watch_folder
+from launcher.launch.watching import Watching, keep_watch_folder
 from launcher.watch.__main__ import NodeWatcher
 from launcher.watch.metrics import MetricsEvent, MetricsLog, read_metrics
 from launcher.watch.model import (
@@ -121,6 +122,13 @@ def test_ranks_that_cannot_be_watched_and_why(
         assert folder == ""
     places = "/dev/shm: No space left on device, /tmp: No space left on device"
     assert f"the ranks are not watched: no folder for heartbeats can be made ({places})" in caplog.text
+
+
+def test_one_that_was_given_up_is_reaped_when_it_ends() -> None:
+    """As a zombie it would hold up the reaping of the ranks' orphans."""
+    with subprocess.Popen(["true"]) as process:
+        watching = Watching("", {}, process=process, given_up=True)
+        wait_for(lambda: watching.attend(()) == [] and process.returncode == 0, "the end")
 
 
 # The run directory's thread: a filesystem that hangs stops it alone, and what it has to say is not lost
