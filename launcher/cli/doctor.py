@@ -221,9 +221,8 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
         told = {"action": action, "left_out": [], "lines": lines}
         manifest["preflight"] = {**describe_report(report), **told}
     elif not status:
-        problem = f"this machine was not checked: {report}"
-        logger.warning(f"preflight: {problem}")
-        manifest["preflight"] = {"kind": settings.kind, "problem": report, "lines": [problem]}
+        logger.warning(f"preflight: this machine was not checked: {report}")
+        manifest["preflight"] = {"kind": settings.kind, "problem": report}
     if stops:
         outcome = {"state": "failed", "cause": "sick_node", "exit_code": EXIT_MACHINE, "reason": reason}
         manifest["outcome"] = outcome

@@ -371,6 +371,7 @@ def solve_batch(
 
 @cache
 def read_rules() -> dict[str, Any]:
+    """Return rules.toml: `changes` that make a job fit, sentences of `advice`, and those on its `layout`."""
     # Most starts do without.
     import tomllib  # noqa: PLC0415
 

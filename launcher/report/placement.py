@@ -80,11 +80,13 @@ def _print_variables(console: Console, ranks: Sequence[RankPlan]) -> None:
 def _print_ranks(console: Console, plan: Plan, *, full: bool) -> None:
     """Print the rows, and the legend if it is asked for."""
     marks = _BLOCKS if console.encoding.startswith("utf") else _LETTERS
-    rows = [cells | {_BAR: cells["node"]} for cells in (list_cells(one, plan.machine) for one in plan.ranks)]
+    rows = [list_cells(one, plan.machine) for one in plan.ranks]
     same = all(row["memory"] == f"node {row['node']}" for row in rows)
-    sizes = measure_columns(rows)
-    if _BAR in sizes:
-        sizes[_BAR] = len(_Ruler(plan, 2 * _MOST_CELLS).title)
+    sizes: dict[str, int] = {}
+    for title, size in measure_columns(rows).items():
+        sizes[title] = size
+        if title == "node":
+            sizes[_BAR] = len(_Ruler(plan, 2 * _MOST_CELLS).title)
     drops = ("memory", *_DROPS) if same else _DROPS
     widths = fit_columns(sizes, drops, console.width, {_BAR: min(sizes.get(_BAR, 0), _LEAST)})
     ruler = _Ruler(plan, widths.get(_BAR, 1))
@@ -104,7 +106,7 @@ def _print_ranks(console: Console, plan: Plan, *, full: bool) -> None:
 
 
 def list_cells(rank: RankPlan, machine: Machine) -> dict[str, str]:
-    """Return what a rank has, by the titles of columns; empty for nothing, and for the bar."""
+    """Return what a rank has, by the titles of columns; empty for nothing."""
     gpu = rank.gpu
     nodes = {cpu.node for cpu in machine.cpus if cpu.id in rank.cpus}
     return {
@@ -113,7 +115,6 @@ def list_cells(rank: RankPlan, machine: Machine) -> dict[str, str]:
         "pci": gpu.pci if gpu else "",
         "mig": gpu.uuid[:12] if gpu and gpu.uuid.startswith("MIG-") else "",
         "node": shorten_cpulist(nodes),
-        _BAR: "",
         "cpus": shorten_cpulist(rank.cpus),
         "workers also on": shorten_cpulist(rank.worker_cpus - rank.cpus),
         "memory": f"node {shorten_cpulist(rank.memory.nodes)}" if rank.memory.nodes else "any",

@@ -232,8 +232,10 @@ def _list_details(run: "RunStatus") -> Iterator[tuple[str, ...]]:
         lines = failure.get("last_lines")
         for line in lines if isinstance(lines, list) else ():
             yield "", f"| {line}"
-    lines = (run.preflight or {}).get("lines")
-    for number, line in enumerate(lines if isinstance(lines, list) else ()):
+    checked = run.preflight or {}
+    lines, problem = checked.get("lines"), checked.get("problem")
+    why = [f"the nodes were not checked: {problem}"] if problem else []
+    for number, line in enumerate(lines if isinstance(lines, list) else why):
         yield "" if number else "preflight", str(line)
     if run.watch and run.state == "running":
         yield "watch", f"launch watch {quote_word(run.path)}"

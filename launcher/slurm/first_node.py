@@ -598,9 +598,8 @@ def run_preflight(first: FirstNode, kind: str) -> bool:
     if first.take_early_signals():
         return True  # whoever starts the step sees it
     if isinstance(report, str):
-        problem = f"the nodes were not checked: {report}"
-        logger.warning(f"preflight: {problem}")
-        attempt.manifest["preflight"] = {"kind": kind, "problem": report, "lines": [problem]}
+        logger.warning(f"preflight: the nodes were not checked: {report}")
+        attempt.manifest["preflight"] = {"kind": kind, "problem": report}
         attempt.write()
         return True
     choice = choose_hosts(

@@ -84,6 +84,9 @@ def test_a_run_that_failed(launch: Launch, here: Path) -> None:
         assert text in shown
     assert "preflight      sick: n3: limits: " in shown and ": 1 sick (n3)" in shown
     assert "\x1b" not in shown
+    make_run(here / "others", preflight={"kind": "light", "problem": "no such plugin"})
+    shown = launch("status", "tiny", "runs_dir=others").out
+    assert "preflight  the nodes were not checked: no such plugin" in shown
 
 
 def test_attempts_are_told_with_their_causes(launch: Launch, here: Path) -> None:
