@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from string import Formatter
 from typing import Any, get_args, get_origin
@@ -127,10 +128,14 @@ class _Texts(Formatter):
         return format(show_value(value) if isinstance(value, list) else value, spec)
 
 
+@cache
+def _read_texts() -> dict[str, dict[str, str]]:
+    return tomllib.loads(Path(__file__).with_name("errors.toml").read_text(encoding="utf-8"))
+
+
 def say(kind: str, rule: str, values: Mapping[str, object]) -> str:
     """Return what a rule among the `errors` or the `warnings` says of values."""
-    texts = tomllib.loads(Path(__file__).with_name("errors.toml").read_text(encoding="utf-8"))
-    return _Texts().vformat(texts[kind][rule], (), values)
+    return _Texts().vformat(_read_texts()[kind][rule], (), values)
 
 
 def refuse(rule: str, kind: type[LaunchError] = UsageError, /, **values: object) -> LaunchError:
@@ -153,13 +158,13 @@ class RequeueConfig:
     stopped: int = setting(10, minimum=0)
     """A SIGTERM came that neither launch nor SLURM's queue sent."""
     requested: int = setting(100, minimum=0)
-    """The first rank that failed ended with one of `exit_codes`."""
+    """The first rank that failed ended with one of `exit_codes`, and nobody had asked for a stop."""
     hang: int = setting(3, minimum=0)
     """`watch.on_hang=stop` ended the ranks."""
     crash: int = setting(0, minimum=0)
     """The program failed."""
     exit_codes: list[int] = setting([75], minimum=1, maximum=255)
-    """By which a program asks to be started again; 75 is EX_TEMPFAIL."""
+    """Exit codes by which a program asks to be started again; 75 is EX_TEMPFAIL."""
     no_progress: int = setting(3, minimum=0)
     """Attempts in a row without a later step or a newer checkpoint, after which the job stops."""
     limit: int = setting(200, minimum=1)
@@ -286,7 +291,8 @@ class ProgressConfig:
     """What counts as progress, besides the steps that rank 0 prints and files below RUN_DIR/checkpoints."""
 
     paths: list[str] = setting([], pattern=".+", give="paths that are not empty")
-    """Patterns of checkpoints elsewhere, such as `/scratch/me/ckpt/*`, with `**` for any depth."""
+    """Patterns of checkpoints elsewhere, such as `/scratch/me/ckpt/*`, with `**` for any depth; relative
+    to the working directory."""
 
 
 @dataclass
@@ -411,7 +417,7 @@ class FitConfig:
     accumulation: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_BATCH, words=("auto",))
     """Micro-steps of an optimizer step; `auto`: from global_batch if that is set, else 1."""
     global_batch: int | None = setting(None, minimum=1, maximum=LARGEST_BATCH)
-    """micro_batch * dp * accumulation."""
+    """Sequences of an optimizer step: micro_batch * dp * accumulation."""
     seq_len: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_BATCH, words=("auto",))
     """Tokens of a sequence; `auto`: the program's, else the model's max_seq_len, at most 4096."""
     flash_attention: bool = True
@@ -439,9 +445,9 @@ class FitConfig:
     gpu_memory_gib: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
     """Memory of a GPU in GiB, in place of the machine's."""
     tokens: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
-    """To train on in all, for time and GPU-hours."""
+    """Tokens to train on in all, for time and GPU-hours."""
     step_seconds: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
-    """Measured, of an optimizer step, for TFLOPS, MFU and HFU."""
+    """Measured seconds of an optimizer step, for TFLOPS, MFU and HFU."""
     grid: bool = False
     """`launch plan` shows micro-batches by checkpointing by sharding."""
     timeout: float = 600.0
@@ -507,7 +513,7 @@ class Settings:
     """How often all ranks are started again after one has failed; null: never, but 3 times with
     `watch.on_hang=restart`."""
     follow: bool = False
-    """Stay with a submitted job: its queue, output and exit code."""
+    """Stay with a submitted job: show why it waits and its output, and end with its exit code."""
     rank: int | None = setting(None, minimum=0)
     """The rank that `launch logs` or `launch watch` shows; null means all."""
     yes: bool = False

@@ -12,8 +12,8 @@ SECRET = re.compile(
 the address of a hook can post to it."""
 HOOKS = {("notify", "url"), ("notify", "ping_url")}
 """The same, as keys in a tree: the one above, and the key."""
-VALUE = re.compile(r"[\w.-]{0,99}[\"']?\s*[:=]\s*(?=\S)")
-"""From a secret's name to its value: `HF_TOKEN=…`, `{hf_token: …}`, `Authorization: Bearer …`."""
+VALUE = re.compile(r"[\w.-]{0,99}[\"']?\s*[:=]\s*(?=\S)(?!null\Z)")
+"""From a secret's name to its value: `HF_TOKEN=…`, `{hf_token: …}`, `Authorization: Bearer …`; no `null`."""
 OPTION = re.compile(r"(?<![\w-])(--?[A-Za-z][\w.-]{0,99})[ \t]+(?=[^\s-])")
 """An option and the space before its value within a text, as in `bash -c 'train --token …'`."""
 LOGIN = re.compile(r"(?<=://)[^/\s:@]*:[^/\s]+(?=@)")

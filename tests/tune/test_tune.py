@@ -536,7 +536,8 @@ def test_a_dry_run_sets_the_option_and_starts_nothing(
 
 def test_a_dry_run_of_the_bundled_program(launch: Launch) -> None:
     bundled = launch("tune", "batch", "nproc_per_node=1", "dry_run=true")
-    assert "would try program.batch_size=8" in bundled.out and " program.batch_size=8" in bundled.out
+    tried, command = bundled.out.splitlines()
+    assert "would try program.batch_size=8" in tried and " program.batch_size=8 " in command
     launch("tune", "batch", "save=conf/program/x.yaml").assert_error(2, "writes no file")
 
 
