@@ -13,7 +13,7 @@ dlrover/python/master/elastic_training/rdzv_manager.py.
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import chain
 
 from launcher.doctor.model import Facts, Finding, found
 from launcher.programs.measurement import Measurement
@@ -35,20 +35,8 @@ SHARED_SLOW, SHARED_SICK = 0.6, 0.4
 ONE_MACHINE = 0.5
 """By which the shares are multiplied for nodes that are one machine: they disturb each other."""
 Pair = tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """A result and its node."""
-
-    node: Facts
-    result: Measurement
-    is_gpu: bool
-    """A GPU has done it, or the node's GPUs together."""
-
-    @property
-    def value(self) -> float:
-        return self.result.value or 0.0
+Work = tuple[Facts, Measurement]
+"""A result and its node."""
 
 
 def judge_work(nodes: Sequence[Facts], tolerance: float) -> Iterator[Finding]:
@@ -56,20 +44,17 @@ def judge_work(nodes: Sequence[Facts], tolerance: float) -> Iterator[Finding]:
 
     `tolerance` is the share of the others' median below which a GPU is slow, in (0, 1].
     """
-    work = []
-    for node in nodes:
-        is_gpu = uses_gpus((node,))
-        work += [_Work(node, one, is_gpu) for one in node.work if one.measure in NAMES]
-    for one in work:
-        if one.result.problem:
-            values = {"place": one.result.where, "work": NAMES[one.result.measure]}
-            yield found("work.failed", "error", one.node.host, **values, problem=one.result.problem)
+    work = [(node, one) for node in nodes for one in node.work if one.measure in NAMES]
+    for node, one in work:
+        if one.problem:
+            values = {"place": one.where, "work": NAMES[one.measure]}
+            yield found("work.failed", "error", node.host, **values, problem=one.problem)
     yield from _compare_checksums(work)
     yield from _compare_speeds(work, find_shared_machines(nodes), tolerance)
     missed: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
-    for one in work:
-        if one.result.reason:
-            missed[one.node.host, one.result.reason][NAMES[one.result.measure]] = None
+    for node, one in work:
+        if one.reason:
+            missed[node.host, one.reason][NAMES[one.measure]] = None
     for (host, reason), names in missed.items():
         yield found("work.not_measured", "unknown", host, work=tuple(names), reason=reason)
 
@@ -85,54 +70,54 @@ def find_shared_machines(nodes: Sequence[Facts]) -> set[str]:
     return {boot for boot, count in Counter(boot for boot, _ in hosts).items() if count > 1}
 
 
-def _compare_checksums(work: Sequence[_Work]) -> Iterator[Finding]:
+def _compare_checksums(work: Sequence[Work]) -> Iterator[Finding]:
     """Devices whose results have other bits than most of the others of their kind, size and torch."""
-    groups: defaultdict[tuple[str, ...], list[_Work]] = defaultdict(list)
-    for one in work:
-        if one.result.checksum:
-            size = one.result.checksum.partition(":")[0]
-            groups[one.result.measure, one.result.device, one.node.torch, size].append(one)
+    groups: defaultdict[tuple[str, ...], list[Work]] = defaultdict(list)
+    for node, one in work:
+        if one.checksum:
+            size = one.checksum.partition(":")[0]
+            groups[one.measure, one.device, node.torch, size].append((node, one))
     for (measure, *_), group in groups.items():
-        usual, count = Counter(one.result.checksum for one in group).most_common(1)[0]
-        different = [one for one in group if one.result.checksum != usual]
+        usual, count = Counter(one.checksum for _, one in group).most_common(1)[0]
+        different = [(node.host, one.where) for node, one in group if one.checksum != usual]
         if different and count * 2 <= len(group):
-            places = tuple(f"{one.node.host} {one.result.where}" for one in group)
+            places = tuple(f"{node.host} {one.where}" for node, one in group)
             yield found("work.bits_differ", "warning", places=places, work=NAMES[measure])
             continue
-        for host in dict.fromkeys(one.node.host for one in different):
-            places = tuple(dict.fromkeys(one.result.where for one in different if one.node.host == host))
+        for host in dict.fromkeys(host for host, _ in different):
+            places = tuple(dict.fromkeys(where for other, where in different if other == host))
             yield found("work.wrong_bits", "error", host, places=places, work=NAMES[measure], equal=count)
 
 
-def _compare_speeds(work: Sequence[_Work], shared: set[str], tolerance: float) -> Iterator[Finding]:
+def _compare_speeds(work: Sequence[Work], shared: set[str], tolerance: float) -> Iterator[Finding]:
     """Devices that are slow beside the others of their kind, those of a node, measure and level together."""
-    groups: defaultdict[tuple[str, str], list[_Work]] = defaultdict(list)
-    for one in work:
-        if one.result.value is not None:
-            groups[one.result.measure, one.result.device].append(one)
-    slow: defaultdict[tuple[str, str, str], list[tuple[float, float, _Work]]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str], list[tuple[float, Facts, Measurement]]] = defaultdict(list)
+    for node, one in work:
+        if one.value is not None:
+            groups[one.measure, one.device].append((one.value, node, one))
+    slow: defaultdict[tuple[str, str, str], list[tuple[float, float, Measurement]]] = defaultdict(list)
     for (measure, _), group in groups.items():
-        values = sorted(one.value for one in group)
-        for one in group if len(group) > 1 else ():
-            typical = _find_median_of_others(values, one.value)
-            share = one.value / typical if typical > 0 else 1.0
+        values = sorted(value for value, _, _ in group)
+        for value, node, one in group if len(group) > 1 else ():
+            typical = _find_median_of_others(values, value)
+            share = value / typical if typical > 0 else 1.0
             warned, sick = tolerance, SICK
-            if not one.is_gpu:
+            if one.where == "CPU":
                 warned, sick = (CPU_SLOW, CPU_SICK) if measure == "matmul" else (SHARED_SLOW, SHARED_SICK)
-            factor = ONE_MACHINE if one.node.boot_id in shared else 1.0
+            factor = ONE_MACHINE if node.boot_id in shared else 1.0
             if share < factor * min(warned, tolerance):
                 level = "error" if share < factor * min(sick, tolerance) else "warning"
-                slow[one.node.host, measure, level].append((share, typical, one))
+                slow[node.host, measure, level].append((share, typical, one))
     for (host, measure, level), own in slow.items():
         share, typical, worst = min(own, key=lambda entry: entry[0])
         yield found(
-            "work.slow_gpu" if worst.is_gpu else "work.slow_cpu",
+            "work.slow_cpu" if worst.where == "CPU" else "work.slow_gpu",
             level,
             host,
-            places=tuple(dict.fromkeys(one.result.where for _, _, one in own)),
+            places=tuple(dict.fromkeys(one.where for _, _, one in own)),
             work=NAMES[measure],
             value=worst.value,
-            unit=worst.result.unit,
+            unit=worst.unit,
             share=share,
             typical=typical,
         )
@@ -175,34 +160,25 @@ def judge_pairs(hosts: Sequence[str], nodes: Sequence[Facts], tolerance: float) 
     shared = set() if uses_gpus(nodes) else find_shared_machines(nodes)
     incomparable = {node.host for node in nodes if node.boot_id in shared}
     results = [one for node in nodes for one in node.work if one.measure == "pair"]
-    not_measured = {one.where for one in results if one.reason}
-    measured: dict[Pair, tuple[float | None, str]] = {}
-    for pair in (pair for one_round in plan_pairs(hosts) for pair in one_round):
-        own = [
-            one for one in results if one.where == name_pair(pair) and (one.problem or one.value is not None)
-        ]
-        if own and name_pair(pair) not in not_measured:
-            problem = next((one.problem for one in own if one.problem), "")
-            value = None if problem else min(one.value for one in own if one.value is not None)
-            measured[pair] = value, problem
+    measured: dict[Pair, tuple[float, str]] = {}
+    for pair in chain.from_iterable(plan_pairs(hosts)):
+        own = [one for one in results if one.where == name_pair(pair)]
+        problem = next((one.problem for one in own if one.problem), "")
+        values = [one.value for one in own if one.value is not None]
+        if (problem or values) and not any(one.reason for one in own):
+            measured[pair] = 0.0 if problem else min(values), problem
     compared = sorted(
-        value for pair, (value, _) in measured.items() if value is not None and incomparable.isdisjoint(pair)
+        value for pair, (value, problem) in measured.items() if not problem and incomparable.isdisjoint(pair)
     )
     typical = compared[min(len(compared) - 1, len(compared) * 3 // 4)] if len(compared) > 1 else 0.0
-    levels = {}
-    for pair, (value, _) in measured.items():
-        share = 0.0 if value is None else 1.0
-        if value is not None and typical and incomparable.isdisjoint(pair):
-            share = value / typical
+    levels, states = {}, {}
+    for pair, (value, problem) in measured.items():
+        is_compared = not problem and typical and incomparable.isdisjoint(pair)
+        share = value / typical if is_compared else float(not problem)
         levels[pair] = "error" if share < sick else "warning" if share < slow else "ok"
+        speed = f"{value:.3g} GB/s beside {typical:.3g} in the better pairs"
+        states[pair] = f"failed ({problem})" if problem else speed
     good = {host for pair, level in levels.items() if level == "ok" for host in pair}
-
-    def say(pair: Pair) -> str:
-        value, problem = measured[pair]
-        if value is None:
-            return f"failed ({problem})"
-        return f"{value:.3g} GB/s beside {typical:.3g} in the better pairs"
-
     explained: set[Pair] = set()
     for host in hosts:
         own_pairs = [pair for pair in levels if host in pair]
@@ -210,9 +186,8 @@ def judge_pairs(hosts: Sequence[str], nodes: Sequence[Facts], tolerance: float) 
         if host not in good and not good.isdisjoint(partners):
             explained.update(own_pairs)
             level = "error" if any(levels[pair] == "error" for pair in own_pairs) else "warning"
-            state = say(own_pairs[0])
+            state = states[own_pairs[0]]
             yield found("pairs.bad_node", level, host, partners=partners, state=state)
     for pair, level in levels.items():
         if level != "ok" and pair not in explained:
-            state = say(pair)
-            yield found("pairs.bad_pair", level, first=pair[0], second=pair[1], state=state)
+            yield found("pairs.bad_pair", level, first=pair[0], second=pair[1], state=states[pair])
