@@ -3,18 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from launcher.doctor import node as node_checks
 from launcher.doctor.job import compare_paths
 from launcher.doctor.model import Facts, Finding, Health, Wanted, found, or_ok, read_tables
-from launcher.doctor.node import (
-    check_free_memory,
-    check_gpus,
-    check_leftovers,
-    check_load,
-    check_needed_paths,
-    check_shm,
-    check_unread,
-    check_versions,
-)
 from launcher.plan.model import Gpu, Machine, Plan
 from launcher.plan.resources import count_node_cores
 from launcher.plan.variables import OFF_VALUES
@@ -244,7 +235,7 @@ def judge_limits(case: Case) -> Iterator[Finding]:
     health, ranks, nics = case.health, case.plan.ranks, case.machine.nics
     if case.facts.shm_kib is None:
         yield case.unchecked("shm", "no such mount was found")
-    yield from check_shm(case.facts, case.wanted)
+    yield from node_checks.check_shm(case.facts, case.wanted)
     if not health.files:
         yield case.unchecked("files", "proc/self/limits does not show them")
     else:
@@ -279,13 +270,15 @@ def judge_node(case: Case) -> Iterator[Finding]:
     What others do at this moment is a note: it is another matter when a job begins.
     """
     facts, wanted = case.facts, case.wanted
-    for check in (check_gpus, check_needed_paths, check_free_memory, check_versions, check_unread):
-        yield from check(facts, wanted)
+    yield from node_checks.check_gpus(facts, wanted)
+    yield from node_checks.check_needed_paths(facts, wanted)
+    yield from node_checks.check_free_memory(facts, wanted)
+    yield from node_checks.check_versions(facts, wanted)
+    yield from node_checks.check_unread(facts, wanted)
     for finding in compare_paths((facts,), wanted):
         yield replace(finding, host="")
-    for busy in (check_leftovers, check_load):
-        for finding in busy(facts, wanted):
-            yield finding if finding.level == "ok" else replace(finding, level="note")
+    for finding in (*node_checks.check_leftovers(facts, wanted), *node_checks.check_load(facts, wanted)):
+        yield finding if finding.level == "ok" else replace(finding, level="note")
 
 
 def judge_clocks(case: Case) -> Iterator[Finding]:
