@@ -147,27 +147,22 @@ def find_rank_python(argv: Sequence[str], environ: Mapping[str, str], directory:
 
 
 def read_lines(
-    process: "subprocess.Popen[bytes]",
-    deadline: float,
-    take: Callable[[str, str], bool],
-    wakeup: int | None = None,
-) -> bool:
-    """Read a process's stdout and stderr, which are pipes, until it has ended; returns whether it has.
+    process: "subprocess.Popen[bytes]", deadline: float, wakeup: int | None = None
+) -> Iterator[tuple[str, str]]:
+    """Give the lines of a process's stdout and stderr, which are pipes: `out` or `err`, and the line.
 
-    `take` is called with `out` or `err` and a line, and with `wakeup` if that descriptor is readable; reading
-    ends early once it returns true, or when the deadline (monotonic seconds) is over. A child of the process
-    that is stuck and keeps the pipes open does not matter. A line that is too long is cut.
+    `wakeup`, without a line, comes while that descriptor is readable, and `end` last, if the process has
+    ended before the deadline (monotonic seconds). A child of the process that is stuck and keeps the pipes
+    open does not matter. A line that is too long is cut.
     """
     rests = {"out": b"", "err": b""}
     end = os.pidfd_open(process.pid)
     try:
         with selectors.DefaultSelector() as selector:
-            for name, pipe in (("out", process.stdout), ("err", process.stderr)):
-                if pipe:
-                    selector.register(pipe, selectors.EVENT_READ, name)
-            selector.register(end, selectors.EVENT_READ, "end")
-            if wakeup is not None:
-                selector.register(wakeup, selectors.EVENT_READ, "wakeup")
+            watched = {"out": process.stdout, "err": process.stderr, "end": end, "wakeup": wakeup}
+            for name, file in watched.items():
+                if file is not None:
+                    selector.register(file, selectors.EVENT_READ, name)
             while (left := deadline - time.monotonic()) > 0:
                 ready = {key.data: key for key, _ in selector.select(left)}
                 is_idle = True
@@ -179,15 +174,14 @@ def read_lines(
                     *lines, rest = (rests[name] + data).split(b"\n")
                     rests[name] = rest[:LONGEST_LINE]
                     for line in lines if data else filter(None, [rest]):
-                        if take(name, line.decode(errors="replace")):
-                            return False
-                if "wakeup" in ready and take("wakeup", ""):
-                    return False
+                        yield name, line.decode(errors="replace")
+                if "wakeup" in ready:
+                    yield "wakeup", ""
                 if "end" in ready and is_idle:
-                    return True
+                    yield "end", ""
+                    return
     finally:
         os.close(end)
-    return False
 
 
 @dataclass(slots=True)
@@ -212,8 +206,8 @@ class Answers:
         done = {host for host, facts in self.facts.items() if facts.seconds}
         return tuple(host for host in self.request.hosts if host not in done)
 
-    def take(self, name: str, line: str) -> bool:
-        """Take a line; true if all nodes have answered."""
+    def take(self, name: str, line: str) -> None:
+        """Take a line of the program that carries them."""
         if name == "err" and line.strip():
             self.errors.append(line.strip())
         found = self._take_part(line) if name == "out" else None
@@ -222,7 +216,6 @@ class Answers:
             answered = before.answered if before else time.time()
             rank, asked = self.request.hosts.index(found.host), self.request.asked
             self.facts[found.host] = replace(found, node_rank=rank, asked=asked, answered=answered)
-        return not self.missing
 
     def _take_part(self, line: str) -> Facts | None:
         """Return the answer that a line is the last one of."""
@@ -293,14 +286,13 @@ def run_checks(
     the descriptor `wakeup` is readable.
     """
     began, answers = time.monotonic(), Answers(request)
-
-    def take(name: str, line: str) -> bool:
-        return is_stopped() if name == "wakeup" else answers.take(name, line)
-
     with start_child(command, environ) as process:
         try:
-            deadline = began + START_MARGIN + request.seconds
-            answers.ended = read_lines(process, deadline, take, wakeup)
+            for name, line in read_lines(process, began + START_MARGIN + request.seconds, wakeup):
+                answers.ended = name == "end"
+                answers.take(name, line)
+                if not answers.missing or (name == "wakeup" and is_stopped()):
+                    break
         finally:
             grace = END_GRACE if answers.ended or not answers.missing else 0.0
             for act, seconds in ((bool, grace), (process.terminate, END_GRACE), (process.kill, END_GRACE)):

@@ -11,10 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO
 
 from launcher.codec import DecodeError, load
 from launcher.doctor.model import Facts, Unchecked
@@ -40,33 +39,30 @@ PACKAGES = Path(__file__).parents[2]
 
 
 def main() -> int:
-    """Answer what is asked; returns the exit code."""
+    """Answer what is asked, with the facts and again with the work; returns the exit code."""
     try:
         request = load(PreflightRequest, sys.argv[1])
     except (IndexError, DecodeError) as error:
         sys.stderr.write(f"launch: no request of preflight: {error}\n")
         return 2
+    begin = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        check_node(request, os.environ, sys.stdout)
+        facts = read_node_facts(
+            paths=[*request.paths, (tempfile.gettempdir(), "temporary directory")],
+            host=name_host(os.environ),
+            python=request.python or None,
+            gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        )
+        sys.stdout.write(render_answer(replace(facts, seconds=0.0)))
+        sys.stdout.flush()
+        facts = add_work(facts, request, begin + request.seconds - MARGIN)
+        facts = replace(facts, seconds=round(time.monotonic() - begin, 3))
+        sys.stdout.write(render_answer(facts))
+        sys.stdout.flush()
     except BrokenPipeError:
         return 1  # nobody waits for the answer any more
     return 0
-
-
-def check_node(request: PreflightRequest, environ: Mapping[str, str], out: TextIO) -> None:
-    """Answer with the facts, and again with the work."""
-    begin = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    facts = read_node_facts(
-        paths=[*request.paths, (tempfile.gettempdir(), "temporary directory")],
-        host=name_host(environ),
-        python=request.python or None,
-        gpus=environ.get("CUDA_VISIBLE_DEVICES"),
-    )
-    print(render_answer(replace(facts, seconds=0.0)), end="", file=out, flush=True)
-    facts = add_work(facts, request, begin + request.seconds - MARGIN)
-    facts = replace(facts, seconds=round(time.monotonic() - begin, 3))
-    print(render_answer(facts), end="", file=out, flush=True)
 
 
 def add_work(facts: Facts, request: PreflightRequest, deadline: float) -> Facts:
@@ -114,10 +110,8 @@ class ChildWork:
     last_error: str = ""
     """Last line on its stderr."""
 
-    def take(self, name: str, line: str) -> bool:
-        """Take a line of the child; what is none of its is left out. A signal ends the work: true."""
-        if name == "wakeup":
-            return True
+    def take(self, name: str, line: str) -> None:
+        """Take a line of the child; what is none of its is left out."""
         if name == "err" and line.strip():
             self.last_error = line.strip()
         with contextlib.suppress(DecodeError):
@@ -125,7 +119,6 @@ class ChildWork:
                 self.results.append(load(Measurement, line))
             elif name == "out" and '"torch"' in line:
                 self.build = load(TorchBuild, line)
-        return False
 
 
 def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()) -> ChildWork:
@@ -135,7 +128,8 @@ def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()
     """
     if seconds < LEAST:
         return ChildWork(problem="no time was left")
-    python, begin, work = python or sys.executable, time.monotonic(), ChildWork()
+    python, begin = python or sys.executable, time.monotonic()
+    work, event = ChildWork(), ""
     words = ("--kind", kind, "--seconds", f"{seconds:.2f}", "--begin", repr(begin), *options)
     command = (python, "-P", "-c", BOOT, str(PACKAGES), *words)
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -143,7 +137,10 @@ def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()
         # No signal may end this process between the child's start and the block that ends the child.
         with catch_signals() as inbox, start_child(command, environ, (), signal.SIGKILL) as child:
             try:
-                has_ended = read_lines(child, begin + seconds, work.take, inbox.wakeup)
+                for event, line in read_lines(child, begin + seconds, inbox.wakeup):
+                    work.take(event, line)
+                    if event == "wakeup":
+                        break
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)
@@ -154,7 +151,7 @@ def run_work(python: str, kind: str, seconds: float, options: Sequence[str] = ()
     except OSError as error:
         return ChildWork(problem=f"{python} cannot be run ({error.strerror})")
     code, last = child.returncode, f": {escape_text(work.last_error, 300)}" if work.last_error else ""
-    if not has_ended and code in (None, -signal.SIGKILL):
+    if event != "end" and code in (None, -signal.SIGKILL):
         work.problem = f"it did not end in time{last}"
     elif code:
         work.problem = f"it ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}{last}"
