@@ -8,6 +8,7 @@ import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -67,6 +68,12 @@ class Windows(Dataset[torch.Tensor]):
         return torch.frombuffer(data, dtype=torch.uint8)
 
 
+@lru_cache(maxsize=1)
+def shuffle(size: int, seed: int) -> torch.Tensor:
+    """Give the order of an epoch's windows; the last one is kept."""
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+
+
 @dataclass
 class Schedule(Sampler[list[int]]):
     """The windows of one rank, a list for each micro-step, from `first` on.
@@ -85,21 +92,15 @@ class Schedule(Sampler[list[int]]):
     rank: int
     world_size: int
 
-    def __len__(self) -> int:
-        return self.micro_steps
-
     def __iter__(self) -> Iterator[list[int]]:
-        size, epoch, order = self.windows.training, -1, torch.empty(0)
         for micro_step in range(self.micro_steps):
             start = self.first + (micro_step * self.world_size + self.rank) * self.batch_size
-            chosen = []
-            for position in range(start, start + self.batch_size):
-                if position // size != epoch:
-                    epoch = position // size
-                    seed = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-                    order = torch.randperm(size, generator=seed)
-                chosen.append(int(order[position % size]))
-            yield chosen
+            yield [self.choose_window(position) for position in range(start, start + self.batch_size)]
+
+    def choose_window(self, position: int) -> int:
+        """Give the number of the window at a position."""
+        epoch, place = divmod(position, self.windows.training)
+        return int(shuffle(self.windows.training, self.seed * 1_000_003 + epoch)[place])
 
     def make_loader(self, workers: int, *, pin: bool) -> DataLoader[torch.Tensor]:
         """Make the loader of (batch_size, seq_len + 1) bytes, in this order."""
@@ -108,7 +109,6 @@ class Schedule(Sampler[list[int]]):
             batch_sampler=self,
             num_workers=workers,
             pin_memory=pin,
-            persistent_workers=workers > 0,
             worker_init_fn=_start_worker,
         )
 

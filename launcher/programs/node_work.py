@@ -94,7 +94,7 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
         elif processes:
             work.measure_node(processes)
     except Exception as error:
-        work.report(Measurement("matmul", "node"), Answer(problem=describe_error(error)))
+        work.print(Measurement("matmul", "node", problem=describe_error(error)))
     finally:
         out.flush()
         os._exit(0)
@@ -234,12 +234,10 @@ class NodeWork:
         """Print a line of JSON."""
         print(json.dumps(asdict(value)), file=self.out, flush=True)
 
-    def report(self, found: Measurement, answer: Answer | None = None) -> None:
-        """Print a result, or what was asked of a process whose answer has no value."""
-        if answer is not None:
-            problem = "" if answer.reason else answer.problem or "it has no result"
-            found = replace(found, problem=problem, reason=answer.reason)
-        self.print(found)
+    def print_failure(self, asked: Measurement, answer: Answer) -> None:
+        """Print what was asked of a process whose answer has no value."""
+        problem = "" if answer.reason else answer.problem or "it has no result"
+        self.print(replace(asked, problem=problem, reason=answer.reason))
 
     def ask(
         self,
@@ -298,7 +296,7 @@ class NodeWork:
             (answer,) = self.ask([asking], count_torch_gpus, grace=START)
             asking.give_up("it is not needed any more")
             if answer.value is None:
-                self.report(Measurement("matmul", "node"), answer)
+                self.print_failure(Measurement("matmul", "node"), answer)
                 return []
             count = answer.value
         processes = [WorkProcess(index) for index in range(count)]
@@ -308,9 +306,8 @@ class NodeWork:
             if answer.value:
                 one.device = answer.value
             else:
-                self.report(one.device.result("matmul"), answer)
-                if not one.problem:
-                    one.give_up(answer.problem or answer.reason)
+                self.print_failure(one.device.result("matmul"), answer)
+                one.give_up(answer.problem or answer.reason)
         live = [one for one in processes if not one.problem]
         return [] if is_pair and len(live) < len(processes) else live
 
@@ -324,9 +321,9 @@ class NodeWork:
             answers = self.ask(processes, function, seconds, seconds=seconds, grace=grace)
             for one, answer in zip(processes, answers, strict=True):
                 if answer.value is None:
-                    self.report(one.device.result(measure), answer)
+                    self.print_failure(one.device.result(measure), answer)
                 for found in answer.value or ():
-                    self.report(found)
+                    self.print(found)
         live = [one for one in processes if not one.problem]
         if len(live) > 1:
             with socket.create_server(("127.0.0.1", 0)) as free:
@@ -355,11 +352,11 @@ class NodeWork:
         answers = self.ask(
             processes, measure_all_reduce, group, seconds=seconds, grace=grace, least=GRACE, first=first
         )
-        missing = [answer for answer in answers if answer.value is None]
-        if missing:
-            self.report(asked, min(missing, key=lambda answer: (answer.is_late, answer.reason == NO_TIME)))
+        if missing := [answer for answer in answers if answer.value is None]:
+            cause = min(missing, key=lambda answer: (answer.is_late, answer.reason == NO_TIME))
+            self.print_failure(asked, cause)
         else:
-            self.report(replace(asked, value=min(answer.value for answer in answers), unit="GB/s"))
+            self.print(replace(asked, value=min(answer.value for answer in answers), unit="GB/s"))
 
 
 def count_torch_gpus(_: object) -> int:

@@ -24,7 +24,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
 
 from launcher.fit.gpus import find_gpu
 from launcher.programs.data import Schedule, Windows
@@ -124,8 +126,7 @@ def tell(text: str) -> None:
 
 def shard_model(model: Transformer, device: torch.device, *, bf16: bool) -> None:
     """Shard each block and the rest over all ranks (FSDP2), computing in bf16 and reducing in fp32."""
-    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - half a second, for FSDP alone
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415 - slow import
 
     # DTensor's caches keep the mesh to the end: with a group of its own, the default one can end before.
     mesh = DeviceMesh.from_group(dist.new_group(), device.type)
@@ -137,8 +138,6 @@ def shard_model(model: Transformer, device: torch.device, *, bf16: bool) -> None
 
 def wrap_ddp(model: Transformer, device: torch.device) -> nn.Module:
     """Copy the model to all ranks (DDP)."""
-    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
-
     devices = [device] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
