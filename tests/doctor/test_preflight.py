@@ -18,9 +18,10 @@ from launcher.codec import convert, dump
 from launcher.doctor.model import Facts
 from launcher.preflight import PreflightRequest, find_rank_python, render_answer, run_checks
 from launcher.preflight.__main__ import add_work
-from tests.seam import PATIENCE, clean_environ
+from tests.seam import PATIENCE, clean_environ, is_alive, wait_for
 
 REQUEST = PreflightRequest("light", ("n0", "n1"), 10.0, 1000.0)
+NODE = {"SLURMD_NODENAME": "n1"}
 ON_WORK = 'case "$*" in *--kind*) ;; *) exit 0;; esac;'
 """An interpreter does something for the work alone: its version of torch is asked for before."""
 
@@ -108,7 +109,7 @@ def start(request: PreflightRequest) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         request.command,
         cwd="/",
-        env={**clean_environ(), "SLURMD_NODENAME": "n1"},
+        env={**clean_environ(), **NODE},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -125,8 +126,7 @@ def make_interpreter(folder: Path, script: str) -> str:
 
 def test_a_node_answers_with_facts_and_again_with_work(tmp_path: Path) -> None:
     request = replace(REQUEST, hosts=("n1",), seconds=40.0, paths=((str(tmp_path), "run directory"),))
-    environ = {**clean_environ(), "SLURMD_NODENAME": "n1"}
-    answers = run_checks(request.command, request, environ)
+    answers = run_checks(request.command, request, {**clean_environ(), **NODE})
     (facts,) = answers.facts.values()
     assert (answers.missing, [*answers.errors]) == ((), []) and facts.host == "n1"
     assert facts.paths[0].path == str(tmp_path) and not list(tmp_path.iterdir())
@@ -143,14 +143,13 @@ def test_a_node_that_is_ended_takes_its_child_along(tmp_path: Path, number: int,
     python = make_interpreter(tmp_path, f"{ON_WORK} {script}")
     process = start(replace(REQUEST, seconds=60.0, python=python))
     assert process.stdout and process.stdout.readline().startswith("launch-preflight: n1 1/")
-    me, end = psutil.Process(process.pid), time.monotonic() + PATIENCE
-    count = 2 if number == signal.SIGTERM else 1
-    while len(children := me.children(recursive=True)) < count and time.monotonic() < end:
-        time.sleep(0.01)
+    me, count = psutil.Process(process.pid), 2 if number == signal.SIGTERM else 1
+    wait_for(lambda: len(me.children(recursive=True)) >= count, "the child")
+    children = me.children(recursive=True)
     process.send_signal(number)
     process.communicate(timeout=PATIENCE)
     assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
-    assert len(children) >= count and psutil.wait_procs(children, PATIENCE)[1] == []
+    assert psutil.wait_procs(children, PATIENCE)[1] == []
 
 
 STOPPED = """
@@ -167,14 +166,6 @@ sys.exit(main())
 """A node's program that gets SIGTERM when it has started the work, and does not have it yet."""
 
 
-def runs(pid: int) -> bool:
-    """Tell whether a process goes on; a zombie, which its new parent may never reap, does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_a_node_that_is_ended_while_it_starts_its_child_takes_it_along(tmp_path: Path) -> None:
     python = make_interpreter(tmp_path, f"{ON_WORK} sleep 60 & echo $! >{tmp_path}/pid; wait")
     request = dump(replace(REQUEST, seconds=60.0, python=python))
@@ -182,10 +173,8 @@ def test_a_node_that_is_ended_while_it_starts_its_child_takes_it_along(tmp_path:
     done = subprocess.run(words, env=clean_environ(), stdout=subprocess.DEVNULL, check=False)
     assert done.returncode == 128 + signal.SIGTERM
     if (tmp_path / "pid").exists():  # the work may have been ended before
-        pid, end = int((tmp_path / "pid").read_text()), time.monotonic() + 10
-        while (is_alive := runs(pid)) and time.monotonic() < end:
-            time.sleep(0.01)
-        assert not is_alive
+        pid = int((tmp_path / "pid").read_text())
+        wait_for(lambda: not is_alive(pid), "the end of the work's process", 10)
 
 
 @pytest.mark.parametrize("argument", ["", "{", "{}", '{"kind": 1}'])

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from launcher.programs.node_work import NodeWork, hash_tensor, make_matrix
-from tests.seam import PATIENCE, clean_environ
+from tests.seam import PATIENCE, clean_environ, wait_for
 
 CPUS = sorted(os.sched_getaffinity(0))
 CPU = torch.device("cpu")
@@ -47,10 +47,9 @@ def test_the_cpus_together_are_a_device() -> None:
 def find_worker(process: "subprocess.Popen[str]") -> psutil.Process:
     """The process of its device, once it has begun."""
     assert process.stdout and "torch" in json.loads(process.stdout.readline())
-    me, end = psutil.Process(process.pid), time.monotonic() + PATIENCE
-    while not (workers := me.children()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return workers[0]
+    me = psutil.Process(process.pid)
+    wait_for(me.children, "the process of the device")
+    return me.children()[0]
 
 
 def test_a_device_whose_process_is_killed_has_failed() -> None:
