@@ -5,7 +5,7 @@ the job as a whole, since nothing tells which of the nodes is wrong.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median, median_low
@@ -53,22 +53,18 @@ def judge_nodes(
     return tuple(dict.fromkeys(merged))
 
 
-def _name(nodes: Sequence[Facts]) -> tuple[str, ...]:
-    return tuple(node.host for node in nodes)
-
-
 def compare_gpu_counts(nodes: Sequence[Facts], wanted: Wanted) -> Iterator[Finding]:
     """Nodes with fewer GPUs than the job needs, or than the others have."""
-    counts = [sum(not gpu.problem for gpu in node.gpus) for node in nodes]
-    most = max(counts, default=0)
-    fuller = [node for node, count in zip(nodes, counts, strict=True) if count == most]
-    for node, count in zip(nodes, counts, strict=True):
+    counted = [(node, sum(not gpu.problem for gpu in node.gpus)) for node in nodes]
+    most = max((count for _node, count in counted), default=0)
+    fuller = tuple(node.host for node, count in counted if count == most)
+    for node, count in counted:
         if node.gpu_problem or any(one.check == "gpus" for one in node.unchecked):
             continue
         if wanted.gpus is not None and count < wanted.gpus:
             yield found("gpu.too_few", "error", node.host, gpus=count, needed=wanted.gpus)
         elif wanted.gpus is None and count < most:
-            yield found("gpu.fewer", "error", node.host, gpus=count, hosts=_name(fuller), most=most)
+            yield found("gpu.fewer", "error", node.host, gpus=count, hosts=fuller, most=most)
 
 
 def compare_values(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
@@ -111,22 +107,20 @@ def compare_links(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
     that are all down. Among fewer than four GPUs nothing tells the usual from the defect: a warning. A narrow
     PCI link is a note if most of the kind have no more lanes either.
     """
-    gpus = [(node, gpu) for node in nodes for gpu in node.gpus if not gpu.problem]
-    active: dict[str, Counter[int]] = {}
-    widths: dict[str, Counter[int]] = {}
-    for _node, gpu in gpus:
-        active.setdefault(gpu.name, Counter()).update([] if gpu.nvlinks is None else [gpu.nvlinks])
-        widths.setdefault(gpu.name, Counter()).update([gpu.pcie_width or 0])
-    reached = [share for node, gpu in gpus if (share := _measure_reach(node, gpu)) is not None]
-    usual_reach = median_low(reached) if reached else 0.0
-    for node, gpu in gpus:
+    gpus = [(node, gpu, _measure_reach(node, gpu)) for node in nodes for gpu in node.gpus if not gpu.problem]
+    active: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    widths: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    for _node, gpu, _reach in gpus:
+        active[gpu.name].update([] if gpu.nvlinks is None else [gpu.nvlinks])
+        widths[gpu.name].update([gpu.pcie_width or 0])
+    usual_reach = median_low([reach for _node, _gpu, reach in gpus if reach is not None] or [0.0])
+    for node, gpu, reach in gpus:
         links = active[gpu.name]
         if gpu.nvlinks is not None and gpu.nvlinks < max(links):
             count, more = links.total(), sum(links[number] for number in links if number > gpu.nvlinks)
             level = "error" if count >= 4 and 4 * more >= 3 * count else "warning"
             values = {"gpu": gpu.label, "active": gpu.nvlinks, "links": gpu.max_nvlinks, "usual": max(links)}
             yield found("gpu.nvlinks", level, node.host, **values)
-        reach = _measure_reach(node, gpu)
         if reach is not None and reach < usual_reach:
             near = (*(gpu.peers or ()), gpu.index)
             lost = tuple(other.index for other in node.gpus if other.index not in near)
@@ -195,13 +189,11 @@ def compare_clocks(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
 
 def compare_paths(nodes: Sequence[Facts], _: Wanted) -> Iterator[Finding]:
     """Paths that are missing: on some nodes, or on all."""
-    for name, purpose in dict.fromkeys((path.path, path.purpose) for node in nodes for path in node.paths):
-        states = {
-            node.host: path.state
-            for node in nodes
-            for path in node.paths
-            if (path.path, path.purpose) == (name, purpose)
-        }
+    states_of: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for node in nodes:
+        for path in node.paths:
+            states_of[path.path, path.purpose][node.host] = path.state
+    for (name, purpose), states in states_of.items():
         without = [host for host, state in states.items() if state == "missing"]
         having = tuple(host for host, state in states.items() if state not in ("missing", "stuck", "failed"))
         level, label = rate_path(purpose), f"{name} ({purpose})"

@@ -1,7 +1,7 @@
 """One machine: what the job may use of it, its settings, the plan tried on the spot, and the last run."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from launcher.doctor import node as node_checks
 from launcher.doctor.job import compare_paths
@@ -63,9 +63,8 @@ class Case:
 
     def unchecked(self, check: str, reason: str) -> Finding:
         """Return the finding of a check that could not be made, and why."""
-        return found(
-            f"unchecked.{check}", "unknown", reason=reason if self.health.live else "not in these files"
-        )
+        told = reason if self.health.live else "not in these files"
+        return found(f"unchecked.{check}", "unknown", reason=told)
 
 
 def judge_machine(case: Case) -> tuple[Finding, ...]:
@@ -95,9 +94,8 @@ def judge_cpuset(case: Case) -> Iterator[Finding]:
         lost, near = cpus - allowed, tuple(gpu.index for gpu in case.gpus if gpu.node == node)
         if lost and (lost != cpus or case.binding == "none"):
             counts = {"usable": len(cpus) - len(lost), "cpus": len(cpus), "lost": lost, "gpus": near}
-            problems.append(
-                found("cpus.uncovered", "warning" if lost == cpus else "note", node=node, **counts)
-            )
+            level = "warning" if lost == cpus else "note"
+            problems.append(found("cpus.uncovered", level, node=node, **counts))
     # Cores of which the job may use some threads; one thread of every core is somebody's choice.
     cores: dict[int, set[int]] = {}
     for cpu in machine.cpus:
@@ -124,11 +122,9 @@ def judge_count(case: Case) -> Iterator[Finding]:
     """
     machine, ranks = case.machine, len(case.plan.ranks)
     cores = len({cpu.core for cpu in machine.cpus if cpu.id in machine.allowed_cpus})
-    needed = count_node_cores(ranks, case.num_workers)
+    workers, needed = ranks * case.num_workers, count_node_cores(ranks, case.num_workers)
     level = "ok" if cores >= needed else "warning" if case.gpus else "note"
-    yield found(
-        "cpus.cores", level, cores=cores, ranks=ranks, workers=ranks * case.num_workers, needed=needed
-    )
+    yield found("cpus.cores", level, cores=cores, ranks=ranks, workers=workers, needed=needed)
     quota, usable = machine.limits.cpus, len(machine.allowed_cpus)
     if quota is None:
         yield found("cpus.no_quota", "ok")
@@ -148,9 +144,8 @@ def judge_size(case: Case) -> Iterator[Finding]:
         yield found("memory.no_gpus", "ok", size=size)
     else:
         total = sum(sizes) << 10
-        yield found(
-            "memory.size", "ok" if size >= total else "warning", size=size, total=total, gpus=len(sizes)
-        )
+        level = "ok" if size >= total else "warning"
+        yield found("memory.size", level, size=size, total=total, gpus=len(sizes))
 
 
 def judge_memory(case: Case) -> Iterator[Finding]:
@@ -208,12 +203,9 @@ def judge_links(case: Case) -> Iterator[Finding]:
     persistence mode. Source: NVIDIA's "Driver Persistence" guide.
     """
     known = [one for one in case.health.links if one.width and one.max_width]
-    narrow = (
-        found("gpu.narrow_link", "warning", name=one.name, width=one.width, max_width=one.max_width)
-        for one in known
-        if (one.width or 0) < (one.max_width or 0)
-    )
-    yield from or_ok(narrow, "gpu.narrow_link", if_known=known, devices=len(known))
+    narrow = [asdict(one) for one in known if (one.width or 0) < (one.max_width or 0)]
+    problems = [found("gpu.narrow_link", "warning", **values) for values in narrow]
+    yield from or_ok(problems, "gpu.narrow_link", if_known=known, devices=len(known))
     if (case.machine.gpus or case.machine.nics) and not known:
         yield case.unchecked("links", "sysfs does not show it (a virtual machine?)")
     used = {gpu.pci: gpu.index for gpu in case.gpus if gpu.vendor == "nvidia"}
@@ -240,10 +232,8 @@ def judge_limits(case: Case) -> Iterator[Finding]:
         yield case.unchecked("files", "proc/self/limits does not show them")
     else:
         hard = health.files[-1]
-        is_low = hard is not None and hard < FILES_LEAST
-        yield found(
-            "limits.files", "warning" if is_low else "ok", files="unlimited" if hard is None else hard
-        )
+        level = "warning" if hard is not None and hard < FILES_LEAST else "ok"
+        yield found("limits.files", level, files="unlimited" if hard is None else hard)
     if nics and health.locked:
         soft = health.locked[0]
         if soft is None or health.capabilities >> CAP_IPC_LOCK & 1:
@@ -255,11 +245,8 @@ def judge_limits(case: Case) -> Iterator[Finding]:
     users = None if is_lifted else health.processes[0]
     limits = {"limits.user_processes": users, "limits.cgroup_processes": health.pids_max}
     known = {rule: limit for rule, limit in limits.items() if limit is not None}
-    low = (
-        found(rule, "warning", limit=limit, ranks=len(ranks), needed=needed)
-        for rule, limit in known.items()
-        if limit < needed
-    )
+    values = {"ranks": len(ranks), "needed": needed}
+    low = [found(rule, "warning", limit=limit, **values) for rule, limit in known.items() if limit < needed]
     lowest, is_known = min(known.values(), default="unlimited"), bool(health.processes or known)
     yield from or_ok(low, "limits.user_processes", if_known=is_known, limit=lowest, needed=needed)
 

@@ -94,9 +94,8 @@ def _list_slowdowns(gpu: GpuFacts) -> Iterator[Finding]:
     heat = "" if gpu.temperature is None else f", {gpu.temperature} °C"
     for reason in gpu.clock_reasons:
         if meaning := read_tables()["slowed"].get(reason):
-            yield found(
-                "gpu.slowed", "error", gpu=gpu.label, reason=reason, state=clock + heat, meaning=meaning
-            )
+            values = {"reason": reason, "state": clock + heat, "meaning": meaning}
+            yield found("gpu.slowed", "error", gpu=gpu.label, **values)
     if "sw_thermal_slowdown" in gpu.clock_reasons:
         yield found("gpu.warm", "warning", gpu=gpu.label, state=heat)
 
@@ -119,17 +118,13 @@ def _judge_xids(node: Facts) -> Iterator[Finding]:
         }.get(kind, ("gpu.xid", "note"))
         if kind == "reset" and is_well:
             rule, level = "gpu.xid_reset_done", "note"
+        name = gpu.label if gpu else f"GPU at {xid.pci}, which is not of this job,"
         count = sum((other.pci, other.number) == (xid.pci, xid.number) for other in node.xids or ())
+        times = f" {count} times" if count > 1 else ""
         when = "" if xid.age is None else f", the last {describe_time(xid.age)} ago"
-        yield found(
-            rule,
-            level if gpu else "note",
-            gpu=gpu.label if gpu else f"GPU at {xid.pci}, which is not of this job,",
-            number=xid.number,
-            history=(f" {count} times" if count > 1 else "") + when,
-            text=f": {xid.text}" if xid.text else "",
-            reset=_advise("gpu_reset", gpu),
-        )
+        text, reset = f": {xid.text}" if xid.text else "", _advise("gpu_reset", gpu)
+        values = {"number": xid.number, "history": times + when, "text": text, "reset": reset}
+        yield found(rule, level if gpu else "note", gpu=name, **values)
 
 
 def check_leftovers(node: Facts, _: Wanted) -> Iterator[Finding]:

@@ -97,9 +97,9 @@ def _compare_speeds(work: Sequence[Work], shared: set[str], tolerance: float) ->
             groups[one.measure, one.device].append((one.value, node, one))
     slow: defaultdict[tuple[str, str, str], list[tuple[float, float, Measurement]]] = defaultdict(list)
     for (measure, _), group in groups.items():
-        values = sorted(value for value, _, _ in group)
+        speeds = sorted(value for value, _, _ in group)
         for value, node, one in group if len(group) > 1 else ():
-            typical = _find_median_of_others(values, value)
+            typical = _find_median_of_others(speeds, value)
             share = value / typical if typical > 0 else 1.0
             warned, sick = tolerance, SICK
             if one.where == "CPU":
@@ -110,17 +110,10 @@ def _compare_speeds(work: Sequence[Work], shared: set[str], tolerance: float) ->
                 slow[node.host, measure, level].append((share, typical, one))
     for (host, measure, level), own in slow.items():
         share, typical, worst = min(own, key=lambda entry: entry[0])
-        yield found(
-            "work.slow_cpu" if worst.where == "CPU" else "work.slow_gpu",
-            level,
-            host,
-            places=tuple(dict.fromkeys(one.where for _, _, one in own)),
-            work=NAMES[measure],
-            value=worst.value,
-            unit=worst.unit,
-            share=share,
-            typical=typical,
-        )
+        rule = "work.slow_cpu" if worst.where == "CPU" else "work.slow_gpu"
+        places = tuple(dict.fromkeys(one.where for _, _, one in own))
+        values = {"value": worst.value, "unit": worst.unit, "share": share, "typical": typical}
+        yield found(rule, level, host, places=places, work=NAMES[measure], **values)
 
 
 def _find_median_of_others(values: Sequence[float], value: float) -> float:

@@ -144,6 +144,14 @@ class Device:
         self.synchronize()
         return max(time.perf_counter() - begin, 1e-9)
 
+    def repeat(self, work: Callable[[], object], seconds: float) -> list[float]:
+        """Do it for some seconds, once at the least; return the seconds of each repeat."""
+        times: list[float] = []
+        end = time.monotonic() + seconds
+        while time.monotonic() < end or not times:
+            times.append(self.time(work))
+        return times
+
     def synchronize(self) -> None:
         """Wait until a GPU has done what it was told."""
         if self.index is not None:
@@ -407,8 +415,7 @@ def make_matrix(size: int, seed: int, dtype: torch.dtype, device: torch.device) 
 def hash_tensor(tensor: torch.Tensor) -> str:
     """Return a checksum of a tensor's bits, with its size: `512:9f86d081884c7d65`."""
     here = tensor.detach().cpu().contiguous()
-    size = here.numel() * here.element_size()
-    data = (ctypes.c_char * size).from_address(here.data_ptr())  # torch needs numpy for its own ways
+    data = (ctypes.c_char * here.nbytes).from_address(here.data_ptr())  # torch needs numpy for its own ways
     return f"{tensor.shape[0]}:{hashlib.sha256(data).hexdigest()[:16]}"
 
 
@@ -437,18 +444,16 @@ def measure_matmul(device: Device, seconds: float) -> list[Measurement]:
 
     device.time(lambda: multiply(warm))
     count = max(1, int(warm * WINDOW / device.time(lambda: multiply(warm))))
-    rates: list[float] = []
-    begin = time.monotonic()
-    while (passed := time.monotonic() - begin) < seconds or not rates:
-        rate = count / device.time(lambda: multiply(count))
-        if not is_gpu or passed >= min(WARM_UP, seconds / 2):
-            rates.append(rate)
+    warm_up = min(WARM_UP, seconds / 2) if is_gpu else 0.0
+    if warm_up:
+        device.repeat(lambda: multiply(count), warm_up)
+    times = device.repeat(lambda: multiply(count), seconds - warm_up)
     checksum = hash_tensor(first) if is_gpu else ""
     if int(different.item()):
         problem = "its results differ from one product to the next"
         return [device.result("matmul", None, "TFLOPS", checksum=checksum, problem=problem)]
-    value = (statistics.median(rates) if is_gpu else max(rates)) * 2 * size**3 / 1e12
-    return [device.result("matmul", value, "TFLOPS", checksum=checksum)]
+    usual = statistics.median(times) if is_gpu else min(times)
+    return [device.result("matmul", count * 2 * size**3 / usual / 1e12, "TFLOPS", checksum=checksum)]
 
 
 def measure_memory(device: Device, seconds: float) -> list[Measurement]:
@@ -485,10 +490,7 @@ def copy_for(seconds: float, device: Device, target: torch.Tensor, source: torch
             target.copy_(source, non_blocking=True)
 
     device.time(copy)
-    best, end = 0.0, time.monotonic() + seconds
-    while time.monotonic() < end or not best:
-        best = max(best, copies / device.time(copy))
-    return best * source.numel() * source.element_size() / 1e9
+    return copies * source.nbytes / min(device.repeat(copy, seconds)) / 1e9
 
 
 class Group(NamedTuple):
@@ -550,7 +552,7 @@ def measure_all_reduce(device: Device, group: Group, rank: int) -> float:
             raise ValueError(f"all_reduce gave {wrong} wrong sums of {tensor.numel()}")
     finally:
         dist.destroy_process_group()
-    return 2 * (group.size - 1) / group.size * tensor.numel() * tensor.element_size() / best / 1e9
+    return 2 * (group.size - 1) / group.size * tensor.nbytes / best / 1e9
 
 
 def find_interface(store: TCPStore, host: str, rank: int) -> str:
