@@ -229,17 +229,12 @@ class Trainer:
         """
         train, begun = self.config.train, time.perf_counter()
         votes = SignalVotes() if train.checkpoint_dir else None
-        resumed = self._resume() if train.checkpoint_dir else None
-        self._describe(f"at step {self.progress.step}" + (f", resumed from {resumed}" if resumed else ""))
+        self._describe(self._resume() if train.checkpoint_dir else None)
         first = self.progress.step + 1
+        consumed, rank = self.progress.consumed, dist.get_rank()
+        micro_steps = max(0, train.steps - self.progress.step) * train.grad_accumulation
         schedule = Schedule(
-            self.windows,
-            train.seed,
-            self.progress.consumed,
-            max(0, train.steps - self.progress.step) * train.grad_accumulation,
-            train.batch_size,
-            dist.get_rank(),
-            self.world_size,
+            self.windows, train.seed, consumed, micro_steps, train.batch_size, rank, self.world_size
         )
         batches = iter(schedule.make_loader(self.config.workers, pin=self.device.type == "cuda"))
         self.tokens, self.clock = 0, time.perf_counter()
@@ -338,8 +333,8 @@ class Trainer:
 
             state = self._collect_state()
             load(state, checkpoint_id=path)
-            states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-            set_state_dict(self.model, self.optimizer, **states)
+            model, optimizer = state["model"], state["optimizer"]
+            set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
             self.progress = Progress(**state["progress"])
         return path
 
@@ -385,7 +380,7 @@ class Trainer:
             f"tflops {self.flops_done * tera:.4g}{mfu}"
         )
 
-    def _describe(self, start: str) -> None:
+    def _describe(self, resumed: Path | None) -> None:
         """Print what is run, a line for each subject."""
         config, train, model, windows = self.config, self.config.train, self.config.model, self.windows
         over = "nccl" if self.device.type == "cuda" else "gloo"
@@ -407,7 +402,7 @@ class Trainer:
         if self.peak:
             again = "; tflops count recomputation, mfu does not" if self.flops_done > self.flops else ""
             tell(f"peak    {self.peak:.4g} TFLOPS a rank{again}")
-        tell(f"start   {start}")
+        tell(f"start   at step {self.progress.step}" + (f", resumed from {resumed}" if resumed else ""))
 
 
 def list_complete(directory: Path) -> list[Path]:
