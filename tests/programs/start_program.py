@@ -56,6 +56,11 @@ class Start:
         return output
 
 
+def read_steps(output: str) -> list[re.Match[str]]:
+    """Give the lines of steps."""
+    return [found for found in map(STEP.fullmatch, output.splitlines()) if found]
+
+
 def read_losses(output: str) -> dict[int, str]:
     """Give the loss of each step, as it was printed."""
-    return {int(found[1]): found[3] for found in map(STEP.fullmatch, output.splitlines()) if found}
+    return {int(found[1]): found[3] for found in read_steps(output)}

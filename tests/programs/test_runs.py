@@ -15,7 +15,7 @@ import pytest
 from tests.inprocess.hooked import WITHOUT_COMPILER
 from tests.seam import PATIENCE
 
-from .start_program import STEP, Start, read_losses
+from .start_program import Start, read_losses, read_steps
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +82,10 @@ def test_the_output_has_its_form_and_the_loss_falls(ddp: tuple[str, Path]) -> No
     assert "2 ranks, ddp over gloo, fp32" in output
     assert f"done step 12/12 loss {losses[12]} val_loss " in output.splitlines()[-1]
     # MFU counts what the model needs, TFLOPS what is computed: the same without recomputation.
-    tflops, mfu = next(found.group(6, 7) for found in map(STEP.fullmatch, output.splitlines()) if found)
+    tflops, mfu = read_steps(output)[0].group(6, 7)
     assert float(mfu) == pytest.approx(float(tflops) / 0.1 * 100, abs=0.06)
     assert list_saved(folder) == ["step-00000008", "step-00000012"], "two are kept, and no part of one"
-    rates = [float(found[4]) for found in map(STEP.fullmatch, output.splitlines()) if found]
+    rates = [float(found[4]) for found in read_steps(output)]
     assert rates[:4] == [0.002, 0.004, 0.006, 0.008], "warm-up"
     assert rates[7] == pytest.approx(0.0044) and rates[3:] == sorted(rates[3:], reverse=True), "a cosine"
     assert rates[-1] == pytest.approx(0.0008), "min_lr_ratio"
@@ -119,7 +119,7 @@ def test_fsdp_goes_on_from_ddp_and_then_exactly(start: Start, ddp: tuple[str, Pa
     part = copy_until(ddp[1], 8, tmp_path / "fsdp")
     whole = start.run(2, checkpoint_dir=part, checkpoint_every="2", peak_tflops="0.0001", **SCHEDULE, **MIXED)
     assert "fsdp over gloo, bf16" in whole
-    tflops, mfu = next(found.group(6, 7) for found in map(STEP.fullmatch, whole.splitlines()) if found)
+    tflops, mfu = read_steps(whole)[0].group(6, 7)
     again = float(tflops) / 0.0001 * 100 / float(mfu)
     assert again == pytest.approx(1.2, rel=0.01), "activations are computed again, logits are not"
     expect_near(read_losses(ddp[0]), read_losses(whole), near=0.02)
