@@ -83,11 +83,6 @@ class PreflightRequest:
         """The node's program."""
         return (sys.executable, "-P", "-m", "launcher.preflight", dump(self))
 
-    @property
-    def wanted(self) -> Wanted:
-        """What the judgement depends on."""
-        return Wanted(None, int(self.min_free_gib * (1 << 20)), self.tolerance)
-
 
 def render_answer(facts: Facts) -> str:
     """Return the lines of a node's answer, with their ends; without `seconds`, more facts are to follow."""
@@ -254,8 +249,9 @@ class Answers:
         nodes = tuple(self.facts[host] for host in hosts if host in self.facts)
         # What SLURM counts as GPUs is not NVIDIA's if no node has the driver: NVML cannot find them.
         has_driver = any(node.driver or node.gpus or node.lost_gpus for node in nodes)
-        wanted = replace(self.request.wanted, gpus=gpus if has_driver else None)
-        report = judge_report(PreflightReport(self.request.kind, hosts, silent, self.seconds, nodes), wanted)
+        asked = self.request
+        wanted = Wanted(gpus if has_driver else None, int(asked.min_free_gib * (1 << 20)), asked.tolerance)
+        report = judge_report(PreflightReport(asked.kind, hosts, silent, self.seconds, nodes), wanted)
         reasons = {host: (ends or {}).get(host, "it printed no answer") for host in failed}
         problems = (
             found("checks.failed", "unknown", host, reason=f"its program ended: {reason}")
