@@ -267,30 +267,30 @@ class NodeWork:
         if self.left < seconds:
             return [Answer(problem=one.problem, reason=NO_TIME) for one in processes]
         deadline = time.monotonic() + limit
-        waiting: dict[Any, int] = {}
-        answers: dict[int, Answer] = {}
+        waiting: dict[Any, WorkProcess] = {}
+        answers: dict[WorkProcess, Answer] = {}
         for number, one in enumerate(processes):
             if one.problem:
                 continue
             ranks = () if first is None else (first + number,)
             try:
                 one.connection.send((function, (*arguments, *ranks)))
-                waiting[one.connection] = number
+                waiting[one.connection] = one
             except OSError:
                 one.give_up()
         while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for connection in ready:
-                number = waiting.pop(connection)
+                one = waiting.pop(connection)
                 try:
-                    answers[number] = processes[number].connection.recv()
+                    answers[one] = one.connection.recv()
                 except (EOFError, OSError):
-                    processes[number].give_up()
+                    one.give_up()
         is_excused = limit < seconds + grace and (len(waiting) == len(processes) or limit < seconds + least)
-        for number in waiting.values():
-            processes[number].give_up(f"no answer within {limit:.0f} s")
-            late = Answer(problem=processes[number].problem, is_late=True)
-            answers[number] = Answer(reason=NO_TIME) if is_excused else late
-        return [answers.get(number, Answer(problem=one.problem)) for number, one in enumerate(processes)]
+        for one in waiting.values():
+            one.give_up(f"no answer within {limit:.0f} s")
+            late = Answer(problem=one.problem, is_late=True)
+            answers[one] = Answer(reason=NO_TIME) if is_excused else late
+        return [answers.get(one, Answer(problem=one.problem)) for one in processes]
 
     def start(self, *, is_pair: bool) -> list[WorkProcess]:
         """Start a process for each GPU that torch sees, or one for all CPUs; report those that fail.
