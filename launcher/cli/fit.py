@@ -26,6 +26,7 @@ from launcher.config.training import (
     settle_program,
     settle_training,
 )
+from launcher.config.words import read_section
 from launcher.errors import EXIT_MACHINE, MachineError, UsageError
 from launcher.files import read_file
 from launcher.fit.choice import (
@@ -107,7 +108,7 @@ class StepRecord:
 def show_fit(call: Call) -> int:
     """Print whether a program fits; return 0, or 3 if it does not or nobody can say; raises LaunchError."""
     plan = plan_node(call.config, call.environ)
-    names_model = any(key.partition(".")[0] == "model" for key in call.given)
+    names_model = "model" in map(read_section, call.given)
     if not names_model or call.program or {"program", "program.command"} & call.given:
         return _show_steps(call, plan)
     report = estimate_fit(call, replace(call.config, fit=replace(call.config.fit, check="error")), plan)

@@ -209,9 +209,10 @@ def run_command(call: Call) -> int:
 
         sys.stdout.write(f"launch {find_version(DISTRIBUTION) or 'is not installed'}\n")
         return 0
-    from launcher.config.words import check_here
-
-    check_here()
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UsageError(f"the working directory is gone ({error.strerror}): cd to another") from None
     if call.verb == "run" and "dry_run=true" not in call.words:
         from launcher.cli.early_start import start_early
 
@@ -234,7 +235,7 @@ def compose_and_call(call: Call) -> int:
 
         return complete_line(flags.overrides)
     check_words(call, flags)
-    if flags.asks_hydra:
+    if flags.cfg or flags.info or flags.hydra_help:
         from launcher.config.compose import show_flags
 
         return show_flags(flags)
@@ -270,11 +271,11 @@ def call_composed(call: Call, composed: "Composed") -> int:
     for warning in composed.warnings:
         logger.warning(warning)
     from launcher.config.program import find_script
-    from launcher.config.words import read_key
+    from launcher.config.words import read_key, read_section
 
     program = call.program or ()
     settings = _list_own_keys() - {"model", "data", "program", "name"}  # hardly a program's own
-    words = [word for word in program[1:] if "=" in word and read_key(word).partition(".")[0] in settings]
+    words = [word for word in program[1:] if "=" in word and read_section(read_key(word)) in settings]
     if words:
         logger.info(
             f"{_mask(words, ', ')} after the program: it gets what stands there; write settings of launch"
@@ -461,7 +462,7 @@ def _explain_option(group: Sequence[str]) -> str:
     """Say what to write instead of an option that is not ours, else nothing."""
     import difflib
 
-    from launcher.config.words import explain_option, list_flags
+    from launcher.config.words import explain_option, list_flags, read_section
 
     option, _, value = group[0].partition("=")
     if option in list_flags():
@@ -469,7 +470,7 @@ def _explain_option(group: Sequence[str]) -> str:
     name = option.lstrip("-").replace("-", "_")
     if explained := explain_option(option):
         return f"{_mask(group)} {explained}"
-    if name.partition(".")[0] in _list_own_keys():
+    if read_section(name) in _list_own_keys():
         value = group[1] if len(group) == 2 else value
         return f"{_mask(group)} is a setting, and these are written KEY=VALUE: write {name}={value or '…'}"
     if near := difflib.get_close_matches(option, list_flags(), n=1, cutoff=0.7):

@@ -14,7 +14,7 @@ from launcher.cli.main import Call, print_json
 from launcher.config.program import render_program
 from launcher.config.rules import settle_allocator, warn_overruled
 from launcher.config.start import plan_node, read_machine
-from launcher.config.words import quote_value
+from launcher.config.words import quote_value, read_section
 from launcher.errors import MachineError, UsageError
 from launcher.files import LARGEST, ON_THE_WAY, Descriptor, read_file, write_whole
 from launcher.plan.model import KIND, machine_to_json, plan_to_json
@@ -52,7 +52,7 @@ def show_plan(call: Call) -> int:
     from launcher.report.placement import print_placement
     from launcher.report.tables import make_console
 
-    if fit and not call.program and not any(key.partition(".")[0] in ("model", "program") for key in given):
+    if fit and not call.program and not {"model", "program"} & {*map(read_section, given)}:
         logger.info(
             "no program is given: memory is judged for the bundled one with its small model; name yours by"
             " +model=NAME or model.config=FILE"

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.cli.main import Call, add_pet, call_composed
 from launcher.config.compose import Composed, compose, name_files, read_values, resolve
-from launcher.config.program import (
-    fill_env,
-    find_program,
-    find_unused,
-    runs_bundled,
-)
+from launcher.config.program import fill_env, find_program, find_unused, runs_bundled
 from launcher.config.rules import (
     check,
     check_placed,
@@ -36,6 +31,7 @@ from launcher.config.run_path import (
 )
 from launcher.config.settings import Settings
 from launcher.config.start import check_command, choose_agent, choose_cluster, guess_kind
+from launcher.config.words import read_section
 from launcher.errors import UsageError
 from launcher.launch.job import Job, JobSpec, render_start
 from launcher.plan.model import plan_to_json
@@ -147,7 +143,7 @@ def specify_job(
         warn_elsewhere(config, environ)
     is_bundled = runs_bundled(config, program)
     fit_model = None  # no claim on memory is made
-    asks_model = any(key.partition(".")[0] == "model" for key in given)
+    asks_model = "model" in map(read_section, given)
     if config.model and (config.fit.check != "off" or is_bundled) and (asks_model or not program):
         from launcher.config.training import find_fit_model
 
@@ -333,7 +329,7 @@ def run_sweep(flags: "Flags", call: Call) -> int:
     for number, each in enumerate(composed if folder and call.verb == "run" else ()):
         use_sweep_folder(each.tree, f"{folder}/{number}")
     if call.verb == "run" and all(map(is_for_slurm, composed)):
-        return try_again(lambda: submit_all(specify_all(composed, call), composed, call.argv))
+        return try_again(lambda: submit_all(composed, call)[0])
     first = 0
     for number, (each, overrides) in enumerate(zip(composed, jobs, strict=True), 1):
         logger.info(f"job {number} of {len(jobs)}: {' '.join(mask_words(overrides))}")
@@ -344,24 +340,22 @@ def run_sweep(flags: "Flags", call: Call) -> int:
     return first
 
 
-def specify_all(composed: Sequence[Composed], call: Call) -> list[JobSpec]:
-    """Resolve and check the jobs of an array, each with a run directory of its own; raises LaunchError."""
+def submit_all(composed: Sequence[Composed], call: Call) -> tuple[int, list[JobSpec]]:
+    """Submit jobs, several as one array, each with a run directory of its own; raises LaunchError.
+
+    Returns the exit code, and what was submitted.
+    """
+    from launcher.slurm.submission import submit_jobs
+
     specs: list[JobSpec] = []
     for each in composed:
         taken = {spec.run_path for spec in specs}
         run_path = choose_run_path(each, call.program, submits=True, taken=taken)
         specs.append(specify_job(each, call.program, run_path, os.environ))
-    return specs
-
-
-def submit_all(specs: Sequence[JobSpec], composed: Sequence[Composed], argv: Sequence[str]) -> int:
-    """Submit jobs, several as one array."""
-    from launcher.slurm.submission import submit_jobs
-
     for spec in specs:
         check_resume(spec)
     name_files(list(dict.fromkeys(name for each in composed for name in each.own_files)))
-    return submit_jobs(specs, argv)
+    return submit_jobs(specs, call.argv), specs
 
 
 def run_plugin(sweep: Composed, call: Call) -> int:
@@ -399,8 +393,7 @@ def run_batch(batch: Sequence[Composed], call: Call) -> Iterator[int]:
         return
     for each in batch:
         each.tree.follow = True
-    specs = specify_all(batch, call)
-    status = submit_all(specs, batch, call.argv)
+    status, specs = submit_all(batch, call)
     for spec in specs:
         outcome = take_dict(read_manifest(spec.run_path), "outcome")
         if outcome.get("state") not in CLOSED:

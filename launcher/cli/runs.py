@@ -32,14 +32,7 @@ from launcher.runs.manifest import (
 )
 from launcher.runs.rank_logs import Output, RunOutputReader
 from launcher.runs.run_directory import RunDir
-from launcher.runs.run_status import (
-    RunStatus,
-    add_progress,
-    choose_runs,
-    list_runs,
-    name_run,
-    read_status,
-)
+from launcher.runs.run_status import RunStatus, add_progress, choose_runs, list_runs, name_run, read_status
 from launcher.slurm.commands import ENDED, WAITING, ask_queue, expand_hosts, fold_hosts, run_slurm
 from launcher.slurm.run_states import RunWatch, describe_run_state, explain_reason, find_run_states
 from launcher.text import count_things, describe_time, escape_text, name_some, print_text

@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from launcher.config.program import write_values
-from launcher.config.run_path import flatten
+from launcher.config.run_path import RUN_DIR, flatten
 from launcher.config.settings import Settings, check_values, describe_shape, show_value
 from launcher.config.words import (
     FIELDS,
@@ -70,8 +70,6 @@ INSTEAD = {
 """What to write instead of other keys; for all the rest, the advice is `leave it out`."""
 HYDRAS_FOLDER = "multirun/${now:"
 """How Hydra's default of `hydra.sweep.dir` begins."""
-RUN_DIR = "RUN_DIR"
-"""Stands for the run directory if there is none."""
 MISTAKES = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
 """What Hydra and OmegaConf raise for a user's mistake."""
 FAILURES = (*MISTAKES, AssertionError, AttributeError, LookupError, TypeError)
@@ -232,12 +230,16 @@ def compose(
         words = normalize_overrides(hydra, sources, overrides, sweep=sweep)
         mode = RunMode.MULTIRUN if sweep else RunMode.RUN
         tree = hydra.config_loader.load_configuration(sources.primary, words, mode)
-        sources = add_searchpath(sources, tree)
+        # The folders of `hydra.searchpath` come last, as Hydra has found them.
+        searched = (Path(each.path) for each in tree.hydra.runtime.config_sources if each.schema == "file")
+        sources = replace(sources, folders=tuple(dict.fromkeys((*sources.folders, *searched))))
         own_files = list_own_files(sources, tree)
         if OmegaConf.get_type(tree) is not Settings:
             raise UsageError(explain_primary(sources))
         OmegaConf.set_struct(tree, value=False)
-        interpolated = show_hydra(tree)
+        HydraConfig.instance().set_config(tree)  # for `${hydra:KEY}`
+        interpolated = cast(DictConfig, HydraConfig.instance().cfg)
+        OmegaConf.set_readonly(interpolated.hydra, value=False)
         if number is not None:
             interpolated.hydra.job.num, interpolated.hydra.job.id = number, str(number)
         choices = {str(group): str(option) for group, option in tree.hydra.runtime.choices.items() if option}
@@ -277,12 +279,6 @@ def compose(
     )
 
 
-def add_searchpath(sources: Sources, tree: DictConfig) -> Sources:
-    """Return the sources with the folders of `hydra.searchpath`, which come last, as Hydra has found them."""
-    found = (Path(each.path) for each in tree.hydra.runtime.config_sources if each.schema == "file")
-    return replace(sources, folders=tuple(dict.fromkeys((*sources.folders, *found))))
-
-
 def list_own_files(sources: Sources, tree: DictConfig) -> list[str]:
     """Return the chosen files that are not the shipped ones, relative to the working directory."""
     chosen = [f"{group.partition('@')[0]}/{option}" for group, option in tree.hydra.runtime.choices.items()]
@@ -300,14 +296,6 @@ def name_files(own_files: Sequence[str]) -> None:
         named.append(path if owner in (os.geteuid(), 0) else f"{path} (of {name_user(owner)})")
     if named:
         logger.info(f"configuration from {', '.join(named)}")
-
-
-def show_hydra(tree: DictConfig) -> DictConfig:
-    """Let `${hydra:KEY}` refer to the `hydra` of this configuration, and return what it refers to."""
-    HydraConfig.instance().set_config(tree)
-    values = cast(DictConfig, HydraConfig.instance().cfg)
-    OmegaConf.set_readonly(values.hydra, value=False)
-    return values
 
 
 def normalize_overrides(

@@ -12,6 +12,7 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 from launcher.config.settings import refuse
+from launcher.config.words import read_section
 from launcher.errors import UsageError
 from launcher.files import open_file, read_input
 from launcher.rank.hook import split_options
@@ -133,7 +134,7 @@ def find_unused(config: "Settings", program: tuple[str, ...] | None, given: Coll
     if runs_bundled(config):
         return []
     named = config.program.get("sections") or ()
-    asked = {key.partition(".")[0] for key in given}
+    asked = {*map(read_section, given)}
     return [section for section in ("model", "data") if section not in named and section not in asked]
 
 

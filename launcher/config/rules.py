@@ -216,7 +216,12 @@ def settle_allocator(
     is_own = environ.get("PYTHON_EXEC", sys.executable) == sys.executable
     is_own = is_own and not config.cluster.container.image
     depends = any(name not in KEYS or KEYS[name][1] > OLDEST for name in settings)
-    _check_allocator(settings, read_torch_version() if is_own and depends else None)
+    torch = None
+    if is_own and depends:
+        from launcher.runs.provenance import find_version  # 30 ms
+
+        torch = find_version("torch")
+    _check_allocator(settings, torch)
     merged = merge_settings(settings, environ)
     asked = not {*CHOSEN}.isdisjoint(given) or EXPANDABLE in merge_settings({}, environ)
     conflicts = [*find_conflicts(merged, words, environ, contained=_is_contained(config))]
@@ -250,16 +255,6 @@ def _check_allocator(settings: Mapping[str, str], torch: str | None) -> None:
             raise refuse("allocator_since", name=name, since=since, torch=torch)
         elif fault := find_fault(name, value):
             raise refuse("allocator_value", name=name, value=value, fault=fault)
-
-
-def read_torch_version() -> str | None:
-    """Return the installed torch's version by its metadata, which takes 30 ms; None if there is none."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return None
 
 
 def _is_contained(config: Settings) -> bool:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 BUNDLED_PROGRAM = "train"
 """Option of the group `program` whose runs are named after their model."""
+RUN_DIR = "RUN_DIR"
+"""Stands for the run directory if there is none."""
 DRY_RUN_ID = "RUN_ID"
 """Stands for the run's ID in a script for sbatch: the job's number decides it."""
 
@@ -50,10 +52,7 @@ def choose_run_path(
     `suffix` is added to the run's name. `submits` is for a job of sbatch's: in a dry run, its script names
     the run by the job's number. `taken` are the paths that other jobs of the sweep will have.
     """
-    from launcher.config.compose import (  # Hydra's time, which reading a file does without
-        RUN_DIR,
-        read_values,
-    )
+    from launcher.config.compose import read_values  # Hydra's time, which reading a file does without
 
     values = read_values(composed, ("name", "runs_dir", "run_dir", "new_run_dir", "node_rank", "dry_run"))
     name = str(values["name"] or choose_run_name(composed.choices, program)) + suffix

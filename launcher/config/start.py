@@ -40,7 +40,7 @@ def choose_cluster(config: Settings, environ: Mapping[str, str]) -> Cluster:
     kind, why = guess_kind(nodes, environ) if kind == "auto" else (kind, f"cluster={kind}")
     if kind == "allocation":
         return join_allocation(why, nodes, environ, config.cluster.spares)
-    low, high = parse_nodes(1 if nodes == "auto" else nodes)
+    low, high = parse_nodes(nodes)
     if kind == "manual":
         if rank is None or not 0 <= rank < high:
             raise refuse("manual_rank", rank=rank, low=low, high=high, last=high - 1)
@@ -62,7 +62,7 @@ def choose_cluster(config: Settings, environ: Mapping[str, str]) -> Cluster:
 
 def guess_kind(nodes: object, environ: Mapping[str, str]) -> tuple[str, str]:
     """Choose for `cluster=auto`: the allocation that this is in, SLURM for several nodes, else here."""
-    low, _ = parse_nodes(1 if nodes == "auto" else nodes)
+    low, _ = parse_nodes(nodes)
     job = environ.get("SLURM_JOB_ID")
     shown = "one node" if nodes == "auto" else f"nodes={nodes}"
     if job and is_step_task(environ):
@@ -126,8 +126,8 @@ def pet_overrides(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def parse_nodes(text: object) -> tuple[int, int]:
-    """Read `nodes`: a number, or `min:max`; raises UsageError."""
-    match = re.fullmatch(r"([0-9]{1,7})(?::([0-9]{1,7}))?", str(text))
+    """Read `nodes`: a number, or `min:max`; `auto` is one where nothing else says more. Raises UsageError."""
+    match = re.fullmatch(r"([0-9]{1,7})(?::([0-9]{1,7}))?", "1" if text == "auto" else str(text))
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
         raise UsageError(f"nodes={show_value(text)}: give a number of at least 1, or min:max as in nodes=2:4")
@@ -187,11 +187,9 @@ def choose_agent(config: Settings, cluster: Cluster, environ: Mapping[str, str])
     needed = find_torchrun_need(config, cluster, environ)
     if asked and needed:
         raise refuse("needs_torchrun", asked=asked, needed=needed)
-    return (
-        AgentChoice("torchrun", needed)
-        if needed
-        else AgentChoice("direct", asked or "a fixed number of nodes")
-    )
+    if needed:
+        return AgentChoice("torchrun", needed)
+    return AgentChoice("direct", asked or "a fixed number of nodes")
 
 
 def find_torchrun_need(config: Settings, cluster: Cluster, environ: Mapping[str, str]) -> str:

@@ -22,7 +22,7 @@ from launcher.config.settings import (
     show_value,
 )
 from launcher.config.start import is_step_task, parse_nodes
-from launcher.config.words import FIELDS
+from launcher.config.words import FIELDS, read_section
 from launcher.errors import MachineError, UsageError
 from launcher.files import read_input
 from launcher.fit.choice import OPTIONS, assess, choose_settings, describe_choice, describe_fit, find_value
@@ -157,7 +157,7 @@ def find_fit_model(
     if starts and is_bundled and config.model.get("config") is not None:
         raise refuse("model_config", c=config)
     is_own = not program and not is_bundled  # configured, with a section of its own
-    asked = not program or any(key.partition(".")[0] == "model" for key in given)
+    asked = not program or "model" in map(read_section, given)
     if (config.fit.check == "off" and not is_bundled) or not asked:
         return None
     if is_own and "model" in find_unused(config, None, given):
@@ -231,7 +231,7 @@ def count_plan_nodes(nodes: object, environ: Mapping[str, str]) -> int:
     if nodes == AUTO and "SLURM_JOB_ID" in environ and not is_step_task(environ):
         have = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES", "1")
         return int(have) if have.isdecimal() and int(have) else 1
-    return parse_nodes(1 if nodes == AUTO else nodes)[0]
+    return parse_nodes(nodes)[0]
 
 
 def _list_values(config: Settings) -> dict[str, Any]:

@@ -82,14 +82,6 @@ def find_sources(config_path: str | None, config_dir: str | None, primary: str |
     return Sources(folders, primary or PRIMARY)
 
 
-def check_here() -> None:
-    """Raise UsageError if the working directory has been removed."""
-    try:
-        Path.cwd()
-    except OSError as error:
-        raise UsageError(f"the working directory is gone ({error.strerror}): cd to another") from None
-
-
 @dataclass(frozen=True, slots=True)
 class Flags:
     """What the flags and overrides ask, with the folders they are read from."""
@@ -106,11 +98,6 @@ class Flags:
     hydra_help: bool = False
     run: bool = False
     """Run once, whatever `hydra.mode` says."""
-
-    @property
-    def asks_hydra(self) -> bool:
-        """Whether a flag asks Hydra to show something instead of running."""
-        return bool(self.cfg or self.info or self.hydra_help)
 
 
 class Parser(argparse.ArgumentParser):
@@ -219,6 +206,11 @@ def quote_value(value: str) -> str:
 def read_key(word: str) -> str:
     """Return the key of an override, as in the configuration: `+model@x=y` sets `model`."""
     return re.split("[=@]", word.lstrip("+~"))[0]
+
+
+def read_section(key: str) -> str:
+    """Return the section that a key is in, or is itself."""
+    return key.partition(".")[0]
 
 
 def asks_sweep(flags: Flags, verb: str) -> bool:

@@ -9,13 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from launcher.files import read_file
-from launcher.runs.rank_logs import (
-    decode_line,
-    find_logs,
-    list_attempts,
-    read_from,
-    read_tail,
-)
+from launcher.runs.rank_logs import decode_line, find_logs, list_attempts, read_from, read_tail
 from launcher.runs.run_directory import RunDir
 from launcher.text import name_some, strip_sequences
 
