@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from launcher.cli.main import VERBS, find_verb, group_words
-from launcher.config.settings import Settings
+from launcher.config.settings import Settings, refuse
 from launcher.config.words import list_flags, parse_flags
 from launcher.errors import UsageError
 from launcher.runs.run_status import list_runs, name_run
@@ -38,10 +38,7 @@ def complete_line(request: Sequence[str]) -> int:
         for answer in answer_query(os.environ.get("COMP_LINE", "")):
             sys.stdout.write(f"{answer}\n")
     else:
-        raise UsageError(
-            'say which shell: eval "$(launch -sc install=bash)", the same with zsh,'
-            " or `launch -sc install=fish | source`"
-        )
+        raise refuse("which_shell")
     return 0
 
 

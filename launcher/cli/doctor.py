@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher.cli.main import Call
 from launcher.codec import dump
-from launcher.config.settings import Settings
+from launcher.config.settings import Settings, refuse
 from launcher.config.start import guess_kind, plan_node
 from launcher.doctor.machine import Case, judge_machine
 from launcher.doctor.model import Facts, Finding, PreflightReport, Wanted, choose_exit_code, found, or_ok
@@ -153,9 +153,7 @@ def _find_run(config: Settings, here: bool) -> tuple[RunRecords | None, str]:
         return (read_run(last), "") if last else (None, f"no run below runs_dir={config.runs_dir} yet")
     path = Path(config.run_dir)
     if not config.run_dir or not any(path.glob(name_plan_file("*"))):
-        raise UsageError(
-            f"run_dir={config.run_dir} holds no plan-HOST.json that can be read: name a run's directory"
-        )
+        raise refuse("no_plans", run_dir=config.run_dir)
     return read_run(path), ""
 
 

@@ -230,7 +230,7 @@ def compose_and_call(call: Call) -> int:
     except UsageError:  # of another tool's -c as a rule, and then its other words say more
         check_words(call, Flags(find_sources(None, None, None), ()))
         raise
-    if flags.completion:
+    if flags.shell_completion:
         from launcher.cli.completion import complete_line
 
         return complete_line(flags.overrides)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cli.main import Call, print_json
-from launcher.config.settings import Settings
+from launcher.config.settings import Settings, refuse
 from launcher.errors import EXIT_MACHINE, MachineError, SchedulerError, UsageError
 from launcher.files import LARGEST, read_file
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
@@ -73,9 +73,7 @@ def choose_one(config: Settings, names: Sequence[str], verb: str, *, is_live: bo
     if names:
         found = choose_runs(Path(config.runs_dir), names)
         if len(found) > 1:
-            raise UsageError(
-                f"{' '.join(names)} are {len(found)} runs, and launch {verb} takes one, such as {found[0]}"
-            )
+            raise refuse("several_runs", names=" ".join(names), count=len(found), verb=verb, first=found[0])
         return found[0]
     newest = list(islice(list_runs(Path(config.runs_dir)), MOST_RUNS if is_live else 1))
     if not newest:
@@ -248,9 +246,7 @@ def _open_launch(run: RunStatus, opened: contextlib.ExitStack) -> int | None:
     if not run.is_live or (run.job_id and not run.process):
         return None
     if not run.process:
-        raise MachineError(
-            f"{run.run} has no job, and its manifest names no process: end its `launch` where it was started"
-        )
+        raise refuse("no_process", MachineError, run=run)
     if check_process(run.process) is None:
         host, pid = run.process.get("host"), run.process.get("pid")
         raise MachineError(f"{run.run} is process {pid} on {host}: give this command there")
@@ -350,9 +346,7 @@ def show_logs(call: Call) -> int:
     if tail.rank is not None and not tail.find_attempts():
         logs = [log for logs in RunOutputReader(path).find_attempts().values() for log in logs]
         if known := sorted({int(log.stem.partition("-")[2]) for log in logs}):
-            raise UsageError(
-                f"rank={tail.rank} has printed nothing: the run's ranks are {known[0]} to {known[-1]}"
-            )
+            raise refuse("silent_rank", rank=tail.rank, first=known[0], last=known[-1])
     if not writer.write(tail.read_lines(final=True)):
         ((run,), _) = find_run_states([path])
         logger.info(f"no output: {describe_run_state(run)}")

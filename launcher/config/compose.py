@@ -34,7 +34,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from launcher.config.program import write_values
 from launcher.config.run_path import RUN_DIR, flatten
-from launcher.config.settings import Settings, check_values, describe_shape, show_value
+from launcher.config.settings import Settings, check_values, describe_shape, refuse, show_value
 from launcher.config.words import (
     FIELDS,
     PRIMARY,
@@ -46,7 +46,7 @@ from launcher.config.words import (
     read_key,
     rewrite_override,
 )
-from launcher.errors import UsageError
+from launcher.errors import LaunchError, UsageError
 from launcher.files import name_user
 from launcher.text import print_text, suggest
 
@@ -235,7 +235,7 @@ def compose(
         sources = replace(sources, folders=tuple(dict.fromkeys((*sources.folders, *searched))))
         own_files = list_own_files(sources, tree)
         if OmegaConf.get_type(tree) is not Settings:
-            raise UsageError(explain_primary(sources))
+            raise refuse_primary(sources)
         OmegaConf.set_struct(tree, value=False)
         HydraConfig.instance().set_config(tree)  # for `${hydra:KEY}`
         interpolated = cast(DictConfig, HydraConfig.instance().cfg)
@@ -344,7 +344,7 @@ def refuse_hydra(word: str) -> None:
         raise UsageError(f"{word} is not carried out by launch: {fix or 'leave it out'}")
 
 
-def explain_failure(error: BaseException, sources: Sources) -> UsageError:
+def explain_failure(error: BaseException, sources: Sources) -> LaunchError:
     """Return a user's mistake in one line, with the file and the nearest right name.
 
     Raises what is a defect of ours: of our code, or of Hydra's where there is no file of the user's.
@@ -376,7 +376,7 @@ def explain_failure(error: BaseException, sources: Sources) -> UsageError:
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and isinstance(cause.parent_node, DictConfig):
         above, _, name = key.rpartition(".")
         if not above and OmegaConf.get_type(cause.parent_node) is not Settings:
-            return UsageError(explain_primary(sources))
+            return refuse_primary(sources)
         if foreign := explain_foreign(key):
             return UsageError(f"{where}{key} {foreign}")
         known = [*map(str, cause.parent_node), *([] if above else sources.list_groups())]
@@ -388,13 +388,10 @@ def explain_failure(error: BaseException, sources: Sources) -> UsageError:
     return UsageError(f"{where}{f'{key}: ' if key else ''}{text or type(error).__name__}")
 
 
-def explain_primary(sources: Sources) -> str:
-    """Say that the primary file does not build on launch_schema."""
+def refuse_primary(sources: Sources) -> LaunchError:
+    """Return the error of a primary file that does not build on launch_schema."""
     path = sources.find_file(f"{sources.primary}.yaml")
-    return (
-        f"{os.path.relpath(path) if path else sources.primary} does not build on launch_schema: begin it"
-        " with `defaults: [launch_defaults, _self_]`, which are the shipped defaults"
-    )
+    return refuse("primary", file=os.path.relpath(path) if path else sources.primary)
 
 
 def show_flags(flags: Flags) -> int:
@@ -412,9 +409,7 @@ def show_flags(flags: Flags) -> int:
                 parser.add_argument("overrides", nargs="*", help="KEY=VALUE, to override the configuration")
                 hydra.hydra_help(name, parser, Namespace(overrides=[]))
         except SystemExit:  # Hydra's exit if there is no such package
-            raise UsageError(
-                f"the configuration has nothing at {flags.package!r}: see `launch --cfg {flags.cfg}`"
-            ) from None
+            raise refuse("no_package", flags=flags) from None
     print_text(output.getvalue())
     return 0
 

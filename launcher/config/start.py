@@ -28,9 +28,9 @@ class Cluster:
     why: str
     min_nodes: int
     max_nodes: int
-    endpoint: str
+    endpoint: str = ""
     """HOST:PORT of the rendezvous; port 0 is any free one."""
-    is_host: bool
+    is_host: bool = False
     """This node serves the rendezvous. Said outright, since torchrun's own guess compares host names."""
 
 
@@ -52,7 +52,7 @@ def choose_cluster(config: Settings, environ: Mapping[str, str]) -> Cluster:
     if rank is not None and "PET_NODE_RANK" not in environ:
         raise UsageError(f"node_rank={rank} goes with cluster=manual: add that, or leave node_rank out")
     if kind == "slurm":
-        return Cluster("slurm", why, low, high, "", is_host=False)
+        return Cluster("slurm", why, low, high)
     if low > 1 or (high > 1 and why == "cluster=local"):
         raise refuse("one_machine", MachineError, nodes=nodes)
     if endpoint:
@@ -84,7 +84,7 @@ def is_step_task(environ: Mapping[str, str]) -> bool:
     return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
 
 
-def join_allocation(why: str, nodes: object, environ: Mapping[str, str], spares: int = 0) -> Cluster:
+def join_allocation(why: str, nodes: object, environ: Mapping[str, str], spares: int) -> Cluster:
     """Return a cluster of the nodes of the SLURM job around this; raises MachineError if there is none.
 
     With `nodes=auto` all nodes but the spare ones have ranks.
@@ -97,7 +97,7 @@ def join_allocation(why: str, nodes: object, environ: Mapping[str, str], spares:
     if low > have or (spares and high + spares > have):
         job = environ["SLURM_JOB_ID"]
         raise refuse("small_allocation", MachineError, nodes=nodes, spares=spares, job=job, have=have)
-    return Cluster("allocation", why, low, min(high, have), "", is_host=False)
+    return Cluster("allocation", why, low, min(high, have))
 
 
 def check_command(name: str, why: str, environ: Mapping[str, str]) -> None:
@@ -112,17 +112,13 @@ def pet_overrides(environ: Mapping[str, str]) -> dict[str, str]:
     Those that torchrun reads by itself (`PET_RDZV_BACKEND`, `PET_MAX_RESTARTS` and so on) are left to it.
     """
     nodes = environ.get("PET_NNODES", "")
-    given = {"nodes": nodes, "nproc_per_node": environ.get("PET_NPROC_PER_NODE")}
-    found = {key: value for key, value in given.items() if value}
-    if nodes.rpartition(":")[2] in ("", "1"):
-        return found
-    found["cluster"] = "manual"
-    found["node_rank"] = environ.get("PET_NODE_RANK", "0")
-    address, port = environ.get("PET_MASTER_ADDR"), environ.get("PET_MASTER_PORT", "29500")
-    endpoint = environ.get("PET_RDZV_ENDPOINT") or (f"{address}:{port}" if address else "")
-    if endpoint:
+    found = {"nodes": nodes or None, "nproc_per_node": environ.get("PET_NPROC_PER_NODE") or None}
+    if nodes.rpartition(":")[2] not in ("", "1"):
+        address, port = environ.get("PET_MASTER_ADDR"), environ.get("PET_MASTER_PORT", "29500")
+        endpoint = environ.get("PET_RDZV_ENDPOINT") or (f"{address}:{port}" if address else None)
+        found |= {"cluster": "manual", "node_rank": environ.get("PET_NODE_RANK", "0")}
         found["rdzv_endpoint"] = endpoint
-    return found
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def parse_nodes(text: object) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from launcher.config.compose import Composed, compose, normalize_overrides, open_hydra, read_values
 from launcher.config.run_path import choose_id, use_sweep_folder
+from launcher.config.settings import refuse
 from launcher.config.words import quote_value
 from launcher.errors import LaunchError, MachineError, UsageError
 from launcher.files import open_own
@@ -38,10 +39,7 @@ def expand_sweep(sweep: Composed) -> list[list[str]]:
             if not override.is_sweep_override():
                 values[key] = [line]
             elif not override.is_discrete_sweep():
-                raise UsageError(
-                    f"{line} is for a sweeper that chooses values by results, as hydra/sweeper=optuna: name"
-                    " one, or list the values"
-                )
+                raise refuse("no_sweeper", line=line)
             else:
                 values[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
             if not values[key]:
@@ -140,7 +138,5 @@ def make_folder(sweep: Composed) -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=bool(given))
         os.close(open_own(path))  # Hydra and sweepers write into it by name
     except OSError as error:
-        raise MachineError(
-            f"cannot make the sweep's folder, {error.filename} ({error.strerror}): set hydra.sweep.dir=DIR"
-        ) from None
+        raise refuse("sweep_folder", MachineError, error=error) from None
     return path

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from launcher.config.settings import ClusterConfig, Settings, list_settings
+from launcher.config.settings import ClusterConfig, Settings, list_settings, refuse
 from launcher.errors import UsageError
 
 PRIMARY = "launch"
@@ -72,9 +72,7 @@ def find_sources(config_path: str | None, config_dir: str | None, primary: str |
     last = [Path(config_dir).absolute()] if config_dir else []
     for folder in ([own] if config_path else []) + last:
         if not folder.is_dir():
-            raise UsageError(
-                f"there is no configuration folder {folder}: check --config-path and --config-dir"
-            )
+            raise refuse("no_folder", folder=folder)
     folders = tuple(folder for folder in (own, find_shipped(), *last) if folder.is_dir())
     for folder in folders:
         if not os.access(folder, os.R_OK | os.X_OK):
@@ -94,7 +92,7 @@ class Flags:
     resolve: bool = False
     package: str | None = None
     info: str | None = None
-    completion: bool = False
+    shell_completion: bool = False
     hydra_help: bool = False
     run: bool = False
     """Run once, whatever `hydra.mode` says."""
@@ -111,30 +109,26 @@ class Parser(argparse.ArgumentParser):
 def make_parser() -> Parser:
     """Return the parser of the flags; overrides are whatever else there is."""
     parser = Parser(prog="launch", add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true", help="a short help, or that of a verb")
-    parser.add_argument("--help-all", action="store_true", help="this help")
-    parser.add_argument("--version", action="store_true", help="the version")
-    parser.add_argument(
-        "-c", "--cfg", choices=["job", "hydra", "all"], help="print the configuration and stop"
-    )
-    parser.add_argument("--resolve", action="store_true", help="with --cfg: resolve interpolations")
-    parser.add_argument("-p", "--package", help="with --cfg: print this part alone")
-    parser.add_argument("-m", "--multirun", action="store_true", help="run each combination of a=1,2 b=3,4")
-    parser.add_argument("-cn", "--config-name", help="primary configuration instead of launch.yaml")
-    parser.add_argument("-cp", "--config-path", help="folder to search first, instead of ./conf")
-    parser.add_argument("-cd", "--config-dir", help="folder to search as well, after the shipped one")
+    switch: dict[str, Any] = {"action": "store_true"}
+    parts = ["job", "hydra", "all"]
     infos = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
-    parser.add_argument(
-        "-i", "--info", nargs="?", const="all", choices=infos, help="print how it was composed"
-    )
-    parser.add_argument(
-        *("-sc", "--shell-completion"),
-        dest="completion",
-        action="store_true",
-        help="with install=bash, zsh or fish: completion",
-    )
-    parser.add_argument("--hydra-help", action="store_true", help="Hydra's own help")
-    parser.add_argument("-r", "--run", action="store_true", help="run (the default)")
+    for flags, takes, text in (
+        ("-h --help", switch, "a short help, or that of a verb"),
+        ("--help-all", switch, "this help"),
+        ("--version", switch, "the version"),
+        ("-c --cfg", {"choices": parts}, "print the configuration and stop"),
+        ("--resolve", switch, "with --cfg: resolve interpolations"),
+        ("-p --package", {}, "with --cfg: print this part alone"),
+        ("-m --multirun", switch, "run each combination of a=1,2 b=3,4"),
+        ("-cn --config-name", {}, "primary configuration instead of launch.yaml"),
+        ("-cp --config-path", {}, "folder to search first, instead of ./conf"),
+        ("-cd --config-dir", {}, "folder to search as well, after the shipped one"),
+        ("-i --info", {"nargs": "?", "const": "all", "choices": infos}, "print how it was composed"),
+        ("-sc --shell-completion", switch, "with install=bash, zsh or fish: completion"),
+        ("--hydra-help", switch, "Hydra's own help"),
+        ("-r --run", switch, "run (the default)"),
+    ):
+        parser.add_argument(*flags.split(), help=text, **takes)
     return parser
 
 

@@ -50,17 +50,20 @@ def is_secret(name: str) -> bool:
     return bool(SECRET.search(name))
 
 
-def mask_words(words: Sequence[str]) -> list[str]:
+def mask_text(text: str) -> str:
+    """Mask what follows the first secret's name, to the end of the text, logins in URLs, and known tokens."""
+    head, opening, body = text.partition("=[")
+    if not opening:
+        return mask_plain(text)
+    return mask_plain(head) + opening + ",".join(mask_words(body.split(","), mask_plain))
+
+
+def mask_words(words: Sequence[str], mask: Callable[[str], str] = mask_text) -> list[str]:
     """Mask the secrets in a command line: `env.HF_TOKEN=…`, `--api-key=…` and the word after `--api-key`.
 
     The word after `-p` counts as a password unless it is a number or a path. A list, as in
     `program.command=[train.py,--api-key,abc]`, is masked like a command line.
     """
-    return _mask_arguments(words, mask_text)
-
-
-def _mask_arguments(words: Sequence[str], mask: Callable[[str], str]) -> list[str]:
-    """Mask the secrets in arguments, of which each may be the value of the option before it."""
     return [mask_argument(before, word, mask) for before, word in zip(["", *words], words, strict=False)]
 
 
@@ -72,14 +75,6 @@ def mask_argument(before: str, word: str, mask: Callable[[str], str]) -> str:
         return MASK
     user, colon, _ = word.partition(":")
     return f"{user}:{MASK}" if colon and before in LOGINS else mask(word)
-
-
-def mask_text(text: str) -> str:
-    """Mask what follows the first secret's name, to the end of the text, logins in URLs, and known tokens."""
-    head, opening, body = text.partition("=[")
-    if not opening:
-        return mask_plain(text)
-    return mask_plain(head) + opening + ",".join(_mask_arguments(body.split(","), mask_plain))
 
 
 def mask_plain(text: str) -> str:

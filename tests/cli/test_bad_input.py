@@ -17,6 +17,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from launcher.text import escape_text, join_words, tame_text
 from tests.cli.make_runs import make_run, write_applied, write_log
+from tests.fuzzing import assert_harmless
 from tests.launch.terminals import open_terminal
 from tests.seam import LAUNCH, PATIENCE, Launch, drop_powers, in_shell, run_inside, run_outside
 
@@ -222,8 +223,6 @@ def test_a_defect_of_ours_is_one_line_that_says_so(launch: Launch, monkeypatch: 
 
 
 EVIL = "\x1b[2J\x1b]0;title\x07\x9b31m\x08\x7f\u202e"
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202e]")
 
 
 SCRIPT = ("cluster=slurm", "nproc_per_node=1", "dry_run=true", f"env.A={EVIL}")
@@ -250,11 +249,6 @@ def show(here: Path, *commands: tuple[list[str], dict[str, str]]) -> list[tuple[
         assert terminal.finish() == 0, terminal.text()
         parts = re.split(r"ENDED (\d+)\r\n", terminal.text())
     return [(int(code), text) for text, code in zip(parts[::2], parts[1::2], strict=False)]
-
-
-def assert_harmless(text: str) -> None:
-    found = CONTROL.search(COLOUR.sub("", text))
-    assert not found, repr(text[max(0, found.start() - 80) : found.end() + 20])
 
 
 GIVEN: list[tuple[list[str], dict[str, str]]] = [

@@ -455,20 +455,7 @@ def test_who_holds_the_others_up_comes_first_and_then_stragglers(launch: Launch,
 def test_one_rank_without_a_gpu_has_no_columns_of_gpus_nodes_and_nics(launch: Launch, here: Path) -> None:
     make_job(here, {"wait_share": 0.22})
     titles, (row,) = read_table(launch)
-    assert titles == [
-        "rank",
-        "phase",
-        "step",
-        "last",
-        "p50",
-        "p99",
-        "own",
-        "data",
-        "others",
-        "cpu",
-        "delay",
-        "rss",
-    ]
+    assert " ".join(titles) == "rank phase step last p50 p99 own data others cpu delay rss"
     assert " ".join(row) == "0 training 120 0s 400ms 520ms 312ms 2% 22% 3.8 1% 2G"
 
 
