@@ -414,9 +414,9 @@ def show_flags(flags: Flags) -> int:
     return 0
 
 
-def ask_completion(sources: Sources, request: str, words: Sequence[str] = ()) -> str:
+def ask_completion(sources: Sources, request: str, words: Sequence[str]) -> str:
     """Return what Hydra's shell completion answers to a query of these words; raises UsageError."""
-    *before, last = words or [""]
+    *before, last = words
     output = io.StringIO()
     with open_hydra(sources) as hydra, redirect_stdout(output):
         # Hydra takes the line from the environment, splits it at white space, and answers on stdout.

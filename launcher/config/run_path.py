@@ -124,7 +124,7 @@ PLACE_KEYS = ("run_dir", "new_run_dir")
 """Keys that differ for the same run, since one makes the directory and the other goes on with it."""
 
 
-def render_config(composed: "Composed", left_out: Collection[str] = ()) -> str:
+def render_config(composed: "Composed", left_out: Collection[str]) -> str:
     """Return the text: what was resolved last, secrets masked, without some sections."""
     from omegaconf import OmegaConf
 

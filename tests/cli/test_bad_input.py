@@ -16,7 +16,7 @@ import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from launcher.text import escape_text, join_words, tame_text
-from tests.cli.make_runs import make_run, write_applied, write_log
+from tests.cli.make_runs import make_run, read_manifest, write_applied, write_log
 from tests.fuzzing import assert_harmless
 from tests.launch.terminals import open_terminal
 from tests.seam import LAUNCH, PATIENCE, Launch, drop_powers, in_shell, run_inside, run_outside
@@ -286,7 +286,7 @@ def planted(here: Path) -> Path:
     outcome = {"cause": EVIL, "reason": EVIL, "signal": EVIL, "first_failure": failure}
     texts = {"command": [EVIL], "hosts": [EVIL], "slurm": {"job_id": EVIL}, "process": {"host": EVIL}}
     run = make_run(here / "runs", name, "20260801-120000", "failed", outcome=outcome, **texts)
-    manifest = json.loads((run / "manifest.json").read_text())
+    manifest = read_manifest(run)
     (run / "manifest.json").write_text(json.dumps({**manifest, "started": EVIL, "earlier": [manifest]}))
     write_log(run, 0, f"\x1b[31mred {EVIL}\x1b[0m\nnext\x1b[32m green\n")
     write_applied(run, 0, EVIL)

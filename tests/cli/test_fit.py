@@ -29,6 +29,7 @@ from launcher.fit.training import Learned, Range
 from launcher.report.fit import print_fit
 from launcher.runs.records import fingerprint_ranks
 from tests.benchmarks.fit import FEW, FitCase
+from tests.cli.make_runs import read_manifest
 from tests.data_files import DATA
 from tests.fit.made_requests import REQUEST
 from tests.fuzzing import Terminal, assert_harmless
@@ -277,7 +278,7 @@ def test_what_is_chosen_is_not_killed(group: Path, tmp_path: Path) -> None:
     assert "does not fit" in killed.err and f"limit of the job's cgroup, {LIMIT_MIB} MiB" in killed.err
     done = run_outside([*MODEL, *RUN, "new_run_dir=auto"], tmp_path, timeout=300, preexec_fn=enter)
     assert done.code == 0, done
-    chosen = json.loads((tmp_path / "auto/manifest.json").read_text())["training"]
+    chosen = read_manifest(tmp_path / "auto")["training"]
     assert chosen["batch_size"] == 8 and chosen["activation_checkpointing"] != "none"
 
 
@@ -385,7 +386,7 @@ def test_a_run_has_the_values_and_goes_on_with_them(here: Path) -> None:
         "activation_checkpointing": "none",
         "parallel": "ddp",
     }
-    manifest = json.loads((here / "run/manifest.json").read_text())
+    manifest = read_manifest(here / "run")
     assert manifest["training"] == expected
     program = yaml.safe_load((here / "run/config.yaml").read_text())["program"]
     assert {key: program[key] for key in expected} == expected

@@ -150,7 +150,7 @@ def test_a_run_is_known_by_its_process(launch: Launch, here: Path) -> None:
     run = read_newest(launch)
     assert run["state"] == "lost" and str(process.pid) in run["reason"]
     # Of another host's nothing is known but what it writes.
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = read_manifest(path)
     manifest["process"] |= {"host": "elsewhere"}
     (path / "manifest.json").write_text(json.dumps(manifest))
     write_log(path, 0, "")

@@ -31,6 +31,7 @@ from tests.cli.make_runs import (
     make_report,
     make_run,
     make_watched_run,
+    read_manifest,
     write_log,
     write_watch,
 )
@@ -272,7 +273,7 @@ def test_without_keys_there_is_one_view_and_without_its_terminal_it_ends(here: P
 
 def test_it_ends_with_the_run_and_says_how(watch: Terminal, run: Path) -> None:
     await_screen(watch, has("q quit"))
-    manifest = json.loads((run / "manifest.json").read_text())
+    manifest = read_manifest(run)
     manifest["outcome"] = {"state": "failed", "cause": "time limit", "reason": "time limit"}
     (run / "manifest.json").write_text(json.dumps(manifest))
     assert watch.finish() == 0

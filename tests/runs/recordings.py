@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.cli.make_runs import read_manifest
 from tests.seam import LAUNCH, clean_environ, find_processes, find_run, wait_for
 
 DATA = Path(__file__).parents[1] / "data" / "runs"
@@ -187,12 +188,12 @@ def run_on_slurm(name: str, folder: Path, sandbox: Sequence[str], environ: Mappi
     for pattern in kind.get("once", ()):
         wait_for(partial(_has, folder / name, pattern), pattern)
     if "lose" in kind:
-        host = json.loads((path / "manifest.json").read_text())["hosts"][kind["lose"]]
+        host = read_manifest(path)["hosts"][kind["lose"]]
         subprocess.run([*sandbox, "kill", host], check=True)
-    wait_for(lambda: json.loads((path / "manifest.json").read_text())["outcome"]["state"] in ENDED, "the end")
+    wait_for(lambda: read_manifest(path)["outcome"]["state"] in ENDED, "the end")
     if "lose" in kind:
         subprocess.run([*sandbox, "start", host], check=True)
-    assert json.loads((path / "manifest.json").read_text())["outcome"]["state"] == kind["state"]
+    assert read_manifest(path)["outcome"]["state"] == kind["state"]
     return path
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ import yaml
 
 from launcher.runs.provenance import describe_sources
 from launcher.runs.secrets import mask_tree, mask_variables, mask_words
+from tests.cli.make_runs import read_manifest
 from tests.seam import QUICK_AGENT, Result, run_outside, wait_for
 
 SECRET = "hunter2-hunter2"
@@ -89,7 +89,7 @@ def test_the_program_has_its_words_and_variables_and_the_manifest_tells_of_the_r
     assert hashlib.sha256("".join(f"{word}\n" for word in words).encode()).hexdigest() in result.out
     (run,) = (folder / "runs").glob("*/*")
     assert f"{run}/out" in result.out
-    manifest = json.loads((run / "manifest.json").read_text())
+    manifest = read_manifest(run)
     assert run.parent.name == manifest["name"] == "sh"
     assert manifest["outcome"]["state"] == "succeeded" and manifest["outcome"]["exit_code"] == 0
     assert manifest["command"][:2] == ["launch", "env.HF_TOKEN=***"]

@@ -30,7 +30,7 @@ from launcher.runs.run_directory import (
     reserve_space,
     write_private,
 )
-from tests.cli.make_runs import make_run
+from tests.cli.make_runs import make_run, read_manifest
 from tests.seam import QUICK_AGENT, Launch, run_outside
 from tests.strangers import STRANGER, give_away, open_folder, run_as
 
@@ -177,7 +177,7 @@ def test_links_of_ones_own_are_followed_and_a_later_start_goes_on_counting(tmp_p
     run.chmod(0o755)
     assert run_outside(["run_dir=best", *words], tmp_path, {"PYTHONPATH": QUICK_AGENT}).code == 0
     assert (run / "logs/11/rank-0.out").is_file() and mode(run) == 0o700
-    earlier = json.loads((run / "manifest.json").read_text())["earlier"]
+    earlier = read_manifest(run)["earlier"]
     assert [entry["outcome"]["state"] for entry in earlier] == ["succeeded"]
 
 

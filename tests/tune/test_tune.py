@@ -237,7 +237,7 @@ def test_two_ranks_are_tuned_and_later_runs_use_it(tmp_path: Path) -> None:
     assert again.code == 0, "a file of ours is replaced"
     assert list_living(tmp_path) == []
     (run,) = tmp_path.glob("runs/train-tune/*")
-    assert json.loads((run / "manifest.json").read_text())["outcome"] == {
+    assert read_manifest(run)["outcome"] == {
         "state": "succeeded",
         "exit_code": 0,
     }
@@ -285,7 +285,7 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(tmp_path: Path) -> No
     assert not (tmp_path / "conf").exists()
     assert list_living(tmp_path) == []
     (run,) = tmp_path.glob("runs/train-tune/*")
-    assert json.loads((run / "manifest.json").read_text())["outcome"]["state"] == "stopped"
+    assert read_manifest(run)["outcome"]["state"] == "stopped"
 
 
 STUBBORN = """
@@ -492,7 +492,7 @@ def test_another_failure_is_shown_with_its_last_lines(
     assert part in done.err and f"it exited with code {code}" in done.err
     assert "does not fit (" not in done.err
     (run,) = tmp_path.glob("runs/train-tune/*")
-    assert json.loads((run / "manifest.json").read_text())["outcome"]["state"] == "failed"
+    assert read_manifest(run)["outcome"]["state"] == "failed"
 
 
 @pytest.mark.usefixtures("quick_agent")
