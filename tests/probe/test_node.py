@@ -118,7 +118,8 @@ def test_a_stuck_file_system_costs_its_time_limit_even_if_who_waits_cannot_be_ki
     told, states, seconds = run_in_namespace(STUCK.format(reads=reads), tmp_path)
     facts = convert(Facts, told)
     assert [path.state for path in facts.paths] == ["stuck", "stuck", "ok"]
-    assert states == (["D", "D"] if reads else [])
+    # One that is killed may come to its end after it was to be reaped.
+    assert [state for state in states if state != "Z"] == (["D", "D"] if reads else [])
     assert seconds < 30, "it did not wait for them"
     assert list_bad(facts) == [
         ("error", f"{tmp_path}/nfs (data): no answer in 3 s"),
