@@ -1,5 +1,6 @@
 """`launch` without a verb: runs a program where the configuration says, or the jobs of a sweep."""
 
+import contextlib
 import difflib
 import logging
 import os
@@ -99,10 +100,8 @@ def _start_job(call: Call) -> int:
 def try_again(start: Callable[[], int]) -> int:
     """Start a run, again as long as another of its name has begun in the same second and has its ID."""
     while True:
-        try:
+        with contextlib.suppress(RunIdTakenError):
             return start()
-        except RunIdTakenError:
-            continue
 
 
 def is_for_slurm(composed: Composed) -> bool:

@@ -109,10 +109,8 @@ def read_nodes(run_path: Path, attempt: int) -> list[NodeRecord]:
     """Read the records of an attempt, by node rank; those that cannot be read count as missing."""
     found = []
     for path in run_path.glob(f"logs/{attempt}/node-*.json"):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             found.append(load(NodeRecord, read_file(path, LARGEST)))
-        except (OSError, ValueError):
-            continue
     return sorted(found, key=lambda record: (record.node_rank, record.host))
 
 
@@ -187,13 +185,11 @@ class AppliedReader:
         except OSError:  # a network filesystem's hiccup
             return []
         for path in paths:
-            try:
+            with contextlib.suppress(OSError, ValueError):
                 stamp = path.lstat().st_mtime_ns
                 if self.seen.get(path) != stamp:
                     found.append(load(Applied, read_file(path, LARGEST, own=self.own)))
                     self.seen[path] = stamp
-            except (OSError, ValueError):
-                continue
         return found
 
 
