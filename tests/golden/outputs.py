@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 import tempfile
+import tomllib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,40 +22,7 @@ from tests.seam import run_inside
 FOLDER = Path(__file__).parent / "outputs"
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
-TRAININGS = (
-    "+model=tiny machine=cpu_2s",
-    "+model=gpt2 machine=workstation_1plus4",
-    "+model=gpt2 machine=aws_p3_16xlarge program.activation_checkpointing=full",
-    "+model=llama1b machine=rtx_a6000_6plus2",
-    "+model=llama7b machine=dgx_h100 nodes=4",
-    "+model=llama7b machine=dgx_a100 program.parallel=fsdp program.batch_size=1",
-    "+model=llama7b fit.gpu=A100-40GB nproc_per_node=1",
-    "+model=llama70b machine=dgx_h100 nodes=8",
-    "+model=llama70b machine=dgx_h100 nodes=8 parallel.tp=8 parallel.pp=2 fit.micro_batch=1 -- true",
-    "+model=mixtral8x7b machine=dgx_b200 nodes=4 parallel.ep=8 parallel.zero=1 -- true",
-    "+model=llama3_8b machine=gb200_nvl4 fit.optimizer=adamw8bit fit.micro_batch=2 -- true",
-    "+model=mistral7b machine=gh200 fit.offload=optimizer parallel.zero=1 -- true",
-)
-DESCRIBED = ("dgx_h100", "a100_slurm_32of112", "gb200_nvl4", "oci_mi300x_8", "cpu_2s")
-READ = ("dgx-a100", "8gpu-6plus2", "gh200", "levelled-down", "slurm-30plus2")
-EXAMINED = (
-    *(f"machine={name}" for name in DESCRIBED),
-    "machine=dgx_h100 dataloader=900",
-    "machine=dgx_h100 nproc_per_node=300",
-    "machine=dgx_h100 env.OMP_PROC_BIND=true",
-    "machine=dgx_h100 env.PYTORCH_CUDA_ALLOC_CONF=nonsense",
-    "machine=dgx_a100 binding=none",
-)
-DRY_RUNS = (
-    "-m json.tool",
-    "nproc_per_node=2 -m json.tool --x 3",
-    "agent=torchrun nproc_per_node=2 torchrun.max_restarts=3 torchrun.rdzv_conf.timeout=9 -m json.tool",
-    "agent=torchrun nproc_per_node=8 program.steps=7 model.layers=2",
-    "cluster=manual nodes=2:4 node_rank=1 rdzv_endpoint=node0:29500 nproc_per_node=2 -m json.tool",
-    "cluster=slurm nodes=2 cluster.partition=gpu cluster.account=me cluster.time=10 -m json.tool",
-    "cluster=slurm nodes=2:4 cluster.gpus_per_node=8 cluster.mem=1G cluster.exclusive=true -m json.tool",
-    "cluster=slurm nodes=2 cluster.spares=1 cluster.switches=1@10 -m json.tool",
-)
+QUESTIONS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("questions.toml").read_text())
 
 
 def _answer(verb: str, *words: str) -> Any:
@@ -65,7 +33,7 @@ def _answer(verb: str, *words: str) -> Any:
 
 def render_fit() -> dict[str, Any]:
     """Of each training the verdict, what is chosen, and memory by part: low, expected, high in GiB."""
-    return {line: _describe_fit(_answer("plan", *line.split())["fit"]) for line in TRAININGS}
+    return {line: _describe_fit(_answer("plan", *line.split())["fit"]) for line in QUESTIONS["trainings"]}
 
 
 def _describe_fit(fit: dict[str, Any]) -> dict[str, str]:
@@ -90,7 +58,7 @@ def _describe_fit(fit: dict[str, Any]) -> dict[str, str]:
 def render_doctor() -> dict[str, Any]:
     """Of each machine how many findings of each level there are on each subject."""
     found = {}
-    for line in EXAMINED:
+    for line in QUESTIONS["examined"]:
         findings = _answer("doctor", *line.split())["findings"]
         counts = Counter((each["level"], each["subject"]) for each in findings)
         found[line] = [f"{level} {subject} {count}" for (level, subject), count in sorted(counts.items())]
@@ -100,7 +68,7 @@ def render_doctor() -> dict[str, Any]:
 def render_topo() -> dict[str, Any]:
     """Machines of the lab as they are read from their files."""
     machines = {}
-    for name in READ:
+    for name in QUESTIONS["read"]:
         with choose(f"lab/{name}") as words:
             machine = _answer("topo", *words)
         machines[name] = {
@@ -124,7 +92,8 @@ def _join(value: Any) -> str:
 def render_dry_runs() -> dict[str, Any]:
     """Of each job the command that starts its ranks, or the options of sbatch."""
     return {
-        line: _describe_command(run_inside(["dry_run=true", *shlex.split(line)]).out) for line in DRY_RUNS
+        line: _describe_command(run_inside(["dry_run=true", *shlex.split(line)]).out)
+        for line in QUESTIONS["dry_runs"]
     }
 
 
