@@ -251,6 +251,12 @@ def show(here: Path, *commands: tuple[list[str], dict[str, str]]) -> list[tuple[
     return [(int(code), text) for text, code in zip(parts[::2], parts[1::2], strict=False)]
 
 
+def split_in_bash(line: str) -> list[str]:
+    """The words that bash reads in a line."""
+    done = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True)
+    return done.stdout.decode().split("\0")[:-1]
+
+
 GIVEN: list[tuple[list[str], dict[str, str]]] = [
     ([f"name={EVIL}", "--", "true"], {}),
     ([f"{EVIL}=1"], {}),
@@ -271,16 +277,17 @@ GIVEN: list[tuple[list[str], dict[str, str]]] = [
 
 
 def test_what_was_given(here: Path) -> None:
-    shown = show(here, *GIVEN)
-    assert len(shown) == len(GIVEN)
+    """Harmless, and the command of a dry run is still the command."""
+    printed = ["%s", EVIL, "it's", "a\\b", "two\nlines", "é"]
+    *shown, (_, dry) = show(here, *GIVEN, (["dry_run=true", "--", "printf", *printed], {}))
     for (code, text), (words, _) in zip(shown, GIVEN, strict=True):
         assert code in (0, 2, 3) and text.strip(), words
         assert_harmless(text)
+    assert split_in_bash(dry.replace("\r\n", "\n")[dry.index("-I -S ") :])[-6:] == printed
 
 
-@pytest.fixture
-def planted(here: Path) -> Path:
-    """Runs, logs and configuration whose every text is hostile."""
+def test_what_was_planted(here: Path) -> None:
+    """Runs, logs and configuration whose every text is hostile; logs keep colours, and all in a pipe."""
     name = EVIL.replace("\x9b", "")
     failure = {"rank": EVIL, "host": EVIL, "reason": EVIL, "last_lines": [EVIL]}
     outcome = {"cause": EVIL, "reason": EVIL, "signal": EVIL, "first_failure": failure}
@@ -295,17 +302,13 @@ def planted(here: Path) -> Path:
     for group in ("model", name):
         (here / "conf" / group).mkdir(parents=True)
         (here / "conf" / group / f"{EVIL}.yaml").write_text(f"a: {json.dumps(EVIL)}\n")
-    return run
-
-
-def test_what_was_planted(here: Path, planted: Path) -> None:
     commands = (
         ["status"],
-        ["status", str(planted)],
-        ["logs", str(planted)],
-        ["logs", "rank=0", str(planted)],
-        ["cancel", str(planted), str(planted.with_name("20260801-130000"))],
-        ["doctor", f"run_dir={planted}"],
+        ["status", str(run)],
+        ["logs", str(run)],
+        ["logs", "rank=0", str(run)],
+        ["cancel", str(run), str(run.with_name("20260801-130000"))],
+        ["doctor", f"run_dir={run}"],
         ["plan", "--help"],
         ["plan", f"model={EVIL}"],
         ["--info", "searchpath"],
@@ -314,24 +317,11 @@ def test_what_was_planted(here: Path, planted: Path) -> None:
     for (_, text), words in zip(shown, commands, strict=True):
         assert text.strip(), words
         assert_harmless(text)
-
-
-def test_logs_keep_colours_on_a_terminal_and_everything_elsewhere(here: Path, planted: Path) -> None:
-    ((_, shown),) = show(here, (["logs", "rank=0", str(planted)], {}))
-    shown = shown.replace("\r\n", "\n")
-    assert shown.startswith("\x1b[31mred \\x1b[2J\\x1b]0;title\\x07\\x9b31m\\x08\\x7f\\u202e\x1b[0m\n")
-    assert shown.endswith("next\x1b[32m green\x1b[0m\n")
-    piped = run_outside(["logs", "rank=0", str(planted)], here)
+    coloured = shown[commands.index(["logs", "rank=0", str(run)])][1].replace("\r\n", "\n")
+    assert coloured.startswith("\x1b[31mred \\x1b[2J\\x1b]0;title\\x07\\x9b31m\\x08\\x7f\\u202e\x1b[0m\n")
+    assert coloured.endswith("next\x1b[32m green\x1b[0m\n")
+    piped = run_outside(["logs", "rank=0", str(run)], here)
     assert piped.out == f"\x1b[31mred {EVIL}\x1b[0m\nnext\x1b[32m green\n"
-
-
-def test_the_command_of_a_dry_run_is_still_the_command(here: Path) -> None:
-    words = ["dry_run=true", "--", "printf", "%s", EVIL, "it's", "a\\b", "two\nlines", "é"]
-    ((_, shown),) = show(here, (words, {}))
-    line = shown.replace("\r\n", "\n")[shown.index("-I -S ") :]
-    script = f"printf '%s\\0' {line}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
-    assert done.stdout.decode().split("\0")[-7:-1] == words[3:]
 
 
 def test_the_script_of_a_dry_run_is_exact_in_a_file(here: Path) -> None:
@@ -353,9 +343,7 @@ def test_quoting() -> None:
     texts = ["", "a b", EVIL, "'", "\\", "\x1b'\\", "é\x1b", "$x\x1b`y`", "\n\t", "-"]
     quoted = [join_words([text]) for text in texts]
     assert_harmless("".join(quoted))
-    script = f"printf '%s\\0' {' '.join(quoted)}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
-    assert done.stdout.decode().split("\0")[:-1] == texts
+    assert split_in_bash(" ".join(quoted)) == texts
     assert join_words(texts) == " ".join(quoted)
     printable = [text for text in texts if text.isprintable()]
     assert shlex.split(join_words(printable)) == printable
