@@ -30,7 +30,7 @@ from launcher.report.fit import print_fit
 from launcher.runs.records import fingerprint_ranks
 from tests.benchmarks.fit import FEW, FitCase
 from tests.cli.make_runs import read_manifest
-from tests.data_files import DATA
+from tests.data_files import DATA, read_data
 from tests.fit.made_requests import REQUEST
 from tests.fuzzing import Terminal, assert_harmless
 from tests.runs.test_run_lookup import make_measured
@@ -45,6 +45,7 @@ from tests.seam import (
     wait_for,
 )
 
+QUESTIONS = read_data("fit_questions")
 PROGRAMS = Path(__file__).parents[1] / "fit_programs"
 
 
@@ -114,20 +115,7 @@ def test_blocks_that_are_computed_again_keep_their_inputs_alone(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "words", "parameters"),
-    [
-        (8, ["checkpointed_attention.py", "fsdp"], 4_206_592),
-        (8, ["sharded_from_meta.py"], 12_595_200),
-        (1, ["resnet.py"], 25_557_032),
-        (1, ["resnet.py", "channels_last"], 25_557_032),
-        (1, ["lightning_encoder.py"], 3_672_040),
-        (1, ["hf_trainer.py"], 13_611_520),
-        (1, ["hf_trainer.py", "checkpointing", "compile"], 13_611_520),
-        (1, ["hf_trainer.py", "checkpointing", "lora"], 13_726_208),
-        (8, ["hf_trainer.py"], 13_611_520),
-        (1, ["lora_on_device.py"], 14_224_384),
-        (1, ["accelerated_vit.py"], 7_854_184),
-        (4, ["accelerated_vit.py", "compile"], 7_854_184),
-    ],
+    QUESTIONS["programs"],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
 )
 def test_programs_of_real_libraries(ranks: int, words: list[str], parameters: int, tmp_path: Path) -> None:
@@ -472,25 +460,10 @@ def test_a_measured_run_corrects_the_estimate(launch: Launch, here: Path) -> Non
 # What does not fit
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("+model=llama7b", A100, "program.batch_size=16", "program.activation_checkpointing=none"),
-        ("+model=llama13b", A100, "nodes=2", "program.batch_size=8", "program.activation_checkpointing=none"),
-        ("+model=llama7b", H100, "program.parallel=ddp"),
-        ("+model=llama70b", H100),
-        (
-            *("+model=gpt2", "machine=cpu_2s", "fit.gpu=T4", "nproc_per_node=4", "program.batch_size=64"),
-            "program.activation_checkpointing=none",
-        ),
-        ("+model=llama7b", A100, "fit.micro_batch=8", *OTHER),
-        ("+model=llama13b", H100, "parallel.zero=1", "fit.global_batch=64", "fit.micro_batch=4", *OTHER),
-        ("+model=llama70b", H100, "nodes=2", "parallel.framework=fsdp", "parallel.dp=16", *OTHER),
-    ],
-    ids=" ".join,
-)
-def test_the_changes_that_are_shown_can_be_typed_and_fit(launch: Launch, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("line", QUESTIONS["too_large"])
+def test_the_changes_that_are_shown_can_be_typed_and_fit(launch: Launch, line: str) -> None:
     """Of the bundled program they are its options, of another they describe it."""
+    words = line.split()
     fit = read_fit(launch, *words)
     changes = [change["settings"] for change in fit["changes"]]
     assert fit["verdict"] == "does_not_fit" and changes
@@ -547,32 +520,7 @@ def test_a_model_that_makes_no_sense_is_left_to_the_program(launch: Launch) -> N
     launch("model.config=absent.json", "dry_run=true").assert_error(2, "launch plan", "train.py")
 
 
-NUMBERS = [
-    *("0", "1", "2", "7", "64", "1000000", "-1", "1.5", "nan", "inf", "1e400"),
-    *("true", "null", "auto", "x", "[1]"),
-]
-CHOICES = {
-    "fit.precision": ["auto", "fp32", "bf16", "mixed", "fp8", "x"],
-    "fit.optimizer": ["adamw", "adamw8bit", "adafactor", "lion", "sgd", "muon"],
-    "fit.checkpointing": ["auto", "none", "selective", "full"],
-    "fit.offload": ["none", "optimizer", "parameters"],
-    "fit.flash_attention": ["true", "false"],
-    "parallel.zero": ["auto", "0", "1", "2", "3", "fsdp", "4"],
-    "parallel.framework": ["auto", "ddp", "fsdp", "zero", "megatron", "x"],
-    "parallel.sequence_parallel": ["true", "false"],
-    "model.heads": ["3", "0", "12"],
-    "model.layers": ["1000000000", "1"],
-    "model.vocab_size": ["1", "50257"],
-    "+model.experts": ["{count:8,per_token:2,intermediate_size:64}", "8"],
-    "nodes": ["1", "2", "7", "64", "1000000"],
-} | dict.fromkeys(
-    (
-        *(f"parallel.{name}" for name in ("tp", "pp", "cp", "ep", "dp", "virtual_stages", "shard_size")),
-        *(f"fit.{name}" for name in ("micro_batch", "accumulation", "seq_len", "global_batch", "tokens")),
-        *("fit.step_seconds", "fit.gpu_memory_gib"),
-    ),
-    NUMBERS,
-)
+CHOICES = QUESTIONS["choices"] | dict.fromkeys(QUESTIONS["keys_of_numbers"], QUESTIONS["numbers"])
 words = st.sampled_from(sorted(CHOICES)).flatmap(
     lambda key: st.sampled_from(CHOICES[key]).map(lambda value: f"{key}={value}")
 )

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,20 +158,24 @@ FACTS = Facts(name_host(os.environ), 0, time.time(), cpus=1, paths=(STUCK,), sec
 SICK = f"print({render_answer(FACTS)!r})"
 
 
-def check_first(
-    launch: Launch, here: Path, patch: pytest.MonkeyPatch, script: str, *words: str
-) -> tuple[int, str, dict[str, Any]]:
-    """Run with another program that answers for the machine; return code, stderr and manifest."""
-    patch.setattr(PreflightRequest, "command", [sys.executable, "-I", "-S", "-c", script])
-    done = launch(*CHECKED, *words, "--", "true")
-    (path,) = (here / "runs").glob("*/*/manifest.json")
-    return done.code, done.err, json.loads(path.read_text())
+Check = Callable[..., tuple[int, str, dict[str, Any]]]
 
 
-def test_a_sick_machine_is_told_and_the_run_starts(
-    launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, said, manifest = check_first(launch, here, monkeypatch, SICK)
+@pytest.fixture
+def check_first(launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Runs with another program that answers for the machine; returns code, stderr and manifest."""
+
+    def check(script: str, *words: str) -> tuple[int, str, dict[str, Any]]:
+        monkeypatch.setattr(PreflightRequest, "command", [sys.executable, "-I", "-S", "-c", script])
+        done = launch(*CHECKED, *words, "--", "true")
+        (path,) = (here / "runs").glob("*/*/manifest.json")
+        return done.code, done.err, json.loads(path.read_text())
+
+    return check
+
+
+def test_a_sick_machine_is_told_and_the_run_starts(check_first: Check, here: Path) -> None:
+    _, said, manifest = check_first(SICK)
     assert STARTED in said and "preflight: sick: " in said and "/data" in said and "1 sick" in said
     assert manifest["outcome"]["state"] == "running" and len(manifest["preflight"]["sick"]) == 1
     (report,) = (here / "runs").glob("*/*/preflight/0/report.json")
@@ -179,27 +183,23 @@ def test_a_sick_machine_is_told_and_the_run_starts(
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "exclude"])
-def test_a_sick_machine_ends_the_run_with_3(
-    launch: Launch, here: Path, on_failure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, said, manifest = check_first(launch, here, monkeypatch, SICK, f"preflight.on_failure={on_failure}")
+def test_a_sick_machine_ends_the_run_with_3(check_first: Check, on_failure: str) -> None:
+    code, said, manifest = check_first(SICK, f"preflight.on_failure={on_failure}")
     assert code == 3 and "launch: error: preflight found this machine sick" in said and STARTED not in said
     outcome = manifest["outcome"]
     assert (outcome["state"], outcome["cause"], outcome["exit_code"]) == ("failed", "sick_node", 3)
 
 
-def test_checks_that_fail_by_themselves_are_a_warning(
-    launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checks_that_fail_by_themselves_are_a_warning(check_first: Check) -> None:
     script = "import sys; sys.exit('ModuleNotFoundError: no torch')"
-    _, said, manifest = check_first(launch, here, monkeypatch, script, "preflight.on_failure=stop")
+    _, said, manifest = check_first(script, "preflight.on_failure=stop")
     assert STARTED in said and "not checked: ModuleNotFoundError: no torch" in said
     assert manifest["preflight"]["problem"] == "ModuleNotFoundError: no torch"
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["by themselves", "with a mistake of their own"])
 def test_checks_that_a_signal_ends_do_not_start_the_run(
-    launch: Launch, here: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+    check_first: Check, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -208,7 +208,7 @@ def test_checks_that_a_signal_ends_do_not_start_the_run(
     if fails:
         monkeypatch.setattr(doctor, "run_checks", fail)
     script = "import os, signal; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
-    code, said, manifest = check_first(launch, here, monkeypatch, script)
+    code, said, manifest = check_first(script)
     assert code == 128 + signal.SIGTERM and STARTED not in said
     assert (manifest["outcome"]["state"], manifest["outcome"]["signal"]) == ("stopped", "SIGTERM")
 

@@ -4,35 +4,21 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.make_runs import make_run, write_log
+from tests.data_files import prepare
 from tests.docs.generate import DOCUMENTS, ROOT, list_blocks, list_code, name_document
 from tests.seam import clean_environ, enter, run_inside
 
 VERBS = {"fit", "plan", "topo", "doctor", "tune", "status", "logs", "watch", "report", "cancel", "nodes"}
-NOT_RUN = {
-    "launch doctor": "checks the machine that the tests run on, and ends with 1 if it finds something",
-    "launch doctor format=json": "the same",
-    "launch doctor preflight=light": "checks the machine that the tests run on, for seconds",
-    "launch doctor run_dir=runs/train/ID": "needs a run",
-    "launch run_dir=runs/train/ID train.py": "needs a run",
-    "launch run_dir=runs/train/20261121-012228 train.py": "needs a run",
-}
-"""Commands whose settings alone are read here, and why; tests of their own run them."""
-REFUSED = {
-    "launch -m hydra/sweeper=optuna program.lr=interval(1e-5,1e-2)": "chooses trials by the results of runs",
-    "launch doctor preflight=light run_dir=RUN": "name a run with one",
-}
-"""Commands that cannot be dry runs, and what they say of that."""
-
-
-NAMES = {"RUN": "train", "[RUN]": "train", "PROGRAM": "train.py"}
-"""What stands for a name, and one that there is."""
+KNOWN: dict[str, Any] = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,36 +70,11 @@ OF_LAUNCH = [shown for shown in SHOWN if "launch-rank" not in shown.argv]
 OF_LAUNCH_RANK = [shown for shown in SHOWN if "launch-rank" in shown.argv]
 
 
-CONFIG_JSON = """{"model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 16, "hidden_size": 2048,
-"num_attention_heads": 16, "intermediate_size": 5632, "max_position_embeddings": 2048}"""
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What the documents' commands name: programs, variables, configuration, a snapshot."""
     found = tmp_path_factory.mktemp("docs")
-    files = {
-        "train.py": "",
-        "program": "#!/bin/sh\n",
-        "package/train.py": "",
-        "secrets.env": "WANDB_API_KEY=x\n",
-        "a.env": "A=1\n",
-        "b.env": "B=2\n",
-        "conf/program/mine.yaml": "command: [train.py]\nlr: 3e-4\n",
-        "conf/program/tuned.yaml": "defaults: [train, _self_]\nbatch_size: 16\n",
-        "conf/model/mine.yaml": "defaults: [tiny]\nlayers: 2\n",
-        "conf/dataloader/tuned.yaml": "workload: tuned\nnum_workers: 3\nmeasured: true\n",
-        "conf/cluster/ours.yaml": "kind: slurm\npartition: gpu\n",
-        "conf/machine/ours.yaml": "snapshot: ours.json\n",
-    }
-    for name, text in files.items():
-        (found / name).parent.mkdir(parents=True, exist_ok=True)
-        (found / name).write_text(text)
-    (found / "program").chmod(0o755)
-    (found / "config.json").write_text(CONFIG_JSON)
     snapshot = (ROOT / "conf/machine/dgx_a100.json").read_bytes()
-    (found / "node.json").write_bytes(snapshot)
-    (found / "conf/machine/ours.json").write_bytes(snapshot)
     for name in ("llama7b", "train"):
         run = make_run(
             found / "runs", name, "20261121-072911", hosts=["n0", "n1", "n2", "n3"], slurm={"job_id": "4711"}
@@ -121,13 +82,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for rank in range(4):
             write_log(run, rank, "step 1\n")
     with pytest.MonkeyPatch.context() as patch:
+        prepare(KNOWN, found, patch)
+        for name in ("node.json", "conf/machine/ours.json"):
+            (found / name).write_bytes(snapshot)
         enter(found, patch)
         yield found
 
 
 def make_dry(argv: Sequence[str]) -> list[str]:
     """A command line of a job or of `tune` with `dry_run=true`, others as they are."""
-    words = [NAMES.get(word, word) for word in argv]
+    words = [KNOWN["names"].get(word, word) for word in argv]
     is_job = not words or words[0] not in VERBS
     if is_job and not {"--help", "--help-all", "--cfg", "--version", "-sc"} & set(words):
         return ["dry_run=true", *words]
@@ -142,11 +106,11 @@ def test_a_command_of_launch_works(shown: Shown, folder: Path, monkeypatch: pyte
         monkeypatch.setenv(*variable.split("=", 1))
     argv = list(shown.argv[1:])
     text = " ".join(shown.argv)
-    if text in NOT_RUN:
+    if text in KNOWN["not_run"]:
         argv = ["--cfg", "job", *(word for word in argv if word not in VERBS)]
     done = run_inside(make_dry(argv))
-    if text in REFUSED:
-        assert REFUSED[text] in done.err
+    if text in KNOWN["refused"]:
+        assert KNOWN["refused"][text] in done.err
     else:
         assert done.code == 0, done.err
 

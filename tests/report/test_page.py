@@ -273,17 +273,9 @@ for step in range(1, 4):
 
 def test_a_real_run(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(PROGRAM)
-    environ = {"PYTHONPATH": QUICK_AGENT}
-    words = [
-        "nproc_per_node=2",
-        "env.HF_TOKEN=hunter2",
-        "--",
-        sys.executable,
-        "job.py",
-        "--api-key",
-        "hunter3",
-    ]
-    ran = run_outside(words, tmp_path, environ)
+    program = (sys.executable, "job.py", "--api-key", "hunter3")
+    words = ("nproc_per_node=2", "env.HF_TOKEN=hunter2", "--", *program)
+    ran = run_outside(words, tmp_path, {"PYTHONPATH": QUICK_AGENT})
     assert ran.code == 0, ran.err
     (run,) = tmp_path.glob("runs/*/*")
     (host,) = (one.stem.removeprefix("plan-") for one in run.glob("plan-*.json"))

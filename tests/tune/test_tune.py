@@ -21,12 +21,12 @@ from launcher.tune.workers import WorkersSearch
 from tests import seam
 from tests.cli.make_runs import read_manifest
 from tests.inprocess.hooked import WITHOUT_COMPILER
-from tests.seam import LAUNCH, Launch, clean_environ, run_outside, wait_for, write_program
+from tests.seam import Launch, clean_environ, run_outside, wait_for, write_program
 
-_TEXTS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
-LOADING, _TRAINING, _ALONE, BATCHES = (
-    _TEXTS[name].replace("WITHOUT_COMPILER", WITHOUT_COMPILER)
-    for name in ("loading", "training", "alone", "batches")
+TEXTS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
+LOADING, _TRAINING, _ALONE, BATCHES, STUBBORN, ENDING, FULL = (
+    TEXTS[name].replace("WITHOUT_COMPILER", WITHOUT_COMPILER)
+    for name in ("loading", "training", "alone", "batches", "stubborn", "ending", "full")
 )
 TRAINING, ALONE = LOADING + _TRAINING, LOADING + _ALONE
 
@@ -179,22 +179,16 @@ def test_it_ends_a_program_with_workers_and_says_what_it_waited_for(tmp_path: Pa
 
 
 def test_without_an_optimizer_batches_count_and_the_end_of_a_short_program_is_its_own(tmp_path: Path) -> None:
-    code, out, err = finish(start(tmp_path, "{}", "eval", "7"))
-    assert (code, out, err) == (0, "the end\n", "")
-    record = read_record(tmp_path)
-    found = record["unit"], record["ended"], record["steps"], len(record["times"])
-    assert found == ("batch", True, 8, 5)
-    # A batch of the main process is 10 ms of loading to 5 of computing.
-    assert WorkersSearch(9, 48).measure(tmp_path / "measured", 0, 1).wait > 0.3
-
-
-def test_what_one_loader_reads_from_another_is_counted_once(tmp_path: Path) -> None:
+    """What one loader reads from another is counted once."""
     inner = "{'sampler': DataLoader(range(100), batch_size=None)}"
     assert finish(start(tmp_path, inner, "eval", "7")) == (0, "the end\n", "")
     record = read_record(tmp_path)
-    loader = {"workers": 0, "iterable": False, "batches": 8, "batch_size": 1}
-    assert (record["steps"], record["loaders"]) == (8, [loader])
+    found = record["unit"], record["ended"], record["steps"], len(record["times"])
+    assert found == ("batch", True, 8, 5)
+    assert record["loaders"] == [{"workers": 0, "iterable": False, "batches": 8, "batch_size": 1}]
     assert sum(record["waits"]) < sum(record["times"])
+    # A batch of the main process is 10 ms of loading to 5 of computing.
+    assert WorkersSearch(9, 48).measure(tmp_path / "measured", 0, 1).wait > 0.3
 
 
 def test_a_rank_that_is_done_goes_on_until_all_are(tmp_path: Path) -> None:
@@ -237,10 +231,7 @@ def test_two_ranks_are_tuned_and_later_runs_use_it(tmp_path: Path) -> None:
     assert again.code == 0, "a file of ours is replaced"
     assert list_living(tmp_path) == []
     (run,) = tmp_path.glob("runs/train-tune/*")
-    assert read_manifest(run)["outcome"] == {
-        "state": "succeeded",
-        "exit_code": 0,
-    }
+    assert read_manifest(run)["outcome"] == {"state": "succeeded", "exit_code": 0}
     plan = run_outside(["plan", "dataloader=tuned", "nproc_per_node=2", "format=json"], tmp_path)
     ranks = json.loads(plan.out)["ranks"]
     assert [rank["num_workers"] for rank in ranks] == [chosen] * 2
@@ -254,49 +245,18 @@ def test_two_ranks_are_tuned_and_later_runs_use_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
-    words = [
-        "tune",
-        "dataloader",
-        "nproc_per_node=2",
-        "tune.max_workers=3",
-        "tune.steps=9999",
-        "--",
-        "train.py",
-    ]
-    with subprocess.Popen(
-        [*LAUNCH, *words],
-        cwd=tmp_path,
-        env=clean_environ(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout and process.stderr
-        said = []
-        for line in process.stderr:
-            said.append(line)
-            if "steps/s" in line:
-                break
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, (said, out, err)
-    assert "interrupted, and no file is written: fastest with 0 workers" in err
-    assert "waiting for data" in out and "chosen" in out
+    words = ["tune", "dataloader", "nproc_per_node=2", "tune.max_workers=3", "tune.steps=9999"]
+    with seam.start(tmp_path, *words, "--", "train.py") as started:
+        wait_for(lambda: "steps/s" in started.read(), "the first trial", tell=started.read)
+        started.process.send_signal(signal.SIGINT)
+        assert started.wait() == 130, started.read()
+        assert started.survivors() == []
+    assert "interrupted, and no file is written: fastest with 0 workers" in started.read()
+    shown = started.read("stdout")
+    assert "waiting for data" in shown and "chosen" in shown
     assert not (tmp_path / "conf").exists()
-    assert list_living(tmp_path) == []
     (run,) = tmp_path.glob("runs/train-tune/*")
     assert read_manifest(run)["outcome"]["state"] == "stopped"
-
-
-STUBBORN = """
-import os, signal
-from pathlib import Path
-
-signal.signal(signal.SIGTERM, lambda *_: Path(os.environ["LAUNCH_RUN_DIR"], "asked").touch())
-Path(os.environ["LAUNCH_RUN_DIR"], "ready").touch()
-while True:
-    signal.pause()
-"""
 
 
 def test_a_second_ctrl_c_waits_for_no_stubborn_program(tmp_path: Path) -> None:
@@ -313,14 +273,6 @@ def test_a_second_ctrl_c_waits_for_no_stubborn_program(tmp_path: Path) -> None:
 WORDS = ["tune", "batch", "tune.option=--batch-size", "tune.steps=12"]
 FAILING = "import sys\nprint('no such data', file=sys.stderr)\nsys.exit(7)\n"
 WAITING = "import signal\nsignal.pause()\n"
-ENDING = """
-import json, os, signal
-
-with open(os.environ["LAUNCH_RUN_DIR"] + "/manifest.json") as file:
-    os.kill(json.load(file)["process"]["pid"], signal.SIG{})
-signal.pause()
-"""
-"""Ends the `launch` of its trial by a signal."""
 
 
 @pytest.mark.usefixtures("quick_agent")
@@ -360,15 +312,6 @@ def test_a_trial_whose_launch_ends_is_told_of(here: Path, name: str, code: int, 
     done = run_outside(["tune", "batch", "nproc_per_node=1", "--", "a.py", "--batch-size", "1"], here)
     assert done.code == code and f"launch: error: {said}" in done.err, done
     assert list_living(here) == [f"/proc/{os.getpid()}/cwd"]
-
-
-FULL = """
-import os
-from pathlib import Path
-
-for number in (1, 2, 3, 4):
-    Path(os.environ["LAUNCH_RUN_DIR"] + f"/../workers-{number}.log").touch()
-"""
 
 
 def test_a_trial_that_the_system_refuses_ends_the_search(tmp_path: Path) -> None:
@@ -507,31 +450,16 @@ def test_a_trial_is_ended_before_the_machine_swaps(
     assert list_living(here) == [f"/proc/{os.getpid()}/cwd"]
 
 
-@pytest.mark.parametrize(
-    ("line", "option", "value", "then"),
-    [
-        ("a.py --lr 1", "--batch-size", 8, "a.py --lr 1 --batch-size 8"),
-        ("a.py --batch-size 4 --lr 1", "--batch-size", 4, "a.py --batch-size 4 --lr 1"),
-        ("a.py --batch-size=4 --lr 1", "--batch-size", 4, "a.py --batch-size=4 --lr 1"),
-        ("a.py --lr 1", "--batch-size=", 8, "a.py --lr 1 --batch-size=8"),
-        ("a.py -b 4 -b 5", "-b", 5, "a.py -b 5 -b 5"),
-        ("a.py data.batch_size=4", "data.batch_size=", 4, "a.py data.batch_size=4"),
-        ("a.py --batch-size-eval 4", "--batch-size", 8, "a.py --batch-size-eval 4 --batch-size 8"),
-        ("a.py --batch-size", "--batch-size", 8, "a.py --batch-size --batch-size 8"),
-        ("a.py --micro-batch-size 2", None, 2, "a.py --micro-batch-size 2"),
-    ],
-)
-def test_a_dry_run_sets_the_option_and_starts_nothing(
-    launch: Launch, here: Path, line: str, option: str | None, value: int, then: str
-) -> None:
+def test_a_dry_run_sets_the_option_and_starts_nothing(launch: Launch, here: Path) -> None:
     (here / "a.py").touch()
-    named = [f"tune.option={option}"] if option else []
-    done = launch("tune", "batch", "nproc_per_node=1", "dry_run=true", *named, "--", *line.split())
-    assert done.code == 0 and done.out.endswith(f"{then}\n"), done
-    name = option or "--micro-batch-size"
-    joined = "" if name.endswith("=") else " "
-    assert f"would try {name}{joined}{value}, then twice as much" in done.out
-    assert not (here / "runs").exists() and not (here / "conf").exists()
+    for line, option, value, then in TEXTS["options"]:
+        named = [f"tune.option={option}"] if option else []
+        done = launch("tune", "batch", "nproc_per_node=1", "dry_run=true", *named, "--", *line.split())
+        assert done.code == 0 and done.out.endswith(f"{then}\n"), done
+        name = option or "--micro-batch-size"
+        joined = "" if name.endswith("=") else " "
+        assert f"would try {name}{joined}{value}, then twice as much" in done.out
+    assert [path.name for path in here.iterdir()] == ["a.py"]
 
 
 def test_a_dry_run_of_the_bundled_program(launch: Launch) -> None:
