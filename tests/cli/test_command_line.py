@@ -281,9 +281,6 @@ def test_runs_the_newest_first(runs: Path) -> None:
     assert {"-f", "--config-dir"} <= set(ask("launch logs -"))
     assert ask("launch status -- ") == []
     assert ask("launch status runs_dir=none ") == ["format="]
-
-
-def test_runs_of_another_folder(runs: Path) -> None:
     assert ask("launch status runs_dir=other g") == ["gpt/20260801-120003"]
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,12 @@ from launcher.doctor.model import Facts, PathFacts
 from launcher.preflight import PreflightRequest, render_answer
 from launcher.probe import limits
 from launcher.protocol import name_host
+from tests.data_files import read_data
 from tests.launch.terminals import launch_on_terminal
 from tests.seam import LAUNCH, Launch, clean_environ, run_outside, specify, wait_for
 from tests.strangers import give_away
+
+LINES = read_data("command_lines")
 
 
 def write(path: Path, text: str) -> None:
@@ -66,29 +69,13 @@ def test_what_does_not_go_with_a_program_is_left_out_and_it_runs(here: Path) -> 
 # Secrets, and what configuration files bring
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["env.HF_TOKEN=abc"], "env.HF_TOKEN on the command line"),
-        (["+env.A=ghp_AbCdEfGh12345678AbCdEfGh12345678AbCd"], "env.A on the command line"),
-        (["env.HF_TOKEN=abc", "env.B=1", "env.PASSWORD=x"], "env.HF_TOKEN, env.PASSWORD on the command"),
-        (["+env={HF_TOKEN: abc}"], "env.HF_TOKEN on the command line"),
-        (["env.B=1"], ""),
-        (["env.from_file=x.env"], ""),
-        (["env.HF_TOKEN=abc", "dry_run=true"], ""),
-        (["env.HF_TOKEN=abc", "cluster=slurm"], ""),
-        (["env.HF_TOKEN=abc", "cluster=slurm", "follow=true"], "env.HF_TOKEN on the command line"),
-    ],
-    ids=str,
-)
-def test_secrets_that_ps_shows_while_launch_runs(
-    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
-) -> None:
+def test_secrets_that_ps_shows_while_launch_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "x.env").write_text("HF_TOKEN=abc\n")
-    specify(words, ("true",))
-    said = capsys.readouterr().err
-    assert told in said and ("env.from_file=FILE" in said) == bool(told)
-    assert "abc" not in said
+    for words, told in LINES["shown_by_ps"]:
+        specify(words, ("true",))
+        said = capsys.readouterr().err
+        assert told in said and ("env.from_file=FILE" in said) == bool(told), words
+        assert "abc" not in said
 
 
 def run_installed(here: Path, *words: str) -> str:
@@ -288,28 +275,6 @@ def test_a_number_of_workers_in_a_file_is_the_users_own(launch: Launch, here: Pa
         assert [rank["num_workers"] for rank in plan["ranks"]] == [number] * 8
 
 
-EARLY: tuple[Sequence[str], ...] = (
-    ("agent=direct", "x.py"),
-    ("nproc_per_node=2", "gc=frozen", "nodes=2", "cluster.time=10", "x.py", "--lr", "1"),
-    ("-r", "--", sys.executable, "-u", "x.py"),
-    ("~gc", "-m", "x"),
-    ("agent=direct",),
-    ("+model=gpt2",),
-)
-"""Command lines that name a program whose ranks may be forked."""
-OTHERS: tuple[Sequence[str], ...] = (
-    ("program=other",),
-    ("--cfg", "job"),
-    ("-cd", "elsewhere", "x.py"),
-    ("--multirun", "name=a,b", "x.py"),
-    ("x.y",),
-    ("missing.py",),
-    ("plain.py",),
-    ("--", "true"),
-)
-"""Those that ask for something else, or name no program that uses torch."""
-
-
 @pytest.fixture
 def folder(here: Path) -> Path:
     """A working directory with a program that uses torch, and one that does not."""
@@ -318,20 +283,21 @@ def folder(here: Path) -> Path:
     return here
 
 
-def find(words: Sequence[str], **variables: str) -> tuple[str, ...] | None:
+def find(line: str, **variables: str) -> tuple[str, ...] | None:
+    words = line.replace("{python}", sys.executable).split()
     return find_early_program(parse_command(words), {**clean_environ(), **variables})
 
 
 def test_which_command_lines_name_a_program(folder: Path) -> None:
-    for words in EARLY:
-        argv = find(words)
-        assert argv and argv[0] == sys.executable, words
-    for words in OTHERS:
-        assert find(words) is None, words
-    assert find(EARLY[0], PYTHON_EXEC="/usr/bin/env") is None
+    for line in LINES["early"]:
+        argv = find(line)
+        assert argv and argv[0] == sys.executable, line
+    for line in LINES["others"]:
+        assert find(line) is None, line
+    assert find("agent=direct x.py", PYTHON_EXEC="/usr/bin/env") is None
     # What a configuration of one's own may change is composed first.
     Path("conf").mkdir()
-    assert find(EARLY[0]) and find(()) is None
+    assert find("agent=direct x.py") and find("") is None
 
 
 LOOK = """
@@ -386,7 +352,7 @@ compose.compose = wait
 {LAUNCH[2]}
 """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    command = [sys.executable, "-c", script, *EARLY[0]]
+    command = [sys.executable, "-c", script, "agent=direct", "x.py"]
     with subprocess.Popen(command, env=clean_environ(), **pipes) as launcher:  # type: ignore[call-overload]  # its own
         assert launcher.stdout.readline() == b"composes\n"
         assert len(list_started(folder)) > 1

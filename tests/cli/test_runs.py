@@ -141,29 +141,7 @@ def test_a_damaged_manifest_is_shown_as_far_as_it_goes(launch: Launch, here: Pat
         assert launch("status", "tiny").code == 0, text
 
 
-def test_a_run_is_known_by_its_process(launch: Launch, here: Path) -> None:
-    process = subprocess.Popen(["sleep", "100"])
-    path = make_run(here / "runs", state="running", process=identify_process(process.pid))
-    assert read_newest(launch)["state"] == "running"
-    process.kill()
-    process.wait()
-    run = read_newest(launch)
-    assert run["state"] == "lost" and str(process.pid) in run["reason"]
-    # Of another host's nothing is known but what it writes.
-    manifest = read_manifest(path)
-    manifest["process"] |= {"host": "elsewhere"}
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    write_log(path, 0, "")
-    run = read_newest(launch)
-    assert (run["state"], run["reason"]) == ("running", "")
-    for written in (*path.glob("logs/*/*"), *path.glob("logs/*")):
-        os.utime(written, (1e9, 1e9))
-    run = read_newest(launch)
-    assert run["state"] == "running" and run["reason"].startswith("nothing was written for ")
-    assert run["reason"].endswith("can be seen on elsewhere alone")
-
-
-def test_a_process_is_known_by_more_than_its_number(launch: Launch, here: Path) -> None:
+def test_a_run_is_known_by_its_process_and_that_by_more_than_its_number(launch: Launch, here: Path) -> None:
     def look(process: dict[str, object]) -> tuple[str, str]:
         (path / "manifest.json").write_text(json.dumps({**manifest, "process": process}))
         run = read_newest(launch)
@@ -173,19 +151,26 @@ def test_a_process_is_known_by_more_than_its_number(launch: Launch, here: Path) 
     path = make_run(here / "runs", state="running")
     manifest = read_manifest(path)
     assert look(mine) == look({}) == ("running", "")
+    gone = f"process {{}} on {os.uname().nodename} is gone, and left no word"
     for other in ({"start": 1}, {"boot": "another"}):
-        lost = f"process {os.getpid()} on {os.uname().nodename} is gone, and left no word"
-        assert look({**mine, **other}) == ("lost", lost)
+        assert look({**mine, **other}) == ("lost", gone.format(os.getpid()))
+    # Of another host's nothing is known but what it writes.
     for other in ({"host": "elsewhere"}, {"namespace": "pid:[1]"}):
         assert look({**mine, **other}) == ("running", "")
         os.utime(path / "logs", (1e9, 1e9))
+    for written in (write_log(path, 0, ""), path / "logs/0", path / "logs"):
+        os.utime(written, (1e9, 1e9))
+    state, reason = look({**mine, "host": "elsewhere"})
+    assert state == "running" and reason.startswith("nothing was written for ")
+    assert reason.endswith("can be seen on elsewhere alone")
     child = subprocess.Popen(["sleep", "100"])
     record = identify_process(child.pid)
     assert look(record)[0] == "running"
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert look(record)[0] == "lost", "a zombie is no process"
+    assert look(record) == ("lost", gone.format(child.pid)), "a zombie is no process"
     child.wait()
+    assert look(record) == ("lost", gone.format(child.pid))
 
 
 def test_a_process_is_signalled_as_the_launch_of_its_run_alone(tmp_path: Path) -> None:
@@ -420,55 +405,39 @@ def follow(folder: Path, *words: str) -> Iterator[Started]:
         yield tail
 
 
-def test_ranks_and_attempts_that_come_later_and_logs_that_are_cut(here: Path) -> None:
+def test_ranks_and_attempts_that_come_later_and_logs_that_are_cut_are_followed_to_the_end(here: Path) -> None:
     living = subprocess.Popen(["sleep", "100"])
     path = make_run(here / "runs", state="running", process=identify_process(living.pid))
+    write_applied(path, 0, "box")
     log = write_log(path, 0, "1\n2\n3\nhalf")
     with follow(here, "-f", "tiny", "logs.tail=2") as tail:
         shown = ""
 
         def await_lines(*lines: str) -> None:
             nonlocal shown
-            shown += "".join(f"[?:{line}\n" for line in lines)
+            shown += "".join(f"[{line}\n" for line in lines)
             wait_for(lambda: tail.read("stdout") == shown, str(lines), tell=lambda: tail.read("stdout"))
 
-        await_lines("0] 3")  # the half line is one of the two
+        await_lines("box:0] 3")  # the half line is one of the two
         write_log(path, 1, "a\nb\nc\n")
-        await_lines("1] a", "1] b", "1] c")
+        await_lines("?:1] a", "?:1] b", "?:1] c")
         write_log(path, 0, " and whole\n")
-        await_lines("0] half and whole")
+        await_lines("box:0] half and whole")
         log.write_text("new\n")
-        await_lines("0] new")
+        await_lines("box:0] new")
         write_log(path, 0, "unfinished")
         write_log(path, 0, "of the second\n", attempt=2)
-        await_lines("0] unfinished", "0] of the second")
+        await_lines("box:0] unfinished", "?:0] of the second")  # the record is of the first
         write_log(path, 1, "too late\n")
         write_log(path, 3, "last", attempt=3)
         wait_for(lambda: "attempt 3\n" in tail.read(), "the last attempt")
-        living.kill()
-        living.wait()
-        assert tail.wait(PATIENCE) == 0
-        assert tail.read("stdout") == f"{shown}[?:3] last"
-        assert "launch: attempt 2\nlaunch: attempt 3\n" in tail.read()
-
-
-def test_following_goes_over_the_attempts_to_the_end(here: Path) -> None:
-    living = subprocess.Popen(["sleep", "100"])
-    process = identify_process(living.pid)
-    path = make_run(here / "runs", state="running", process=process)
-    write_applied(path, 0, "box")
-    write_log(path, 0, "1\n2\n3\n4\n")
-    with follow(here, "-f", "tiny", "logs.tail=2") as tail:
-        wait_for(lambda: tail.read("stdout") == "[box:0] 3\n[box:0] 4\n", "the last two lines")
-        write_log(path, 0, "5\n")
-        wait_for(lambda: tail.read("stdout").endswith("[box:0] 5\n"), "a new line")
-        write_log(path, 0, "again\n", attempt=1)
-        wait_for(lambda: tail.read("stdout").endswith("] again\n"), "the next attempt")
         assert tail.process.poll() is None
         living.kill()
         living.wait()
         assert tail.wait(PATIENCE) == 0
-        assert tail.read().startswith("launch: attempt 1\nlaunch: tiny/20260801-120000 is lost: process ")
+        assert tail.read("stdout") == f"{shown}[?:3] last"
+        ended = "launch: tiny/20260801-120000 is lost: process "
+        assert tail.read().startswith(f"launch: attempt 2\nlaunch: attempt 3\n{ended}")
 
 
 def test_ctrl_c_ends_following_quietly(here: Path) -> None:

@@ -274,10 +274,16 @@ def odd(here: Path) -> str:
     return f"machine.snapshot={path}"
 
 
-def test_json_is_the_snapshot_and_nothing_else(launch: Launch, odd: str) -> None:
-    done = launch("topo", "format=json", odd)
-    assert (done.code, done.err) == (0, "")
+def test_json_is_the_snapshot_and_a_snapshot_of_a_snapshot_is_the_same(
+    launch: Launch, odd: str, here: Path
+) -> None:
+    done = launch("topo", "save=a.json", "format=json", odd)
+    assert done.code == 0 and done.err.startswith("launch: the machine is saved in a.json; ")
+    assert done.err.count("\n") == 1 and done.out == (here / "a.json").read_text()
+    assert launch("topo", "format=json", odd) == Result(0, done.out, "")
     assert parse_machine(done.out) == full_machines.read("odd")
+    assert launch("topo", "save=b.json", "machine.snapshot=a.json").code == 0
+    assert (here / "b.json").read_text() == done.out
 
 
 def test_a_snapshot_is_planned_as_the_machine_is(launch: Launch, root: Path, here: Path) -> None:
@@ -299,42 +305,28 @@ def test_the_command_that_is_shown_reads_the_file(name: str, launch: Launch, odd
     assert launch(*words, "format=json").out == launch("plan", odd, "format=json").out
 
 
-def test_a_snapshot_of_a_snapshot_is_the_same(launch: Launch, odd: str, here: Path) -> None:
-    done = launch("topo", "save=a.json", "format=json", odd)
-    assert done.out == (here / "a.json").read_text() and "saved in a.json" in done.err
-    assert launch("topo", "save=b.json", "machine.snapshot=a.json").code == 0
-    assert (here / "a.json").read_text() == (here / "b.json").read_text()
-
-
-def test_an_earlier_snapshot_is_replaced_and_keeps_its_mode(launch: Launch, odd: str, here: Path) -> None:
+def test_only_a_snapshot_or_an_empty_file_is_replaced_and_modes_are_kept(
+    launch: Launch, odd: str, here: Path
+) -> None:
+    """A new one can be read by the team."""
     (here / "a.json").write_text('{"kind": "machine", "schema": 99}')
     (here / "a.json").chmod(0o640)
     (here / "link.json").symlink_to("a.json")
-    assert launch("topo", "save=link.json", odd).code == 0
-    assert parse_machine((here / "a.json").read_text()) == full_machines.read("odd")
-    assert (here / "a.json").stat().st_mode & 0o777 == 0o640
+    before = os.umask(0o022)
+    try:
+        (here / "empty.json").touch()
+        assert [launch("topo", f"save={name}.json", odd).code for name in ("link", "new", "empty")] == [0] * 3
+    finally:
+        os.umask(before)
+    for name, mode in (("a", 0o640), ("new", 0o644), ("empty", 0o644)):
+        assert parse_machine((here / f"{name}.json").read_text()) == full_machines.read("odd")
+        assert (here / f"{name}.json").stat().st_mode & 0o777 == mode, name
     assert (here / "link.json").is_symlink()
-    assert sorted(path.name for path in here.iterdir()) == ["a.json", "link.json"]
-
-
-def test_a_file_that_is_no_snapshot_stays(launch: Launch, odd: str, here: Path) -> None:
     for text in ("a poem", "[]", '{"kind": "run"}'):
         (here / "a.json").write_text(text)
         launch("topo", "save=a.json", odd).assert_error(2, "save=a.json is there already")
         assert (here / "a.json").read_text() == text
-
-
-def test_a_new_snapshot_can_be_read_by_the_team_and_an_empty_file_is_filled(
-    launch: Launch, odd: str, here: Path
-) -> None:
-    (here / "b.json").touch()
-    before = os.umask(0o022)
-    try:
-        assert [launch("topo", f"save={name}.json", odd).code for name in "ab"] == [0, 0]
-    finally:
-        os.umask(before)
-    assert (here / "a.json").stat().st_mode & 0o777 == 0o644
-    assert (here / "b.json").stat().st_size > 1000
+    assert len(list(here.iterdir())) == 4
 
 
 @pytest.mark.parametrize("word", ["save=closed/a.svg", "image=closed/a.svg"])
