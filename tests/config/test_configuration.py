@@ -3,9 +3,10 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+import tomllib
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -20,6 +21,7 @@ from launcher.plan.model import Request
 from tests.fuzzing import WORDS
 from tests.seam import Launch, compose_settings, drop_powers, in_shell, run_outside
 
+TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("variables.toml").read_text())
 STARTED = "would start a job"
 """What the tests' guard says of a run that gets that far."""
 
@@ -211,48 +213,24 @@ def test_a_plugin_that_adds_no_folder_is_told_of(here: Path) -> None:
 
 # Where a job runs, by SLURM's variables
 
-STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-JOB = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3"}
-BATCH_STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967291"}
-"""The batch script's own step, as slurm.h numbers it."""
-HAS = {"PATH": "slurm"}
+
+def merge(*names: str) -> dict[str, str]:
+    return {name: value for each in names for name, value in TABLES["variables"][each].items()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "nodes", "spares", "environ", "found"),
-    [
-        ("auto", 1, 0, {}, ("local", "nodes=1", 1, 1)),
-        ("local", "1:1", 0, {}, ("local", "cluster=local", 1, 1)),
-        ("auto", "1:4", 0, {}, ("local", "nodes=1:4", 1, 1)),
-        ("auto", "auto", 0, {}, ("local", "one node", 1, 1)),
-        ("auto", 1, 0, JOB, ("local", "nodes=1, on this node of SLURM job 7, and no srun on PATH", 1, 1)),
-        ("auto", "auto", 0, STEP, ("local", "one node, a task of SLURM step 7.0", 1, 1)),
-        ("auto", 4, 0, HAS, ("slurm", "nodes=4", 4, 4)),
-        ("auto", "2:4", 0, HAS, ("slurm", "nodes=2:4", 2, 4)),
-        ("slurm", "auto", 0, HAS, ("slurm", "cluster=slurm", 1, 1)),
-        ("auto", 1, 0, HAS, ("local", "nodes=1", 1, 1)),
-        ("auto", "auto", 0, {**HAS, **JOB}, ("allocation", "SLURM job 7", 3, 3)),
-        ("auto", 2, 0, {**HAS, **JOB}, ("allocation", "SLURM job 7", 2, 2)),
-        ("auto", "2:9", 0, {**HAS, **JOB}, ("allocation", "SLURM job 7", 2, 3)),
-        ("auto", 1, 0, {**HAS, **BATCH_STEP}, ("allocation", "SLURM job 7", 1, 1)),
-        ("slurm", 2, 0, {**HAS, **JOB}, ("slurm", "cluster=slurm", 2, 2)),
-        ("allocation", "auto", 0, {**HAS, **BATCH_STEP}, ("allocation", "cluster=allocation", 1, 1)),
-        ("auto", "auto", 1, {**HAS, **JOB}, ("allocation", "SLURM job 7", 2, 2)),
-        ("auto", 1, 2, {**HAS, **JOB}, ("allocation", "SLURM job 7", 1, 1)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "nodes", "spares", "names", "found"), TABLES["places"])
 def test_where_a_job_runs(
-    here: Path, kind: str, nodes: object, spares: int, environ: Mapping[str, str], found: tuple[object, ...]
+    here: Path, kind: str, nodes: object, spares: int, names: list[str], found: list[object]
 ) -> None:
     for name in ("srun", "sbatch"):
         write(here / "slurm" / name, "").chmod(0o755)  # looked up, and not run
     config = Settings(nodes=nodes)
     config.cluster.kind, config.cluster.spares = kind, spares
-    cluster = choose_cluster(config, {"PATH": "/nowhere", **environ})
-    assert (cluster.kind, cluster.why, cluster.min_nodes, cluster.max_nodes) == found
+    cluster = choose_cluster(config, {"PATH": "/nowhere", **merge(*names)})
+    assert [cluster.kind, cluster.why, cluster.min_nodes, cluster.max_nodes] == found
     is_local = cluster.kind == "local"
     assert (cluster.endpoint, cluster.is_host) == ("localhost:0" if is_local else "", is_local)
-    several = choose_cluster(Settings(nodes=1), {**STEP, "SLURM_STEP_NUM_TASKS": "2"})
+    several = choose_cluster(Settings(nodes=1), {**merge("step"), "SLURM_STEP_NUM_TASKS": "2"})
     assert "which has 2: each starts a job of its own" in several.why
 
 
@@ -287,24 +265,10 @@ def test_a_module_in_an_archive(launch: Launch, here: Path) -> None:
 
 # Files of variables
 
+NO_TEXT = (b"A=\xe9\xff", {"A": os.fsdecode(b"\xe9\xff")})
 
-@pytest.mark.parametrize(
-    ("data", "found"),
-    [
-        ("A=1\nB=two words\n", {"A": "1", "B": "two words"}),
-        ("export A=1\n  B = 2 \n", {"A": "1", "B": "2"}),
-        ("# comment\n\nA=1 # more\nB=x#y\n", {"A": "1", "B": "x#y"}),
-        ("A='$HOME ${B} #'\nB=\"a\\tb\"\nC=$A\n", {"A": "$HOME ${B} #", "B": "a\tb", "C": "$A"}),
-        ("A=\"two\nlines\"\nB='and\r\nmore'\n", {"A": "two\nlines", "B": "and\r\nmore"}),
-        ("A=\nB=\"\"\nC=' '\n", {"A": "", "B": "", "C": " "}),
-        ("A=1\nA=2", {"A": "2"}),
-        ("A=a=b==\nB={\"x\": [1, 2]}\nC=é😀\n", {"A": "a=b==", "B": '{"x": [1, 2]}', "C": "é😀"}),
-        ("\ufeffA=1\r\nB=2\r\n", {"A": "1", "B": "2"}),
-        (b"A=\xe9\xff", {"A": os.fsdecode(b"\xe9\xff")}),
-        ("", {}),
-    ],
-    ids=repr,
-)  # fmt: skip
+
+@pytest.mark.parametrize(("data", "found"), [*TABLES["files"], NO_TEXT], ids=repr)
 def test_what_stands_in_a_file(here: Path, data: str | bytes, found: dict[str, str]) -> None:
     write(here / "x.env", data)
     assert read_env_files(Settings(env={"from_file": "x.env"})) == found
