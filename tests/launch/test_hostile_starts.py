@@ -31,15 +31,26 @@ def await_file(name):
         time.sleep(0.01)
 """
 """Begin of a program that may import torch, as far as its text tells, and does not."""
+QUICK_TORCH = """
+import random, types
+version, default_generator = types.SimpleNamespace(cuda=None, hip=None), random.Random()
+def set_num_threads(number): ...
+"""
+"""What a fork needs of torch."""
 
 
 @contextlib.contextmanager
 def start_job(folder: Path, code: str, *settings: str, **variables: str) -> Iterator[Started]:
-    """Start two ranks of a program; whatever comes of it, no process and no temporary file is left."""
+    """Start two ranks of a program; whatever comes of it, no process and no temporary file is left.
+
+    Torch is one that is imported at once, as are all modules in `site`.
+    """
     (folder / "program.py").write_text(PROGRAM + code)
-    temporary = folder / "temporary"
+    temporary, site = folder / "temporary", folder / "site"
     temporary.mkdir()
-    variables |= {"TMPDIR": str(temporary)}
+    site.mkdir(exist_ok=True)
+    (site / "torch.py").write_text(QUICK_TORCH)
+    variables = {"TMPDIR": str(temporary), "PYTHONPATH": str(site), **variables}
     with start(folder, *DIRECT, *settings, "--", "program.py", **variables) as started:
         yield started
         assert started.process.poll() is not None
@@ -47,6 +58,16 @@ def start_job(folder: Path, code: str, *settings: str, **variables: str) -> Iter
             lambda: not started.survivors(), "the end of all", 10, lambda: str(started.survivors_words())
         )
     assert not list(temporary.iterdir())
+
+
+@contextlib.contextmanager
+def start_importing(folder: Path) -> Iterator[Started]:
+    """Start two ranks whose warm process is at an import that does not end."""
+    (folder / "site").mkdir()
+    (folder / "site/slow.py").write_text("import time\nopen('importing', 'w').close()\ntime.sleep(60)")
+    with start_job(folder, "tell('ran')", "start.preload=[slow]") as started:
+        wait_for((folder / "importing").exists, "the import", tell=started.read)
+        yield started
 
 
 def read_words(folder: Path, word: str) -> list[str]:
@@ -67,7 +88,7 @@ def read_name(pid: int) -> str:
 
 
 def test_a_preload_that_cannot_be_leaves_ranks_that_are_executed(tmp_path: Path) -> None:
-    with start_job(tmp_path, "tell('ran')", "start.preload=[odd]", PYTHONPATH=str(tmp_path)) as started:
+    with start_job(tmp_path, "tell('ran')", "start.preload=[odd]") as started:
         assert started.wait() == 0, started.read()
         assert started.read().count("not forked from a process with torch") == 1, started.read()
         assert "No module named" in started.read()
@@ -99,16 +120,13 @@ assert os.environ["SEEN"] == rank
 assert threading.active_count() == 2
 tell("ran")
 """
-    with start_job(tmp_path, code, PYTHONPATH=str(site)) as started:
+    with start_job(tmp_path, code) as started:
         assert started.wait() == 0, started.read()
     assert len(read_words(tmp_path, "ran")) == 2
 
 
 def test_the_warm_process_is_killed_before_it_is_ready(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time\nopen('importing', 'w').close()\ntime.sleep(60)")
-    settings = ("start.preload=[slow]",)
-    with start_job(tmp_path, "tell('ran')", *settings, PYTHONPATH=str(tmp_path)) as started:
-        wait_for((tmp_path / "importing").exists, "the import", tell=started.read)
+    with start_importing(tmp_path) as started:
         (warm,) = find_warm(started)
         os.kill(warm, signal.SIGKILL)
         assert started.wait() == 0, started.read()
@@ -126,7 +144,7 @@ if start == "0":
         sys.exit(9)
     time.sleep(60)
 """
-    with start_job(tmp_path, code, "restarts=1") as started:
+    with start_job(tmp_path, code, "restarts=1", PYTHONPATH="") as started:  # the real torch
         for rank in range(2):
             wait_for((tmp_path / f"start-0-{rank}").exists, "the ranks", tell=started.read)
         (warm,) = find_warm(started)
@@ -165,9 +183,7 @@ def interrupt(started: Started, number: int) -> None:
 
 
 def test_a_signal_while_the_warm_process_imports_ends_the_start(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time\nopen('importing', 'w').close()\ntime.sleep(60)")
-    with start_job(tmp_path, "tell('ran')", "start.preload=[slow]", PYTHONPATH=str(tmp_path)) as started:
-        wait_for((tmp_path / "importing").exists, "the import", tell=started.read)
+    with start_importing(tmp_path) as started:
         interrupt(started, signal.SIGINT)
     assert not list(tmp_path.glob("ran-*"))
 
