@@ -94,8 +94,3 @@ def test_a_watcher_that_fails_is_no_harm_to_the_job(number: int, tmp_path: Path)
         (tmp_path / "go").touch()
         assert job.wait(60) == 0, job.read()
         assert "outlived" not in job.read() and job.survivors() == []
-
-
-def test_watching_can_be_left_out(tmp_path: Path) -> None:
-    text = "import os\nprint(os.environ.get('LAUNCH_WATCH'))\n"
-    assert run_to_end(tmp_path, text, *WORDS, "watch.enabled=false", PYTHONPATH=AGENT).log() == "None\n"

@@ -32,17 +32,6 @@ def test_one_ranks_output_is_its_bytes(tmp_path: Path) -> None:
     assert b"\n\xff error\nlaunch: succeeded" in (tmp_path / "stderr").read_bytes()
 
 
-@pytest.mark.parametrize(("mode", "told"), [("rank0", 1), ("none", 0)])
-def test_after_the_table_a_line_tells_that_the_ranks_are_starting(
-    tmp_path: Path, mode: str, told: int
-) -> None:
-    """Importing torch takes seconds, in which a terminal would show nothing."""
-    job = run_to_end(tmp_path, "import time\ntime.sleep(1)", "nproc_per_node=1", f"logs.console={mode}")
-    lines = job.read().splitlines()
-    found = [at for at, line in enumerate(lines) if line.startswith("launch: starting the ranks: ")]
-    assert len(found) == told and all(at > 1 for at in found)
-
-
 @pytest.mark.usefixtures("quick_agent")
 def test_several_ranks_output_has_a_prefix_at_each_lines_start_and_nothing_else(tmp_path: Path) -> None:
     run_to_end(tmp_path, ANYTHING, "nproc_per_node=2", "logs.console=all")
@@ -67,6 +56,7 @@ print("yes")
 @pytest.mark.usefixtures("quick_agent")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_prompt_is_seen_in_a_file_before_its_line_has_an_end(tmp_path: Path, ranks: int) -> None:
+    """After a line that the ranks are starting: a terminal would show nothing while they import torch."""
     words = (f"nproc_per_node={ranks}", "logs.console=rank0", "--", write_program(tmp_path, ASKING))
     prefix = f"[{os.uname().nodename}:0] " if ranks > 1 else ""
     with start(tmp_path, *words) as started:
@@ -74,6 +64,8 @@ def test_a_prompt_is_seen_in_a_file_before_its_line_has_an_end(tmp_path: Path, r
         (tmp_path / "answer").touch()
         assert started.wait() == 0
     assert started.read("stdout") == f"{prefix}rank 0? yes\n"
+    table, *rest = started.read().split("launch: starting the ranks: ")
+    assert table.count("\n") > 1 and len(rest) == 1
 
 
 @pytest.mark.usefixtures("quick_agent")
