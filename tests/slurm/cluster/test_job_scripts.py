@@ -20,13 +20,12 @@ PAIRS = {"torchrun": ["--no-python", "--", "launch-rank"], "srun": ["--cpu-bind=
 """The plain scripts, and the words that are new in the others."""
 SCRIPTS = sorted(SLURM.glob("*.sbatch"))
 TRAIN = """
-import os, sys, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-ranks = torch.ones(1)
-dist.all_reduce(ranks)
-name = f"{os.environ['LOCAL_RANK']}-{os.environ['RANK']}-of-{int(ranks.item())}"
-open(name, "w").write("\\n".join([repr(sorted(os.sched_getaffinity(0))), *sys.argv[1:]]))
-dist.destroy_process_group()
+import os, sys
+local_rank, rank, size, *meeting = (os.environ[name] for name in (
+    "LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+))
+cpus = repr(sorted(os.sched_getaffinity(0)))
+open(f"{local_rank}-{rank}-of-{size}", "w").write("\\n".join([cpus, repr(meeting), *sys.argv[1:]]))
 """
 
 
@@ -98,12 +97,14 @@ def test_what_the_torchrun_script_runs_on_a_node(tmp_path: Path) -> None:
         cwd=tmp_path, env=prepare(tmp_path), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and done.stderr.count("launch-rank: rank") == 2, done.stderr
-    # Both ranks met, had their arguments, and CPUs of their own.
-    sets = []
+    # Both ranks can meet, had their arguments, and of the CPUs some of their own: each has planned the node.
+    sets, meetings = [], set()
     for name in ("0-0-of-2", "1-1-of-2"):
-        cpus, *words = (tmp_path / name).read_text().split("\n")
+        cpus, meeting, *words = (tmp_path / name).read_text().split("\n")
         assert words == ["--lr", "3e 4", ""]
-        sets.append(set(map(int, cpus[1:-1].split(","))))
+        sets.append({*json.loads(cpus)})
+        meetings.add(meeting)
+    assert len(meetings) == 1 and sets[0] | sets[1] <= os.sched_getaffinity(0)
     assert len(os.sched_getaffinity(0)) == 1 or not sets[0] & sets[1]
 
 
