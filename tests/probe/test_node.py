@@ -46,8 +46,8 @@ def test_this_machine_is_read_and_nothing_is_invented(tmp_path: Path) -> None:
     assert convert(Facts, json.loads(json.dumps(asdict(facts)))) == facts
 
 
-def test_a_full_disk_and_one_without_inodes_are_found(tmp_path: Path) -> None:
-    """Real file systems: one is filled to the last block, the other has one inode left and then none."""
+def test_full_and_small_file_systems_are_found(tmp_path: Path) -> None:
+    """Real ones: one is filled to the last block, another has one inode left and then none."""
     told = run_in_namespace(
         """
 mount_tmpfs(folder / "full", "size=1m")
@@ -65,46 +65,33 @@ subprocess.run(["mount", "-o", "bind,ro", str(folder / "tight"), str(folder / "t
 mount_tmpfs(folder / "small", "size=600m")
 uses = {"full": "run directory", "inodes": "checkpoints", "tight": "temporary directory"}
 paths = [(str(folder / name), use) for name, use in uses.items()] + [(str(folder / "small"), "checkpoints")]
-print(json.dumps(asdict(read_node_facts("/", paths))))
+mount_tmpfs("/dev/shm", "size=64m")
+small_shm = read_node_facts("/", paths)
+os.posix_fallocate(os.open("/dev/shm/nccl-left", os.O_CREAT | os.O_RDWR), 0, 60 << 20)
+print(json.dumps([asdict(small_shm), asdict(read_node_facts())]))
 """,
         tmp_path,
     )
-    facts = convert(Facts, told)
+    facts, full_shm = (convert(Facts, one) for one in told)
     assert [path.state for path in facts.paths] == ["failed", "failed", "read_only", "ok"]
     assert list_bad(facts) == [
         ("error", f"{tmp_path}/full (run directory): No space left on device (0 KiB free)"),
         ("error", f"{tmp_path}/inodes (checkpoints): No space left on device (64 MiB free)"),
         ("error", f"{tmp_path}/tight (temporary directory) is on a read-only file system"),
         ("warning", f"{tmp_path}/small (checkpoints) has 600 MiB free, less than 1 GiB"),
+        ("warning", "/dev/shm has 64 MiB"),
     ]
-
-
-def test_a_small_dev_shm_and_a_full_one_are_found(tmp_path: Path) -> None:
-    told = run_in_namespace(
-        """
-mount_tmpfs("/dev/shm", "size=64m")
-small = read_node_facts()
-os.posix_fallocate(os.open("/dev/shm/nccl-left", os.O_CREAT | os.O_RDWR), 0, 60 << 20)
-print(json.dumps([asdict(small), asdict(read_node_facts())]))
-""",
-        tmp_path,
-    )
-    small, full = (convert(Facts, facts) for facts in told)
-    assert list_bad(small) == [("warning", "/dev/shm has 64 MiB")]
-    assert list_bad(full) == [("error", "/dev/shm has 64 MiB, of which 4 MiB are free")]
+    assert list_bad(full_shm) == [("error", "/dev/shm has 64 MiB, of which 4 MiB are free")]
 
 
 STUCK = """
-import time
 device = mount_stuck(folder / "nfs", reads={reads})
-begin = time.monotonic()
 paths = [(str(folder / "nfs"), "data"), (str(folder / "nfs/x"), "run directory"), ("/", "data")]
 facts = read_node_facts("/", paths, patience=3)
-seconds = time.monotonic() - begin
 children = pathlib.Path(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read_text().split()
 states = [pathlib.Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[0] for pid in children]
 os.close(device)
-print(json.dumps([asdict(facts), states, seconds]), flush=True)
+print(json.dumps([asdict(facts), states]), flush=True)
 os._exit(0)  # It has a thread that waits for requests.
 """
 
@@ -115,12 +102,11 @@ def test_a_stuck_file_system_costs_its_time_limit_even_if_who_waits_cannot_be_ki
     tmp_path: Path, reads: bool
 ) -> None:
     """As NFS hangs: the children wait in the kernel, in the second case in state D, which SIGKILL leaves."""
-    told, states, seconds = run_in_namespace(STUCK.format(reads=reads), tmp_path)
+    told, states = run_in_namespace(STUCK.format(reads=reads), tmp_path)
     facts = convert(Facts, told)
     assert [path.state for path in facts.paths] == ["stuck", "stuck", "ok"]
     # One that is killed may come to its end after it was to be reaped.
     assert [state for state in states if state != "Z"] == (["D", "D"] if reads else [])
-    assert seconds < 30, "it did not wait for them"
     assert list_bad(facts) == [
         ("error", f"{tmp_path}/nfs (data): no answer in 3 s"),
         ("error", f"{tmp_path}/nfs/x (run directory): no answer in 3 s"),

@@ -133,14 +133,14 @@ def test_a_job_that_hangs_and_is_restarted(tmp_path: Path) -> None:
             def is_restarted() -> bool:
                 return "recover" in [post["event"] for post in list_posts()]
 
-            wait_for(is_restarted, "the restart", 90, job.read)
+            wait_for(is_restarted, "the restart", tell=job.read)
 
-            wait_for(lambda: find(fetch(port), MEMORY, rank="0"), "the second report", 60, job.read)
+            wait_for(lambda: find(fetch(port), MEMORY, rank="0"), "the second report", tell=job.read)
             assert find(fetch(port), "launch_rank_steps_total", rank="1", local_rank="1")[0] > 5
             opened = fetch(port, "application/openmetrics-text; version=1.0.0")
             assert opened.endswith("# EOF\n") and "# TYPE launch_rank_steps counter" in opened
             (tmp_path / "go").touch()
-            assert job.wait(60) == 0, job.read()
+            assert job.wait() == 0, job.read()
         posts = list_posts()
     assert [post["event"] for post in posts] == ["start", "hang", "recover", "end"]
     begin, hang, recovery, end = posts
@@ -265,9 +265,10 @@ def test_a_server_that_does_not_answer_delays_nobody_and_one_node_alone_posts(
     monkeypatch.setattr("launcher.launch.ending.NOTICE_PATIENCE", 0.1)
     stuck = threading.Event()
     with serving([stuck]) as hook:
+        post_end(NotifyConfig(url=hook.url), RunDir(tmp_path, node_rank=1), "n1", FAILED)
         post(tmp_path, url=hook.url)
+        wait_for(lambda: hook.requests, "the request")
         stuck.set()
-    post_end(NotifyConfig(url=hook.url), RunDir(tmp_path, node_rank=1), "n1", {"state": "failed"})
     assert len(hook.requests) == 1 and SECRET not in caplog.text
 
 
@@ -317,9 +318,9 @@ def test_what_prometheus_gets_is_what_the_report_says(
     export = Prometheus(*who, WatchSettings(prometheus_port=port, textfile=str(folder)), pytest.fail)
     export.take(replace(REPORT, host='n"1\n'))
     found = fetch(port)
-    wait_for(lambda: list(folder.glob("*.prom")), "the file", 20, lambda: "")
+    wait_for(lambda: list(folder.glob("*.prom")), "the file")
     assert (folder / "launch-gpt_7-n_1_.prom").read_text() == found
-    export.close(20)
+    export.close(PATIENCE)
     assert list(folder.iterdir()) == []
     labels = {"run": "gpt/7", "host": 'n"1\n', "rank": "8", "local_rank": "0"}
     assert find(found, "launch_rank_steps_total", **labels) == [120]

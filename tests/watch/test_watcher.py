@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from launcher.codec import convert
@@ -40,11 +41,11 @@ def test_the_console_names_the_rank_the_collective_and_the_line(tmp_path: Path) 
     line = 1 + PROGRAMS["hangs"][: PROGRAMS["hangs"].index("# the hang")].count("\n")
     words = ("nproc_per_node=2", "watch.hang_seconds=6", "binding=none", "name=hang", "--", program)
     with start(tmp_path, *words) as job:
-        wait_for(lambda: "has not joined" in job.read(), "the verdict", 90, job.read)
+        wait_for(lambda: "has not joined" in job.read(), "the verdict", tell=job.read)
         (told,) = (text for text in job.read().splitlines() if "has not joined" in text)
         path = find_run(tmp_path)
         file = path / "watch/job.json"
-        wait_for(lambda: file.exists() and '"hangs":[{' in file.read_text(), "the job's state", 30)
+        wait_for(lambda: file.exists() and '"hangs":[{' in file.read_text(), "the job's state")
         state = json.loads(file.read_text())
     assert state["state"] == "hanging"
     (hang,) = state["hangs"]
@@ -73,7 +74,9 @@ def find_watcher(job: Started) -> int:
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="heartbeats are elsewhere")
-def test_signals_of_the_job_do_not_end_it_and_what_killed_launchers_left_is_removed(tmp_path: Path) -> None:
+def test_neither_signals_nor_a_folder_that_takes_no_reports_ends_it(tmp_path: Path) -> None:
+    """It also removes what killed launchers have left."""
+    told = "reports of watching cannot be written"
     dead = Path(f"/dev/shm/launch-watch-dead-{os.getpid()}")
     dead.mkdir(mode=0o700)
     (dead / "owner").touch()
@@ -95,20 +98,19 @@ def test_signals_of_the_job_do_not_end_it_and_what_killed_launchers_left_is_remo
             if word.startswith("LAUNCH_WATCH=")
         )
         assert Path(folder).stat().st_mode & 0o777 == 0o700
-        (tmp_path / "go").touch()
-        assert job.wait(60) == 0, job.read()
-        state = json.loads((report.parent / "job.json").read_text())["state"]
-        assert state == "ended" and not Path(folder).exists() and job.survivors() == []
-
-
-def test_a_run_directory_in_which_it_cannot_write_is_one_warning(tmp_path: Path) -> None:
-    told, program = "reports of watching cannot be written", write_program(tmp_path, PROGRAMS["waits"])
-    with start(tmp_path, *WORDS, "new_run_dir=run", "--", program, PYTHONPATH=QUICK_AGENT) as job:
-        wait_for((tmp_path / "run").is_dir, "the run directory", tell=job.read)
-        (tmp_path / "run/watch").write_text("a file in the folder's place")
+        watch, kept = report.parent, report.parents[1] / "kept"
+        os.kill(watcher, signal.SIGSTOP)  # it would make the folder again
+        wait_for(lambda: psutil.Process(watcher).status() == psutil.STATUS_STOPPED, "its stop")
+        watch.rename(kept)
+        watch.touch()
+        os.kill(watcher, signal.SIGCONT)
         wait_for(lambda: told in job.read(), "the warning", tell=job.read)
+        watch.unlink()
+        kept.rename(watch)
         (tmp_path / "go").touch()
-        assert job.wait(60) == 0 and job.read().count(told) == 1, job.read()
+        assert job.wait() == 0 and job.read().count(told) == 1, job.read()
+        state = json.loads((watch / "job.json").read_text())["state"]
+        assert state == "ended" and not Path(folder).exists() and job.survivors() == []
 
 
 def test_ranks_that_cannot_be_watched_and_why(
@@ -144,14 +146,14 @@ def test_a_filesystem_that_hangs_is_noticed_and_goes_on_later(
     files, answer = SharedFiles(tmp_path), threading.Event()
 
     def read_dead_disk() -> None:
-        answer.wait(60)
+        answer.wait(PATIENCE)
 
     files.worker.put(read_dead_disk)
     files.submit(REPORT, STATE)
     wait_for(lambda: files.is_stuck(time.monotonic()), "the stuck call")
     assert files.found == Found() and not files.worker.wait_idle(0.05)
     answer.set()
-    assert files.worker.wait_idle(10) and not files.is_stuck(time.monotonic())
+    assert files.worker.wait_idle(PATIENCE) and not files.is_stuck(time.monotonic())
     assert [one.value for one in files.found.reports] == [REPORT]
 
 
@@ -238,12 +240,12 @@ def test_what_fails_is_told_and_tried_again_and_no_exception_ends_the_thread(tmp
 
     files = SharedFiles(tmp_path / "later")
     files.worker.put(fail)
-    assert files.worker.wait_idle(10) and files.trouble == "RuntimeError: can't start new thread"
+    assert files.worker.wait_idle(PATIENCE) and files.trouble == "RuntimeError: can't start new thread"
     files.submit(REPORT, None)
-    assert files.worker.wait_idle(10) and "later" in files.trouble
+    assert files.worker.wait_idle(PATIENCE) and "later" in files.trouble
     (tmp_path / "later").mkdir()
     files.submit(REPORT, STATE)
-    assert files.worker.wait_idle(10) and files.trouble == ""
+    assert files.worker.wait_idle(PATIENCE) and files.trouble == ""
     assert files.found.job is None
     assert {path.name for path in (tmp_path / "later/watch").iterdir()} == {"node-n0.json", "job.json"}
 
@@ -251,10 +253,10 @@ def test_what_fails_is_told_and_tried_again_and_no_exception_ends_the_thread(tmp
 def test_another_node_follows_the_judge_by_the_filesystems_clock(tmp_path: Path) -> None:
     judge, other = SharedFiles(tmp_path), SharedFiles(tmp_path)
     judge.submit(REPORT, STATE)
-    assert judge.worker.wait_idle(10)
+    assert judge.worker.wait_idle(PATIENCE)
     state = tmp_path / "watch/job.json"
     os.utime(state, (0, state.stat().st_mtime - 60))
     other.submit(replace(REPORT, host="n1", node_rank=1), None)
-    assert other.worker.wait_idle(10) and other.found and other.found.job
+    assert other.worker.wait_idle(PATIENCE) and other.found and other.found.job
     assert other.found.job.value == STATE
     assert time.monotonic() - other.found.job.seen == pytest.approx(60, abs=10)
