@@ -296,6 +296,12 @@ def find_run(folder: Path) -> Path:
     return found
 
 
+def write_script(path: Path, text: str) -> None:
+    """Write a command: what a shell does."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
 def write_program(folder: Path, text: str) -> str:
     """Write a program that the ranks run, and return its path."""
     path = folder / "program.py"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.launch.warm.read_ahead import read_ahead
-from tests.seam import Started, clean_environ, find_processes, start, wait_for
+from tests.seam import Started, clean_environ, find_processes, start, wait_for, write_script
 
 DIRECT = ("agent=direct", "nproc_per_node=2", "logs.console=none")
 PROGRAM = """
@@ -96,9 +96,7 @@ def test_a_preload_that_cannot_be_leaves_ranks_that_are_executed(tmp_path: Path)
 
 
 def test_a_program_that_cannot_be_forked_though_it_is_to_be_is_told_of(tmp_path: Path) -> None:
-    script = tmp_path / "program.sh"
-    script.write_text("#!/bin/sh\n: > ran-$RANK\n")
-    script.chmod(0o755)
+    write_script(tmp_path / "program.sh", ": > ran-$RANK")
     with start(tmp_path, *DIRECT, "start.preload=[json]", "--", "./program.sh") as started:
         assert started.wait() == 0, started.read()
         line = "not forked from a process with torch: ./program.sh is no Python program"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.terminals import launch_on_terminal
-from tests.seam import LAUNCH, PATIENCE, QUICK_AGENT, Started, start, wait_for, write_program
+from tests.seam import LAUNCH, PATIENCE, QUICK_AGENT, Started, start, wait_for, write_program, write_script
 from tests.slurm.test_node_task import start_task
 
 SLEEPER = """
@@ -19,6 +19,10 @@ subprocess.Popen(["sleep", "300"])
 subprocess.Popen(["setsid", "sleep", "300"])
 print("ready", flush=True)
 time.sleep(300)
+"""
+READING = """
+print("ready", flush=True)
+input()
 """
 STUBBORN = """
 import signal, time
@@ -117,19 +121,20 @@ def test_signal_before_ranks_have_started(tmp_path: Path) -> None:
         assert started.survivors() == []
 
 
-def test_closed_terminal_leaves_nothing(tmp_path: Path) -> None:
-    with launch_on_terminal(tmp_path, SLEEPER, "nproc_per_node=2") as terminal:
-        wait_ready(terminal.started())
+@pytest.mark.parametrize(("ranks", "program"), [(1, READING), (2, SLEEPER)])
+def test_a_terminal_that_is_closed_ends_the_program(tmp_path: Path, ranks: int, program: str) -> None:
+    with launch_on_terminal(tmp_path, program, f"nproc_per_node={ranks}") as terminal:
+        wait_ready(terminal.started(), ranks)
         assert terminal.started().survivors()
         os.close(terminal.master)
         os.close(terminal.slave)
-        wait_for(lambda: terminal.started().survivors() == [], "the end of all processes")
         assert terminal.process.wait(PATIENCE) == 129
+        assert terminal.started().survivors() == []
+        assert terminal.started().manifest()["outcome"]["signal"] == "SIGHUP"
 
 
 def test_ignored_hangup_stays_ignored(tmp_path: Path) -> None:
-    (tmp_path / "wrapper").write_text('#!/bin/sh\ntrap "" HUP\nexec "$@"\n')
-    (tmp_path / "wrapper").chmod(0o755)
+    write_script(tmp_path / "wrapper", 'trap "" HUP\nexec "$@"')
     program = write_program(tmp_path, ASKED)
     process = subprocess.Popen(
         [str(tmp_path / "wrapper"), *LAUNCH, "--", program],

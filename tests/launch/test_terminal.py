@@ -10,7 +10,7 @@ import pytest
 
 from launcher.runs.rank_logs import read_tail
 from tests.launch.terminals import COLUMNS, ROWS, Terminal, launch_on_terminal, open_terminal
-from tests.seam import LAUNCH, PATIENCE, wait_for
+from tests.seam import LAUNCH, wait_for
 
 ONE = "nproc_per_node=1"
 
@@ -189,12 +189,6 @@ def read_state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-TICKING = """
-print("ready", flush=True)
-input()
-"""
-
-
 FLOOD = """
 import os, sys
 for number in range(100_000):
@@ -219,16 +213,6 @@ def test_a_terminal_that_is_not_read_holds_up_nothing_and_shows_all_of_it_later(
         assert "launch: the ranks were started again: attempt 1\n" in ours
         program = "".join(line for line in shown if not line.startswith("launch: "))
         assert attempts[0] + attempts[1] in program
-
-
-def test_a_terminal_that_is_closed_ends_the_program(tmp_path: Path) -> None:
-    with launch_on_terminal(tmp_path, TICKING, ONE) as terminal:
-        terminal.expect("ready")
-        os.close(terminal.master)
-        os.close(terminal.slave)
-        assert terminal.process.wait(PATIENCE) == 129
-        assert terminal.started().survivors() == []
-        assert terminal.started().manifest()["outcome"]["signal"] == "SIGHUP"
 
 
 def test_stderr_in_a_file_goes_there_and_the_rest_to_the_terminal(tmp_path: Path) -> None:

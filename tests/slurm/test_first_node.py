@@ -25,7 +25,7 @@ from launcher.slurm.commands import ask_nodes, exclude_nodes
 from launcher.slurm.job_request import JobRequest, write_job_request
 from launcher.slurm.lost_nodes import Liveness
 from tests.cli.make_runs import read_manifest
-from tests.seam import clean_environ, wait_for
+from tests.seam import clean_environ, wait_for, write_script
 
 GUARD = """
 import sys
@@ -54,15 +54,10 @@ exit 1""",
 @pytest.fixture
 def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for name, text in COMMANDS.items():
-        write_command(tmp_path, name, text)
+        write_script(tmp_path / name, text)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "LAUNCH_ATTEMPT": "0"}
     return {**clean_environ(), **job, "PATH": f"{tmp_path}:/usr/bin:/bin"}
-
-
-def write_command(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
 
 
 def make_attempt(environ: dict[str, str], folder: Path, *hosts: str, requeues: int = 10) -> Attempt:
@@ -124,8 +119,7 @@ def test_a_guard_that_has_begun_ends_the_attempt_even_if_the_first_node_returns(
     if state == "failed":
         (run.path / "logs/0/ended-by-0").symlink_to("n0")
     with start_guard(environ, tmp_path) as guard:
-        while guard.poll() is None and not (tmp_path / "tries").exists():
-            time.sleep(0.05)
+        wait_for(lambda: guard.poll() is not None or (tmp_path / "tries").exists(), "a try")
         assert list_claims(tmp_path)[-1] == "n1"
         tell(guard, b"!")  # the first node has come back, and ends
         time.sleep(1.0)
@@ -156,7 +150,7 @@ def test_the_end_of_its_words_and_slurm_tell_a_guard_of_a_loss(
 ) -> None:
     """What goes wrong before it ends the attempt is in the job's log, too."""
     log = make_attempt(environ, tmp_path, "n0", "n1").run.path / "logs/slurm-7.out"
-    write_command(tmp_path, "squeue", f"[ -e back ] || exit 1\n{COMMANDS['squeue']}")
+    write_script(tmp_path / "squeue", f"[ -e back ] || exit 1\n{COMMANDS['squeue']}")
     with start_guard(environ, tmp_path) as guard:
         assert guard.stdin
         guard.stdin.close()
@@ -176,7 +170,7 @@ def test_one_look_at_a_silent_node_ends_no_attempt(environ: dict[str, str], tmp_
     rows = "printf 'n0|allocated%s|127.0.0.1|1|\\nn1|idle|127.0.0.1|1|\\nn2|idle*|127.0.0.1|1|\\n' \"$star\""
     (tmp_path / "looks").touch()
     star = "case $(wc -l <looks) in 2) star='*' ;; *) star= ;; esac\n[ -e gone ] && star='*'"
-    write_command(tmp_path, "sinfo", f"echo >>looks\n{star}\n{rows}")
+    write_script(tmp_path / "sinfo", f"echo >>looks\n{star}\n{rows}")
     with start_guard(environ, tmp_path) as guard:
         while guard.poll() is None and (tmp_path / "looks").read_text().count("\n") < 5:
             time.sleep(0.05)
@@ -201,8 +195,8 @@ def test_guards_whose_step_ends_are_started_again_where_no_node_is_down(
     monkeypatch.setattr(lost_nodes, "ALIVE_PERIOD", 0.05)
     monkeypatch.setattr(lost_nodes, "RETRY", retry)
     caplog.set_level("INFO")
-    write_command(
-        tmp_path, "srun", f'echo "$*" >>starts\n[ $(wc -l <starts) -gt {ends} ] || exit 3\nexec cat >words'
+    write_script(
+        tmp_path / "srun", f'echo "$*" >>starts\n[ $(wc -l <starts) -gt {ends} ] || exit 3\nexec cat >words'
     )
     before = len([*Path("/proc/self/fd").iterdir()])
     words = tmp_path / "words"
@@ -216,7 +210,7 @@ def test_guards_whose_step_ends_are_started_again_where_no_node_is_down(
 
 
 def test_a_node_is_guarded_before_its_ranks_start(environ: dict[str, str], tmp_path: Path) -> None:
-    write_command(tmp_path, "srun", f"sleep 0.5; touch {tmp_path}/ready; echo .; exec cat >/dev/null")
+    write_script(tmp_path / "srun", f"sleep 0.5; touch {tmp_path}/ready; echo .; exec cat >/dev/null")
     with lost_nodes.start_guards(make_attempt(environ, tmp_path, "n1", "n2")) as guards:
         was_ready = (tmp_path / "ready").exists()
     with guards[0]:
@@ -228,11 +222,11 @@ def test_the_port_of_a_node_is_never_shortened(environ: dict[str, str], tmp_path
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         row = f"echo 'n0|idle|127.0.0.1|{port}|'"
-        write_command(
-            tmp_path, "sinfo", f"case $* in *--noconvert*) {row} ;; *) echo 'n0|idle|h|17K|' ;; esac"
+        write_script(
+            tmp_path / "sinfo", f"case $* in *--noconvert*) {row} ;; *) echo 'n0|idle|h|17K|' ;; esac"
         )
         assert lost_nodes.try_connection(ask_nodes(["n0"], environ)["n0"]) is True
-    write_command(tmp_path, "sinfo", "echo 'n0|idle|127.0.0.1|17K|'")
+    write_script(tmp_path / "sinfo", "echo 'n0|idle|127.0.0.1|17K|'")
     assert lost_nodes.try_connection(ask_nodes(["n0"], environ)["n0"]) is None
 
 
@@ -240,7 +234,7 @@ def test_the_port_of_a_node_is_never_shortened(environ: dict[str, str], tmp_path
 def test_a_node_that_this_one_alone_cannot_reach_is_not_lost(
     environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, *, is_lost: bool
 ) -> None:
-    (tmp_path / "sinfo").write_text(f"#!/bin/sh\necho 'n0|{state}|127.0.0.1|1|'\n")
+    write_script(tmp_path / "sinfo", f"echo 'n0|{state}|127.0.0.1|1|'")
     monkeypatch.setattr("os.environ", environ)
     assert bool(lost_nodes.find_evidence("n0", 60.0)) is is_lost
     assert not lost_nodes.find_evidence("n0", 10.0)
@@ -251,8 +245,7 @@ def test_a_slow_slurm_delays_signals_for_a_limited_time(tmp_path: Path) -> None:
     sinfo = "case $* in *--nodes=*) echo n9;; *) echo n0 n1 n2 n9;; esac"
     answers = {"squeue": "echo 'n9||main'", "sinfo": sinfo, "scontrol": "true"}
     for name, text in answers.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/given\nsleep 0.6\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        write_script(tmp_path / name, f"echo {name} >> {tmp_path}/given\nsleep 0.6\n{text}")
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     told = exclude_nodes("7", ["n0"], 1, environ, patience=1.0)
     assert told.startswith("n0 not excluded (")

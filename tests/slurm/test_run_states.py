@@ -21,7 +21,7 @@ from launcher.report.viewer import ViewOptions
 from launcher.slurm import run_states
 from launcher.slurm.run_states import JobLog, follow_jobs, refuse_run_in_use
 from tests.cli.make_runs import identify_process, make_run
-from tests.seam import Launch, clean_environ, run_outside
+from tests.seam import Launch, clean_environ, run_outside, write_script
 
 TABLES = tomllib.loads(Path(__file__).with_name("run_states.toml").read_text())
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
@@ -44,8 +44,7 @@ def add_times(row: str) -> str:
 
 def write_command(folder: Path, name: str, text: str) -> None:
     """A command of SLURM's, which notes that it was asked."""
-    (folder / "bin" / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{folder}/calls\ncd {folder}\n{text}\n')
-    (folder / "bin" / name).chmod(0o755)
+    write_script(folder / "bin" / name, f'echo "{name} $*" >>{folder}/calls\ncd {folder}\n{text}')
 
 
 def test_slurms_word_counts_if_the_manifest_tells_no_end(tmp_path: Path, environ: dict[str, str]) -> None:
@@ -142,8 +141,7 @@ def test_a_second_run_is_refused_and_leaves_all_as_it_was(tmp_path: Path) -> Non
 
 
 FOLLOWED: dict[str, Any] = tomllib.loads(Path(__file__).with_name("followed.toml").read_text())
-SQUEUE = """#!/bin/sh
-cd {folder}
+SQUEUE = """cd {folder}
 echo >> calls
 n=$(wc -l < calls)
 [ -e row-$n ] || n={last}
@@ -169,9 +167,8 @@ def test_what_is_told_of_a_job(
         (tmp_path / f"row-{number}").write_text(text)
     for number, outcome in case.get("outcomes", {}).items():
         (tmp_path / f"outcome-{number}").write_text(json.dumps({**manifest, "outcome": outcome}))
-    squeue = tmp_path / "squeue"
-    squeue.write_text(SQUEUE.format(folder=tmp_path, last=len(rows), manifest=path / "manifest.json"))
-    squeue.chmod(0o755)
+    text = SQUEUE.format(folder=tmp_path, last=len(rows), manifest=path / "manifest.json")
+    write_script(tmp_path / "squeue", text)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(run_states, "FIRST_PAUSE", 0.2)
     monkeypatch.setattr(run_states, "STATE_SECONDS", 0.01)
@@ -187,8 +184,7 @@ def test_why_a_job_waits(here: Path, launch: Launch, monkeypatch: pytest.MonkeyP
     make_run(here / "runs", state="submitted", slurm={"job_id": "12"})
     monkeypatch.setenv("PATH", f"{here}:/usr/bin:/bin")
     monkeypatch.setenv("COLUMNS", "300")
-    (here / "squeue").write_text("#!/bin/sh\ncat rows\n")
-    (here / "squeue").chmod(0o755)
+    write_script(here / "squeue", "cat rows")
     for reason, text in FOLLOWED["reasons"].items():
         (here / "rows").write_text(f"12|PENDING|main|2||N/A|0|0|N/A|N/A|N/A|{reason}|\n")
         shown = launch("status", "tiny").out

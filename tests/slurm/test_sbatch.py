@@ -12,7 +12,7 @@ from launcher.config.settings import ClusterConfig, RequeueConfig
 from launcher.errors import LaunchError, UsageError
 from launcher.launch.job import JobSpec
 from launcher.slurm.sbatch import choose_job_options, explain_refusal
-from tests.seam import specify
+from tests.seam import specify, write_script
 
 OPTIONS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("options.toml").read_text())
 REFUSALS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("refusals.toml").read_text())
@@ -34,11 +34,6 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def write_command(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
-
-
 def read_null(tree: object) -> Any:
     """The same tree with None for "null"."""
     if isinstance(tree, dict):
@@ -55,7 +50,7 @@ def make_cluster(values: Mapping[str, Any]) -> ClusterConfig:
 def ask(spec: JobSpec, folder: Path, case: Mapping[str, Any]) -> list[str]:
     """The options of a case."""
     text = case.get("sinfo", OPTIONS["sinfo"])
-    write_command(folder, "sinfo", f"/bin/cat <<'X'\n{text}\nX")
+    write_script(folder / "sinfo", f"/bin/cat <<'X'\n{text}\nX")
     config = replace(spec.config, cluster=make_cluster(case.get("cluster", {})))
     config = replace(config, nproc_per_node=case.get("nproc", "auto"))
     for key, value in case.get("job", {}).items():
@@ -143,7 +138,7 @@ def test_members_of_an_array_have_the_same_options(plain: JobSpec, commands: Pat
 def test_a_refusal_is_told_with_the_values_and_what_there_is(
     case: dict[str, Any], plain: JobSpec, commands: Path
 ) -> None:
-    write_command(commands, "sinfo", f"/bin/cat <<'X'\n{case.get('sinfo', '')}\nX")
+    write_script(commands / "sinfo", f"/bin/cat <<'X'\n{case.get('sinfo', '')}\nX")
     specs, environ = [plain], {"PATH": str(commands), **case.get("environ", {})}
     if case.get("given"):
         config = replace(plain.config, cluster=ClusterConfig(**REFUSALS["given"]))

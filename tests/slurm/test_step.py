@@ -20,7 +20,7 @@ from launcher.slurm import first_node
 from launcher.slurm.commands import expand_hosts, fold_in_order
 from launcher.slurm.first_node import find_node_order
 from launcher.slurm.step import KEPT_LINES, NodeStep, Step, StepReport, find_task_ends
-from tests.seam import wait_for
+from tests.seam import wait_for, write_script
 
 TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("srun.toml").read_text())
 STEP = Step(("n0", "n1"), ("python", "-m", "task", "/runs/x"), elastic=False, directory="/home/me/a b")
@@ -93,8 +93,7 @@ def tell_topology(folder: Path, text: str) -> dict[str, str]:
     """Make an scontrol that prints a topology, or fails with what is after "!"; returns its environment."""
     (folder / "topology").write_text(f"{text.removeprefix('!')}\n")
     says = "cat topology >&2; exit 1" if text.startswith("!") else "cat topology"
-    (folder / "scontrol").write_text(f"#!/bin/sh\ncd {folder}\n{says}\n")
-    (folder / "scontrol").chmod(0o755)
+    write_script(folder / "scontrol", f"cd {folder}\n{says}")
     return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 

@@ -17,14 +17,14 @@ from launcher.errors import MachineError
 from launcher.protocol import LAUNCH_SECRETS
 from launcher.slurm.job_request import read_job_request
 from tests.cli.make_runs import read_nodes
-from tests.seam import PATIENCE, Result, clean_environ, enter, run_inside, run_outside, specify
+from tests.seam import PATIENCE, Result, clean_environ, enter, run_inside, run_outside, specify, write_script
 
 HERE = Path(__file__).parent
 SETUP = tomllib.loads((HERE / "options.toml").read_text())["setup"]
 ENVIRONMENT = tomllib.loads((HERE / "refusals.toml").read_text())["environment"]
 SBATCH = 'env -0 >{folder}/environ; cp "$1" {folder}/script; echo Submitted batch job 7'
 SINFO = "main*|8|128|2:32:2|1000000|{gpu}:8|(null)|UNLIMITED"
-FAKE = '#!/bin/sh\nprintf "%s|" "$@"\nprintf "X=%s\\n" "$X"\nenv | grep "^launch_"\nexit 7\n'
+FAKE = 'printf "%s|" "$@"\nprintf "X=%s\\n" "$X"\nenv | grep "^launch_"\nexit 7'
 """In place of the interpreter: shows its words, the variables of ours that it got, and one of setup's."""
 
 
@@ -42,8 +42,7 @@ class LoginNode:
 
     def command(self, name: str, text: str) -> None:
         """Make one of SLURM's commands."""
-        (self.folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-        (self.folder / "bin" / name).chmod(0o755)
+        write_script(self.folder / "bin" / name, text)
 
     def submit(
         self, *words: str, cluster: Mapping[str, Any] | None = None, program: tuple[str, ...] = ()
@@ -59,8 +58,7 @@ class LoginNode:
         """Submit a job, and return its script with another interpreter."""
         done = self.submit(*words, cluster=cluster)
         assert done.code == 0, done
-        (self.folder / "python").write_text(FAKE, encoding="utf-8")
-        (self.folder / "python").chmod(0o755)
+        write_script(self.folder / "python", FAKE)
         text = (self.folder / "script").read_text(encoding="utf-8")
         return text.replace(sys.executable, str(self.folder / "python"))
 
@@ -142,7 +140,7 @@ def test_the_script_on_a_node(login: LoginNode) -> None:
     missing = text.replace(str(login.folder / "python"), "/no/such/python")
     code, _, err = login.run(missing)
     assert code == 3 and err.startswith("launch: error: no /no/such/python on this node")
-    (login.folder / "python").write_text("#!/bin/sh\nkill -USR2 $$\necho $*\n")
+    write_script(login.folder / "python", "kill -USR2 $$\necho $*")
     assert login.run(text) == (0, f"-I -m launcher.slurm {login.run_path} USR2\n", "")
     for name in ("random.py", "json.py", "launcher.py"):  # in the working directory, they do not shadow ours
         (login.folder / name).write_text("raise SystemExit('shadowed')")

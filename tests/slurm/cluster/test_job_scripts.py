@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.seam import LAUNCH, clean_environ
+from tests.seam import LAUNCH, clean_environ, write_script
 
 from .conftest import Sandbox
 
@@ -76,15 +76,14 @@ def prepare(folder: Path) -> dict[str, str]:
     bin_dir = folder / "bin"
     bin_dir.mkdir()
     package = str(SLURM.parent)
-    python = f"#!/bin/sh\nPYTHONPATH={shlex.quote(package)} exec {shlex.quote(sys.executable)} "
+    python = f"PYTHONPATH={shlex.quote(package)} exec {shlex.quote(sys.executable)} "
     commands = {
-        "launch-rank": f'{python} -c "from launcher.rank.shim import main; main()" "$@"\n',
-        "torchrun": f'{python} -m torch.distributed.run "$@"\n',
-        "python": f'{python} "$@"\n',
+        "launch-rank": f'{python} -c "from launcher.rank.shim import main; main()" "$@"',
+        "torchrun": f'{python} -m torch.distributed.run "$@"',
+        "python": f'{python} "$@"',
     }
     for name, text in commands.items():
-        (bin_dir / name).write_text(text)
-        (bin_dir / name).chmod(0o755)
+        write_script(bin_dir / name, text)
     job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS": "2"}
     rendezvous = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
     return {**clean_environ(), **job, **rendezvous, "PATH": f"{bin_dir}:{os.environ['PATH']}"}
@@ -148,8 +147,7 @@ def make_commands(folder: Path) -> Path:
     }
     folder.mkdir()
     for name, words in commands.items():
-        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-        (folder / name).chmod(0o755)
+        write_script(folder / name, f'exec {shlex.join(words)} "$@"')
     return folder
 
 
