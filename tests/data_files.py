@@ -19,6 +19,13 @@ def read_cases(name: str, table: str) -> list[dict[str, Any]]:
     return cases
 
 
+def write(path: Path, text: str | bytes) -> Path:
+    """Write a file, and the folders that it is in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
 def prepare(case: dict[str, Any], here: Path, patch: pytest.MonkeyPatch) -> None:
     """Write the `files` of a case, set its `env`, and let its `torch` be the version that is installed.
 
@@ -32,7 +39,7 @@ def prepare(case: dict[str, Any], here: Path, patch: pytest.MonkeyPatch) -> None
         elif text.startswith("-> "):
             path.symlink_to(text.removeprefix("-> "))
         else:
-            path.write_text(text.replace("{here}", str(here)), "latin-1", newline="")
+            write(path, text.replace("{here}", str(here)).encode("latin-1"))
     for name in case.get("executable", ()):
         (here / name).chmod(0o755)
     for name, value in case.get("env", {}).items():

@@ -245,6 +245,16 @@ def find_processes(word: str) -> dict[int, str]:
     return found
 
 
+def find_working_in(folder: Path) -> list[int]:
+    """Other processes whose working directory this is."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (entry / "cwd").samefile(folder) and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
 def is_alive(pid: int) -> bool:
     """Tell whether a process is there, and no zombie."""
     try:

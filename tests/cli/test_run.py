@@ -22,17 +22,12 @@ from launcher.doctor.model import Facts, PathFacts
 from launcher.preflight import PreflightRequest, render_answer
 from launcher.probe import limits
 from launcher.protocol import name_host
-from tests.data_files import read_data
+from tests.data_files import read_data, write
 from tests.launch.terminals import launch_on_terminal
-from tests.seam import LAUNCH, Launch, clean_environ, run_outside, specify, wait_for
+from tests.seam import LAUNCH, Launch, clean_environ, find_working_in, run_outside, specify, wait_for
 from tests.strangers import give_away
 
 LINES = read_data("command_lines")
-
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
 
 
 # The allocator
@@ -225,6 +220,7 @@ def test_odd_words_and_surroundings(here: Path) -> None:
     for file in run.rglob("*"):
         assert not file.is_file() or file.name == "rank-0.out" or b"hidden-" not in file.read_bytes(), file
 
+    (here / "train.py").write_text(PROGRAM)
     result = run_outside(["nproc_per_node=1", "train.py", "lr=3", "model=x"], here)
     assert result.code == 0 and "after the program" not in result.err
 
@@ -321,22 +317,10 @@ def test_a_process_of_no_use_is_gone_before_the_program_runs(word: str, folder: 
     assert done.code == 0 and "WARM 0\n" in done.out, done
 
 
-def list_started(folder: Path) -> list[int]:
-    """The processes whose working directory this is."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return [pid for pid in found if pid != os.getpid()]
-
-
 def test_nothing_is_left_of_a_start_that_fails(folder: Path) -> None:
     (folder / "file").touch()
     run_outside(["agent=direct", "runs_dir=file", "x.py"], folder).assert_error(3, "runs_dir")
-    assert list_started(folder) == []
+    assert find_working_in(folder) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=str)
@@ -355,10 +339,10 @@ compose.compose = wait
     command = [sys.executable, "-c", script, "agent=direct", "x.py"]
     with subprocess.Popen(command, env=clean_environ(), **pipes) as launcher:  # type: ignore[call-overload]  # its own
         assert launcher.stdout.readline() == b"composes\n"
-        assert len(list_started(folder)) > 1
+        assert len(find_working_in(folder)) > 1
         launcher.send_signal(number)
         assert launcher.wait(60) in (-number, 128 + number)
-    wait_for(lambda: not list_started(folder), "the end of all that was started")
+    wait_for(lambda: not find_working_in(folder), "the end of all that was started")
 
 
 def test_the_ranks_are_forked_from_the_process_that_was_started_early(folder: Path) -> None:
@@ -383,4 +367,4 @@ exec({LAUNCH[2]!r})
         command, env=environ, cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stdout.count("forked True")) == (0, 2), done
-    assert list_started(folder) == []
+    assert find_working_in(folder) == []

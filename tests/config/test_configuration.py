@@ -18,18 +18,13 @@ from launcher.config.program import read_env_files
 from launcher.config.settings import Settings
 from launcher.config.start import choose_cluster, plan_node
 from launcher.plan.model import Request
+from tests.data_files import write
 from tests.fuzzing import WORDS
 from tests.seam import Launch, compose_settings, drop_powers, in_shell, run_outside
 
 TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("variables.toml").read_text())
 STARTED = "would start a job"
 """What the tests' guard says of a run that gets that far."""
-
-
-def write(path: Path, text: str | bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
 
 
 # Folders of configuration

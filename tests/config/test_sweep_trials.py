@@ -2,6 +2,7 @@
 
 import json
 import signal
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,76 +11,15 @@ import yaml
 from tests.cli.make_runs import read_manifest
 from tests.seam import Launch, run_outside, start, wait_for
 
-PLUGIN = '''
-import json
-from dataclasses import dataclass
-from pathlib import Path
-
-from hydra.core.config_store import ConfigStore
-from hydra.core.plugins import Plugins
-from hydra.plugins.sweeper import Sweeper
-
-
-@dataclass
-class HalvingConf:
-    _target_: str = "hydra_plugins.halving.HalvingSweeper"
-    key: str = "program.x"
-    start: float = 8.0
-    batches: int = 2
-    size: int = 1
-    patient: bool = True
-
-
-ConfigStore.instance().store(group="hydra/sweeper", name="halving", node=HalvingConf, provider="tests")
-
-
-class HalvingSweeper(Sweeper):
-    """Takes half of the best value of each batch to the next."""
-
-    def __init__(self, key, start, batches, size, patient):
-        self.key, self.value, self.batches, self.size, self.patient = key, start, batches, size, patient
-
-    def setup(self, *, hydra_context, task_function, config):
-        self.folder = Path(config.hydra.sweep.dir)
-        self.launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
-
-    def sweep(self, arguments):
-        tried = []
-        for batch in range(self.batches):
-            values = [self.value + number for number in range(self.size)]
-            jobs = [[f"{self.key}={value}", *arguments] for value in values]
-            found = []
-            for value, result in zip(values, self.launcher.launch(jobs, initial_job_idx=batch * self.size)):
-                try:
-                    found.append((result.return_value, value))
-                except Exception as error:
-                    if not self.patient:
-                        raise
-                    tried.append([value, str(error)])
-            tried += [[value, objective] for objective, value in found]
-            self.value = min(found)[1] / 2 if found else self.value / 2
-        (self.folder / "tried.json").write_text(json.dumps(tried))
-'''
+TEXTS = tomllib.loads(Path(__file__).with_name("sweeps.toml").read_text())
+OWN = ("program=mine", "nproc_per_node=1")
 
 
 def write_plugin(folder: Path) -> dict[str, str]:
     """Write the plugin below a folder, and return the variables with which Hydra finds it."""
     (folder / "hydra_plugins").mkdir(parents=True)
-    (folder / "hydra_plugins/halving.py").write_text(PLUGIN)
+    (folder / "hydra_plugins/halving.py").write_text(TEXTS["plugin"])
     return {"PYTHONPATH": str(folder)}
-
-
-PROGRAM = """
-import os, sys
-x = float(sys.argv[1].removeprefix("--x="))
-if x == 2:
-    sys.exit(7)
-print(f"step 1/1 loss {x * x}")
-open(os.environ["LAUNCH_RUN_DIR"] + "/objective.txt", "w").write(str(x))
-"""
-OWN = ("program=mine", "nproc_per_node=1")
 
 
 @pytest.fixture
@@ -87,7 +27,7 @@ def plugin(here: Path) -> dict[str, str]:
     """Variables with which `launch` has the sweeper `halving`; a program of the test's stands ready."""
     (here / "conf/program").mkdir(parents=True)
     (here / "conf/program/mine.yaml").write_text("command: [mine.py]\nx: 0\n")
-    (here / "mine.py").write_text(PROGRAM)
+    (here / "mine.py").write_text(TEXTS["program"])
     return write_plugin(here / "plugins")
 
 
@@ -115,23 +55,8 @@ def test_a_sweeper_that_gives_up_ends_with_the_trials_exit_code(here: Path, plug
 
 
 def test_optuna_by_a_file_of_the_configuration(here: Path, plugin: dict[str, str]) -> None:
-    text = """# @package _global_
-defaults:
-  - override /hydra/sweeper: optuna
-  - override /hydra/sweeper/sampler: random
-hydra:
-  mode: MULTIRUN
-  sweep:
-    dir: study
-  sweeper:
-    n_trials: 2
-    direction: maximize
-    params:
-      program.x: interval(4.0,5.0)
-objective: file
-"""
     (here / "conf/experiment").mkdir()
-    (here / "conf/experiment/search.yaml").write_text(text)
+    (here / "conf/experiment/search.yaml").write_text(TEXTS["search"])
     done = run_outside(["experiment=search", *OWN], here)
     assert done.code == 0, done.err
     found = yaml.safe_load((here / "study/optimization_results.yaml").read_text())

@@ -24,6 +24,10 @@ from tests.seam import QUICK_AGENT, Result, run_outside, wait_for
 
 SECRET = "hunter2-hunter2"
 TOKEN = "ghp_AbCdEfGh12345678AbCdEfGh12345678AbCd"
+PROGRAM_WORDS = (
+    *("--api-key", SECRET, f"--password={SECRET}", f"https://me:{SECRET}@host"),
+    *("-p", SECRET, "--port", "8080", TOKEN, f"--url=https://host/?a={TOKEN}"),
+)
 
 
 def test_versions(tmp_path: Path) -> None:
@@ -52,11 +56,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
         "-c",
         'echo "$OUT"; printf "%s\\n" "$@" | sha256sum',
         "sh",
-        "--api-key",
-        SECRET,
-        f"--password={SECRET}",
-        f"https://me:{SECRET}@host",
-        *("-p", SECRET, "--port", "8080", TOKEN, f"--url=https://host/?a={TOKEN}"),
+        *PROGRAM_WORDS,
     ]
     return folder, run_outside(words, folder, {"WANDB_API_KEY": SECRET, "PYTHONPATH": QUICK_AGENT}, umask=0)
 
@@ -84,9 +84,7 @@ def test_the_program_has_its_words_and_variables_and_the_manifest_tells_of_the_r
     finished: tuple[Path, Result],
 ) -> None:
     folder, result = finished
-    words = ["--api-key", SECRET, f"--password={SECRET}", f"https://me:{SECRET}@host"]
-    words += ["-p", SECRET, "--port", "8080", TOKEN, f"--url=https://host/?a={TOKEN}"]
-    assert hashlib.sha256("".join(f"{word}\n" for word in words).encode()).hexdigest() in result.out
+    assert hashlib.sha256("".join(f"{word}\n" for word in PROGRAM_WORDS).encode()).hexdigest() in result.out
     (run,) = (folder / "runs").glob("*/*")
     assert f"{run}/out" in result.out
     manifest = read_manifest(run)

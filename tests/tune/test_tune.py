@@ -21,7 +21,7 @@ from launcher.tune.workers import WorkersSearch
 from tests import seam
 from tests.cli.make_runs import read_manifest
 from tests.inprocess.hooked import WITHOUT_COMPILER
-from tests.seam import Launch, clean_environ, run_outside, wait_for, write_program
+from tests.seam import Launch, clean_environ, find_working_in, run_outside, wait_for, write_program
 
 TEXTS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
 LOADING, _TRAINING, _ALONE, BATCHES, STUBBORN, ENDING, FULL = (
@@ -153,20 +153,9 @@ def read_record(folder: Path, rank: int = 0) -> dict[str, Any]:
     return found
 
 
-def list_living(folder: Path) -> list[str]:
-    """Processes that work in a folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cwd"):
-        try:
-            found += [str(path)] if path.samefile(folder) else []
-        except OSError:
-            continue
-    return found
-
-
 def test_it_ends_a_program_with_workers_and_says_what_it_waited_for(tmp_path: Path) -> None:
     assert finish(start(tmp_path, "{'num_workers': 1}")) == (0, "", "")
-    assert list_living(tmp_path) == []
+    assert find_working_in(tmp_path) == []
     record = read_record(tmp_path)
     (loader,) = record["loaders"]
     found = record["unit"], record["ended"], loader["workers"], loader["iterable"]
@@ -229,7 +218,7 @@ def test_two_ranks_are_tuned_and_later_runs_use_it(tmp_path: Path) -> None:
     assert "train.py" in (tmp_path / "conf/dataloader/tuned.yaml").read_text()
     again = run_outside(["tune", "dataloader", "dry_run=true", "train.py"], tmp_path)
     assert again.code == 0, "a file of ours is replaced"
-    assert list_living(tmp_path) == []
+    assert find_working_in(tmp_path) == []
     (run,) = tmp_path.glob("runs/train-tune/*")
     assert read_manifest(run)["outcome"] == {"state": "succeeded", "exit_code": 0}
     plan = run_outside(["plan", "dataloader=tuned", "nproc_per_node=2", "format=json"], tmp_path)
@@ -297,7 +286,7 @@ def test_what_cannot_be_tuned_is_told(
     done = run_outside(["tune", "dataloader", "nproc_per_node=1", *words], tmp_path)
     assert (done.code, done.out) == (code, "")
     assert all(part in done.err for part in parts) and "Traceback" not in done.err, done.err
-    assert not (tmp_path / "conf").exists() and list_living(tmp_path) == []
+    assert not (tmp_path / "conf").exists() and find_working_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -311,7 +300,7 @@ def test_a_trial_whose_launch_ends_is_told_of(here: Path, name: str, code: int, 
     (here / "a.py").write_text(ENDING.format(name))
     done = run_outside(["tune", "batch", "nproc_per_node=1", "--", "a.py", "--batch-size", "1"], here)
     assert done.code == code and f"launch: error: {said}" in done.err, done
-    assert list_living(here) == [f"/proc/{os.getpid()}/cwd"]
+    assert find_working_in(here) == []
 
 
 def test_a_trial_that_the_system_refuses_ends_the_search(tmp_path: Path) -> None:
@@ -403,7 +392,7 @@ def test_the_largest_and_the_fastest_are_found_on_two_ranks(tmp_path: Path) -> N
     assert "can't allocate memory" in by_size[32]["reason"]
     words = f"train.py --batch-size {result['batch']} --knee 16 --limit-mib 230 --catch"
     assert f"use {result['batch']}: `launch nproc_per_node=2 -- {words}`" in done.err
-    assert list_living(tmp_path) == []
+    assert find_working_in(tmp_path) == []
     (run,) = tmp_path.glob("runs/train-tune/*")
     assert json.loads((run / "tuning.json").read_text()) == result
 
@@ -447,7 +436,7 @@ def test_a_trial_is_ended_before_the_machine_swaps(
     done = launch(*WORDS, "nproc_per_node=1", "--", "wait.py", "--batch-size", "1")
     assert done.code == 3
     assert "error: --batch-size 1 does not fit (the machine's memory ran out, so it was ended)" in done.err
-    assert list_living(here) == [f"/proc/{os.getpid()}/cwd"]
+    assert find_working_in(here) == []
 
 
 def test_a_dry_run_sets_the_option_and_starts_nothing(launch: Launch, here: Path) -> None:
