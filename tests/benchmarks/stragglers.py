@@ -49,7 +49,7 @@ class Found:
 
 def run_kind(folder: Path, kind: str, slow: int) -> Found:
     """Run a program under `launch` until a rank is told of, or long enough."""
-    options = (f"--folder={folder}", f"--slow={slow}", "--sleep=0.1", *KINDS[kind][0], "--steps=9999")
+    options = (f"--folder={folder}", f"--slow={slow}", *KINDS[kind][0])
     words = [str(PROGRAM), *options]
     with ExitStack() as stack:
         job = stack.enter_context(start_job(folder, make_command(["launch", "name=slow"], words, RANKS)))
