@@ -66,9 +66,9 @@ def make_reports(text: str) -> list[NodeReport]:
     return reports
 
 
-def report(node: int, *ranks: dict[str, Any], attempt: int = 0) -> NodeReport:
-    who = {"host": f"n{node}", "node_rank": node, "nodes": 2, "attempt": attempt, "ranks": ranks}
-    return convert(NodeReport, {**who, "ranks": [*ranks], "time": 1000.0, "number": 1, "interval": 5.0})
+def report(node: int, *ranks: dict[str, Any], **more: Any) -> NodeReport:
+    who = {"host": f"n{node}", "node_rank": node, "nodes": 2, "attempt": 0, "ranks": [*ranks]}
+    return convert(NodeReport, {**who, "time": 1000.0, "number": 1, "interval": 5.0, **more})
 
 
 def job(host: str, **more: Any) -> JobState:
@@ -230,23 +230,12 @@ def _load_nodes(entries: Sequence[Mapping[str, Any]]) -> list[NodeEvidence]:
 def _load_reports(entries: Sequence[Mapping[str, Any]], step: int = 10) -> list[NodeReport]:
     """Return the last reports of hosts with these ranks."""
     state = {"pid": 1, "attempt": 0, "phase": "training", "step": step, "step_age": 30.0}
-    report = {"attempt": 0, "time": 0.0, "number": 1, "interval": 5.0}
-    return [
-        convert(
-            NodeReport,
-            {
-                **report,
-                "host": entry["host"],
-                "node_rank": number,
-                "nodes": entry.get("nodes", len(entries)),
-                "ranks": [
-                    {**state, "rank": rank, "local_rank": rank}
-                    for rank in sorted(parse_cpulist(entry["ranks"]))
-                ],
-            },
-        )
-        for number, entry in enumerate(entries)
-    ]
+    found = []
+    for number, entry in enumerate(entries):
+        ranks = [{**state, "rank": at, "local_rank": at} for at in sorted(parse_cpulist(entry["ranks"]))]
+        nodes = entry.get("nodes", len(entries))
+        found.append(report(number, *ranks, host=entry["host"], nodes=nodes, time=0.0))
+    return found
 
 
 def _load_process(entry: str | Mapping[str, Any]) -> dict[str, Any]:
