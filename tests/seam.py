@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -310,6 +311,13 @@ def write_script(path: Path, text: str) -> None:
     """Write a command: what a shell does."""
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
+
+
+def find_port() -> int:
+    """A port of this host that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
 
 
 def write_program(folder: Path, text: str) -> str:

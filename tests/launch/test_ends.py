@@ -12,7 +12,7 @@ import pytest
 
 from launcher.launch.ending import NodeEnd, describe_exit, judge_end
 from launcher.launch.processes import Death, RankProcess
-from tests.seam import LAUNCH, Launch, Started, run_to_end, start, wait_for, write_program
+from tests.seam import LAUNCH, Launch, Started, find_port, run_to_end, start, wait_for, write_program
 
 HOST = socket.gethostname()
 PROGRAM = """
@@ -119,15 +119,9 @@ dist.destroy_process_group()
 SHOW = "print(*found, flush=True)"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 @pytest.mark.slow
 def test_two_nodes_started_by_hand_may_share_a_run_directory(tmp_path: Path) -> None:
-    job = ("nodes=2:4", "cluster=manual", "nproc_per_node=2", f"rdzv_endpoint=localhost:{free_port()}")
+    job = ("nodes=2:4", "cluster=manual", "nproc_per_node=2", f"rdzv_endpoint=localhost:{find_port()}")
     more = ("torchrun.rdzv_id=job7", "torchrun.rdzv_conf.last_call_timeout=2", "logs.console=all")
     words = (*job, *more, "new_run_dir=../shared", "--", write_program(tmp_path, NODE + MEETING + SHOW))
     (tmp_path / "a").mkdir()
@@ -152,7 +146,7 @@ def test_two_nodes_started_by_hand_may_share_a_run_directory(tmp_path: Path) -> 
 def test_kubeflow_variables_start_a_node(tmp_path: Path) -> None:
     program = write_program(tmp_path, NODE + SHOW)
     pet = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
-    pet |= {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(free_port())}
+    pet |= {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(find_port())}
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with (

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.seam import clean_environ
+from tests.seam import clean_environ, find_port
 
 SMOKE = ("files: error", "tracebacks: hooks")
 TIMEOUT = 300
@@ -126,12 +125,10 @@ def collect(code: int, texts: Sequence[str], work: Path) -> Ran:
 
 def run_by_python(program: Program, work: Path) -> Ran:
     """Run it as a process of its own, with what torch.distributed needs."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     words = program.words or ("python", "program.py", *program.argv)
     command = [sys.executable, *words[words[0] == "python" :]]
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port())}
     code, texts = run(command, program, work, place)
     return collect(code, texts, work)
 

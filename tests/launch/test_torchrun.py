@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from argparse import Namespace
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.seam import Launch, clean_environ, run_outside, start, write_program
+from tests.seam import Launch, clean_environ, find_port, run_outside, start, write_program
 
 
 def test_torchrun_itself_reads_its_command_line_and_leaves_the_programs_words(
@@ -96,9 +95,7 @@ def test_a_rank_has_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: pyt
         folder.mkdir()
     program = write_program(tmp_path, DUMP)
     environ = {name: value for name, value in clean_environ().items() if name != "OMP_NUM_THREADS"}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    static = ("--rdzv-backend=static", "--master-addr=127.0.0.1", f"--master-port={port}")
+    static = ("--rdzv-backend=static", "--master-addr=127.0.0.1", f"--master-port={find_port()}")
     options = ("--nnodes=1", "--node-rank=0", *static, "--nproc-per-node=2")
     command = [sys.executable, "-m", "torch.distributed.run", *options, program]
     subprocess.run(command, cwd=folders[0], env=environ, check=True, capture_output=True)

@@ -5,7 +5,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from launcher.launch.supervisor import spawn_rank
 from launcher.launch.warm.process import WarmProcess
 from launcher.launch.warm.program import ExecNeededError, read_program
 from tests.data_files import read_data
-from tests.seam import PATIENCE, clean_environ
+from tests.seam import PATIENCE, clean_environ, find_port
 
 PROGRAM = "program.py"
 PLAIN_MODULES = ("json", "logging", "multiprocessing")
@@ -334,9 +333,7 @@ def test_threads_are_those_that_the_imports_would_take(torch_ranks: Ranks) -> No
 
 
 def test_collectives_and_workers_of_two_ranks(torch_ranks: Ranks) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(find_port())
     torch_ranks.write(COLLECTIVE)
     given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "2"}
     pids = [torch_ranks.begin_fork(RANK=str(rank), **given) for rank in range(2)]

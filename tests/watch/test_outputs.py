@@ -30,7 +30,7 @@ from launcher.watch.metrics import (
     read_metrics,
 )
 from launcher.watch.model import NodeReport, WatchSettings
-from tests.seam import PATIENCE, QUICK_AGENT, run_outside, start, wait_for, write_program
+from tests.seam import PATIENCE, QUICK_AGENT, find_port, run_outside, start, wait_for, write_program
 
 PROGRAMS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
 
@@ -94,13 +94,6 @@ def find(text: str, name: str, **labels: str) -> list[float]:
     families = text_string_to_metric_families(text)
     samples = [sample for family in families for sample in family.samples]
     return [one.value for one in samples if one.name == name and labels.items() <= one.labels.items()]
-
-
-def find_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 def fetch(port: int, accept: str = "") -> str:
