@@ -41,12 +41,6 @@ def test_collections_are_told_on_request(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "[3, 5]\n"), "a closed stderr ends nothing"
 
 
-def test_collect_without_the_hook_does_nothing(tmp_path: Path) -> None:
-    code = "import gc, json\nfrom launcher import collect\n"
-    code += "print(json.dumps([collect(), collect(now=True), gc.isenabled()]))"
-    assert run_code(code, tmp_path, None) == [False, False, True]
-
-
 GARBAGE = {
     "many small things": (
         3000,

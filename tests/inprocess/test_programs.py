@@ -1,5 +1,6 @@
 """Programs in ranks with the hook: they start, run and end as without it, and so does what they start."""
 
+import gc
 import os
 import re
 import shutil
@@ -200,7 +201,7 @@ def test_outside_of_launch_and_with_odd_variables_everything_has_its_default(
     assert launcher.num_workers(5) == launcher.num_workers(default=5) == 5
     assert launcher.rank_plan() is None
     assert launcher.run_dir() is None
-    assert (launcher.collect(), launcher.collect(now=True)) == (False, False)
+    assert (launcher.collect(), launcher.collect(now=True), gc.isenabled()) == (False, False, True)
     for text, number in {"0": 0, "12": 12, "": 7, "-1": 7, "many": 7, "²": 7}.items():
         monkeypatch.setenv("LAUNCH_NUM_WORKERS", text)
         assert launcher.num_workers(7) == number, text

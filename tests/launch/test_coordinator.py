@@ -60,18 +60,6 @@ def test_orders(case: dict[str, Any]) -> None:
     assert list(map(show, orders)) == case["orders"]
 
 
-def test_ports_that_are_taken_again_and_again_end_the_job() -> None:
-    coordinator = make()
-    events = [READY, *(f"taken a {number}" for number in range(6))]
-    orders = run(coordinator, ", ".join(events))
-    assert list(map(show, orders)) == [
-        *(f"{number} on a:2 b:2" for number in range(6)),
-        "FAILED",
-    ]
-    ports = [order.master_port for order in orders if isinstance(order, GroupStart)]
-    assert len({*ports}) == len(ports)
-
-
 EVENTS = st.tuples(
     st.sampled_from(("ready", "failed", "ended", "taken", "lost", "stop")),
     st.sampled_from("abcdx"),

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.launch.ending import NodeEnd, describe_exit, judge_end
 from launcher.launch.processes import Death, RankProcess
-from tests.seam import LAUNCH, Launch, Started, find_port, run_to_end, start, wait_for, write_program
+from tests.seam import Launch, Started, find_port, run_outside, run_to_end, start, wait_for, write_program
 
 HOST = socket.gethostname()
 PROGRAM = """
@@ -219,10 +219,8 @@ if os.environ["RANK"] == "0":
 
 def run_status(folder: Path) -> dict[str, object]:
     """What `launch status` says of the only run."""
-    done = subprocess.run(
-        [*LAUNCH, "status", "format=json"], cwd=folder, capture_output=True, text=True, check=True
-    )
-    (found,) = json.loads(done.stdout)["runs"]
+    done = run_outside(["status", "format=json"], folder)
+    (found,) = json.loads(done.out)["runs"]
     assert isinstance(found, dict)
     return found
 

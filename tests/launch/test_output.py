@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from launcher.cpulist import parse_cpulist
 from launcher.probe.machine import SONAMES, locate_malloc
-from tests.seam import LAUNCH, Result, run_outside, run_to_end, start, wait_for, write_program
+from tests.seam import Result, in_shell, run_outside, run_to_end, start, wait_for, write_program
 
 LONG = 8 << 20
 ANYTHING = f"""
@@ -70,12 +69,8 @@ def test_a_prompt_is_seen_in_a_file_before_its_line_has_an_end(tmp_path: Path, r
 
 @pytest.mark.usefixtures("quick_agent")
 def test_stdout_that_is_closed_is_not_taken_for_another_file(tmp_path: Path) -> None:
-    program = write_program(tmp_path, "print('hello')")
-    words = f'exec "$@" >&- 2>{tmp_path}/errors'
-    done = subprocess.run(
-        ["sh", "-c", words, "sh", *LAUNCH, "nproc_per_node=1", "--", program], cwd=tmp_path, check=False
-    )
-    assert done.returncode == 0
+    write_program(tmp_path, "print('hello')")
+    assert in_shell("launch nproc_per_node=1 -- program.py >&- 2>errors", tmp_path).code == 0
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "program.py"]
     assert [path.name for path in files if b"hello" in path.read_bytes()] == ["rank-0.out"]
 

@@ -109,8 +109,8 @@ def test_killed_agent_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def find_agent(started: Started) -> int:
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in started.survivors()}
-    return next(pid for pid, command in commands.items() if b"torch.distributed.run" in command)
+    found = started.survivors_words().items()
+    return next(pid for pid, words in found if "torch.distributed.run" in words)
 
 
 def test_signal_before_ranks_have_started(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,24 +198,14 @@ print(json.dumps([random.random(), key.hex(), str(uuid.uuid4())]))
 
 
 def test_arguments_with_values_of_the_plan(ranks: Ranks) -> None:
-    ranks.argv, kept = (PROGRAM, "--workers={num_workers}"), ranks.argv
-    arguments = [PROGRAM, "--workers=3"]
-    try:
-        assert ranks.print_json("import json, sys\nprint(json.dumps([sys.argv, sys.orig_argv[2:]]))") == [
-            arguments,
-            arguments,
-        ]
-    finally:
-        ranks.argv = kept
+    asking = replace(ranks, argv=(PROGRAM, "--workers={num_workers}"))
+    found = asking.print_json("import json, sys\nprint(json.dumps([sys.argv, sys.orig_argv[2:]]))")
+    assert found == [[PROGRAM, "--workers=3"]] * 2
 
 
 def test_another_program_than_the_warm_ones_is_executed(ranks: Ranks) -> None:
     (ranks.folder / "other.py").write_text("print('other')")
-    ranks.argv, kept = ("other.py",), ranks.argv
-    try:
-        ended = ranks.fork()
-    finally:
-        ranks.argv = kept
+    ended = replace(ranks, argv=("other.py",)).fork()
     assert (ended.code, ended.out) == (0, "other\n")
     assert "the warm process was started for another command line" in ended.err
 

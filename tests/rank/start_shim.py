@@ -64,13 +64,9 @@ def tell(done: "subprocess.CompletedProcess[str]") -> dict[str, object]:
     return told
 
 
-def run_words(
-    words: list[str], variables: dict[str, str], cwd: Path | None = None
-) -> "subprocess.CompletedProcess[str]":
+def run_words(words: list[str], variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":
     environ = {"PATH": os.environ["PATH"], "LOCAL_RANK": "0", **variables}
-    return subprocess.run(
-        words, env=environ, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
-    )
+    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120, check=False)
 
 
 def start_bound(

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ from launcher.launch.signals import open_signal_channel
 from launcher.slurm.job_request import JobRequest, write_job_request
 from launcher.slurm.node_job import NodeControl, open_caches
 from tests.cli.make_runs import read_nodes
-from tests.seam import PATIENCE, clean_environ, list_modules, specify
+from tests.seam import PATIENCE, clean_environ, list_modules, specify, wait_for
 from tests.strangers import give_away
 
 PREFIX = f"launch-caches-{os.uname().nodename}-"
@@ -130,9 +129,7 @@ def test_the_ranks_of_a_node_share_a_folder_that_is_gone_at_the_end(tmp_path: Pa
 def test_a_job_that_is_stopped_leaves_none(tmp_path: Path) -> None:
     with start_task(tmp_path, "wait") as task:
         logs = [tmp_path / f"run/logs/0/rank-{rank}.out" for rank in range(2)]
-        while not all(log.exists() and log.read_text() for log in logs):
-            assert task.poll() is None
-            time.sleep(0.05)
+        wait_for(lambda: all(log.exists() and log.read_text() for log in logs), "the ranks")
         assert list((tmp_path / "tmp").glob(f"{PREFIX}47-*/triton/*"))
         task.send_signal(signal.SIGTERM)
         assert task.wait(60) == 0, "the ranks end with 0, and that is a success"
