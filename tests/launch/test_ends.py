@@ -301,7 +301,7 @@ def test_all_ranks_start_anew_after_a_failure_and_meet_elsewhere(tmp_path: Path)
     assert "rank 1 failed (code 3); the other ranks are ended" in job.read()
     assert "the ranks were started again: attempt 1" in job.read()
     assert "starting the ranks" not in job.read(), "nor is anything else shown of them"
-    ports, watched = zip(*(job.log(attempt=attempt).split() for attempt in (0, 1)), strict=True)
+    ports, watched = zip(*(job.log(1, attempt=attempt).split() for attempt in (0, 1)), strict=True)
     assert len({*ports}) == 2 and {*watched} == {"None"}
     assert job.manifest()["outcome"]["attempts"] == 2
 
