@@ -135,8 +135,8 @@ def test_a_guard_that_has_begun_ends_the_attempt_even_if_the_first_node_returns(
 def test_a_guard_is_quiet_while_it_hears_of_the_first_node(environ: dict[str, str], tmp_path: Path) -> None:
     """Even though SLURM says that it is down."""
     make_attempt(environ, tmp_path, "n0", "n1")
-    with start_guard(environ, tmp_path, silence=3.0) as guard:
-        for _ in range(30):
+    with start_guard(environ, tmp_path, silence=6.0) as guard:
+        for _ in range(40):
             tell(guard, b".")
             time.sleep(0.2)
         assert guard.poll() is None and list_claims(tmp_path) == []
