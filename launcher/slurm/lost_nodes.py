@@ -381,8 +381,10 @@ def end_attempt(run: RunDir, first: str, evidence: str, heard: float) -> bool:
     if classify_kill(status, attempt.restarts):
         return True
     nodes = ask_nodes(attempt.step_hosts, environ)
-    losses = {host: find_loss(node) for host, node in nodes.items() if host not in (first, own)}
-    lost = {first: evidence, **{host: loss for host, loss in losses.items() if loss}}
+    others = [host for host in nodes if host not in (first, own)]
+    with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:  # a rack may be lost at once
+        losses = zip(others, pool.map(lambda host: find_loss(nodes[host]), others), strict=True)
+    lost = {first: evidence, **{host: loss for host, loss in losses if loss}}
     trouble, is_new = release_space(run), list_claims(run)[-1:] != [own]
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if claim_end(run, own, lost) != own:
