@@ -194,7 +194,8 @@ def test_a_process_without_checkpoints_dies_by_its_signal_and_leaves_no_worker(
     read_until(process, "step 4/")
     process.send_signal(number)
     _, errors = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, errors) == (-number, "")
+    # A worker that was just giving the rank a batch may tell so before it is killed, too.
+    assert process.returncode == -number and (not errors or "in _serve" in errors)
     assert not psutil.wait_procs(workers, timeout=PATIENCE)[1]
     assert not list(Path.cwd().glob("step-*"))
 
