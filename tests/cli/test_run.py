@@ -21,7 +21,6 @@ from launcher.config import rules
 from launcher.doctor.model import Facts, PathFacts
 from launcher.preflight import PreflightRequest, render_answer
 from launcher.probe import limits
-from launcher.protocol import name_host
 from tests.data_files import read_data, write
 from tests.launch.terminals import launch_on_terminal
 from tests.seam import LAUNCH, Launch, clean_environ, find_working_in, run_outside, specify, wait_for
@@ -136,7 +135,7 @@ CHECKED = ("nproc_per_node=1", "name=x", "preflight=light", "watch.enabled=false
 STARTED = "would start a job"
 """What the tests' guard says of a run that gets that far."""
 STUCK = PathFacts("/data", "data", "stuck", 5.0)
-FACTS = Facts(name_host(os.environ), 0, time.time(), cpus=1, paths=(STUCK,), seconds=1.0)
+FACTS = Facts(os.uname().nodename, 0, time.time(), cpus=1, paths=(STUCK,), seconds=1.0)
 SICK = f"print({render_answer(FACTS)!r})"
 
 

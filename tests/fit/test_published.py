@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from launcher.config.settings import FitConfig, LoraConfig, ParallelConfig, Settings
+from launcher.codec import convert
+from launcher.config.settings import Settings
 from launcher.config.training import FitJob, make_training, read_dimensions
 from launcher.fit.choice import FitReport, assess
 from launcher.fit.counts import count_model_parameters
@@ -96,10 +97,9 @@ def read_request(model: str | dict[str, Any], words: dict[str, Any]) -> Training
     sections: dict[str, dict[str, Any]] = {"fit": {}, "parallel": {}, "program": {}, "": {}}
     for key, value in words.items():
         section, _, setting = key.rpartition(".")
-        sections[section][setting] = LoraConfig(**value) if key == "fit.lora" else value
-    fit, parallel = FitConfig(**sections["fit"]), ParallelConfig(**sections["parallel"])
-    top, program = sections[""], sections["program"]
-    config = replace(Settings(), fit=fit, parallel=parallel, program=program)
+        sections[section][setting] = value
+    top = sections.pop("")
+    config, program = convert(Settings, sections), sections["program"]
     node, expandable = replace(REQUEST.node, num_workers=0), top.get("expandable_segments", True)
     job = FitJob(config, None, top["nodes"], bool(program), top["nproc_per_node"], (), node, expandable)
     found = make_training(

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launcher.errors import SchedulerError, UsageError
+from launcher.errors import LaunchError
 from launcher.report.console import JobConsole
 from launcher.report.viewer import ViewOptions
 from launcher.slurm import run_states
@@ -122,7 +122,7 @@ def test_a_run_directory_is_for_one_run_at_a_time(
                 try:
                     refuse_run_in_use(path, submits=submits)
                     told = ""
-                except (SchedulerError, UsageError) as error:
+                except LaunchError as error:
                     told = str(error)
                 assert bool(told) == bool(expected), (state, said, told)
                 assert expected.format(squeue=said, pid=os.getpid()) in told

@@ -18,7 +18,6 @@ from launcher.launch.job import list_ports, read_client_ports
 from launcher.preflight import PreflightRequest
 from launcher.slurm import first_node
 from launcher.slurm.commands import expand_hosts, fold_in_order
-from launcher.slurm.first_node import find_node_order
 from launcher.slurm.step import KEPT_LINES, NodeStep, Step, StepReport, find_task_ends
 from tests.seam import wait_for, write_script
 
@@ -101,7 +100,7 @@ def test_nodes_of_a_switch_follow_each_other(tmp_path: Path) -> None:
     for table in TABLES["order"]:
         environ = tell_topology(tmp_path, table["text"])
         for hosts, wanted in table["hosts"]:
-            order = find_node_order("topology", expand_hosts(hosts), environ, "/")
+            order = first_node.find_node_order("topology", expand_hosts(hosts), environ, "/")
             assert (",".join(order.hosts), order.source) == (wanted, "topology"), (table["text"], hosts)
 
 
@@ -113,7 +112,7 @@ def test_a_large_cluster_is_ordered(tmp_path: Path) -> None:
     for spine in range(16):
         below = ",".join(",".join(leaves[leaf]) for leaf in range(spine, 250, 16))
         lines.append(f"SwitchName=spine{spine} Nodes={below}")
-    order = find_node_order("auto", hosts, tell_topology(tmp_path, "\n".join(lines)), "/")
+    order = first_node.find_node_order("auto", hosts, tell_topology(tmp_path, "\n".join(lines)), "/")
     at = {host: place for place, host in enumerate(order.hosts)}
     assert len(at) == 4000
     for nodes in leaves.values():
@@ -131,7 +130,7 @@ def test_where_the_order_of_nodes_is_from(row: list[str], tmp_path: Path) -> Non
     if not topology:
         (tmp_path / "scontrol").unlink()
         environ["SLURM_TOPOLOGY_ADDR_PATTERN"] = "node"  # SLURM has no switches
-    order = find_node_order(setting, ["n1", "n0", "n10"], environ, str(tmp_path))
+    order = first_node.find_node_order(setting, ["n1", "n0", "n10"], environ, str(tmp_path))
     assert (",".join(order.hosts), order.source) == (wanted, source)
     told = "\n".join(order.warnings)
     assert warning in told and bool(warning) == bool(told) and told.replace("\n", "").isprintable()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from launcher.errors import MachineError
+from launcher.errors import LaunchError
 from launcher.protocol import LAUNCH_SECRETS
 from launcher.slurm.job_request import read_job_request
 from tests.cli.make_runs import read_nodes
@@ -215,8 +215,11 @@ def test_the_job_gets_what_was_asked_for_and_no_secret_is_written(login: LoginNo
     assert other.config.env == {"HF_TOKEN": "***", "A": "1"}, "those of another run are not taken"
     for text in ("", "{", "[]", "null", '{"config": {}}'):
         (run / "job.json").write_text(text)
-        with pytest.raises(MachineError, match=r"job\.json cannot be read on .*: is the run directory on a"):
+        with pytest.raises(
+            LaunchError, match=r"job\.json cannot be read on .*: is the run directory on a"
+        ) as told:
             read_job_request(run, {})
+        assert told.value.exit_code == 3
 
 
 STARTED = """
