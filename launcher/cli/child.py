@@ -25,9 +25,8 @@ def run_child(
 ) -> tuple[int | None, bool]:
     """Return the exit code, None after the timeout, and whether its processes were killed for memory.
 
-    It ends with this process, and is asked to by each signal that stops this process: raises
-    SystemExit(128+n).
-    After `grace`, SIGTERM is followed by SIGKILL. `doing` is shown on a terminal meanwhile.
+    It ends with this process, and is asked to by each signal that stops this process, which raises
+    SystemExit(128+n). After `grace`, SIGTERM is followed by SIGKILL. A terminal shows `doing` meanwhile.
     """
     import psutil
 
