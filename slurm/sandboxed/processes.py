@@ -103,18 +103,21 @@ def find_part(cluster: Cluster, name: str) -> list[Process]:
 def kill_processes(cluster: Cluster, choose: Callable[[Process], bool]) -> set[int]:
     """Send SIGKILL until none of the chosen is left, and return their numbers; raises SandboxError.
 
+    A machine's processes end all at once, so they are stopped first: the process that srun leaves behind to
+    cancel its step if srun dies would still get that done on another CPU.
     A keeper goes once all below it is gone, or what a dying process leaves would get out of sight.
     """
     killed: set[int] = set()
 
     def sweep() -> bool:
         chosen = [process for process in list_processes(cluster) if choose(process)]
-        kept = {process.node for process in chosen if process.program != KEEPER}
-        for process in chosen:
-            if process.program != KEEPER or process.node not in kept:
-                killed.add(process.pid)
+        below = {process.pid: process.node for process in chosen if process.program != KEEPER}
+        keepers = {process.pid for process in chosen if process.node not in below.values()}
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in (*below, *keepers):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+                    os.kill(pid, number)
+        killed.update(below, keepers)
         return not chosen
 
     cluster.wait_until("its processes to die of SIGKILL", sweep)

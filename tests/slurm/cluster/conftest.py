@@ -192,11 +192,15 @@ def nothing_is_left(sandbox: Sandbox, tmp_path: Path) -> Iterator[None]:
     """After the test no process of its jobs is there, once those that SLURM has just killed have gone.
 
     Neither one that names the test's folder, nor one in a node's cgroup or below its slurmd: that finds those
-    that have left their session and emptied their environment.
+    that have left their session and emptied their environment. A job that a failed test leaves is ended: it
+    would hold the nodes of those that come later.
     """
     yield
-    await_nothing(str(tmp_path))
-    sandbox.wait_empty(15)
+    try:
+        await_nothing(str(tmp_path))
+        sandbox.wait_empty(15)
+    finally:
+        sandbox.run("scancel", "--me")
 
 
 def await_nothing(word: str, timeout: float = 15) -> None:
