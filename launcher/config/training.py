@@ -379,12 +379,13 @@ def settle_program(config: Settings, training: Training | None) -> Settings:
     return replace(config, program={**config.program, **chosen})
 
 
-def settle_training(job: FitJob, *, judges: bool = True) -> Settings:
+def settle_training(job: FitJob, *, judges: bool = True, chooses: bool = True) -> Settings:
     """Return the configuration with what is chosen for the bundled program, and judge the job by `fit.check`.
 
-    With `judges=False` that is done elsewhere: nothing is said. A mistake in the estimate ends no job. Raises
-    MachineError for a job that is refused: never in a dry run, nor on CPUs, where swap may hold what memory
-    does not; and UsageError for settings of the bundled program that make no sense.
+    With `judges=False` or `chooses=False` that is done elsewhere: nothing is said of it. A mistake in the
+    estimate ends no job. Raises MachineError for a job that is refused: never in a dry run, nor on CPUs,
+    where swap may hold what memory does not; and UsageError for settings of the bundled program that make no
+    sense.
     """
     config, is_bundled = job.config, job.is_bundled
     check = config.fit.check if judges else "off"
@@ -407,7 +408,8 @@ def settle_training(job: FitJob, *, judges: bool = True) -> Settings:
         if judges:
             logger.warning(f"no estimate of memory: {what}")
         return config
-    if report and report.request.free and (check == "off" or report.verdict != "does_not_fit"):
+    is_told = chooses and (check == "off" or (report and report.verdict != "does_not_fit"))
+    if report and report.request.free and is_told:
         logger.info(describe_choice(report.request, report.estimate.total))
     if report and report.verdict and check != "off":
         message, on_gpu = describe_fit(report), report.request.on_gpu
@@ -418,7 +420,7 @@ def settle_training(job: FitJob, *, judges: bool = True) -> Settings:
             logger.warning(message)
         elif on_gpu and not report.request.free:
             logger.info(message)
-    return settle_program(config, training)
+    return settle_program(config, training) if chooses else config
 
 
 def settle_job(spec: "JobSpec", config: Settings) -> "JobSpec":

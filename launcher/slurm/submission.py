@@ -73,7 +73,7 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
         if spec.fit_model and (plan := _plan_snapshot(spec, chosen)):
             specs[place] = _judge_plan(spec, plan, spec.cluster.min_nodes)
         elif spec.fit_model:
-            specs[place] = _judge_partition(spec, chosen)
+            _judge_partition(spec, chosen)
     made_by = f"Made by: {shlex.join(mask_words(['launch', *argv]))}"
     script = Script(chosen.options, made_by, tuple(first.config.cluster.setup), python.result())
     if dry_run:
@@ -259,12 +259,13 @@ def _plan_snapshot(spec: JobSpec, chosen: JobOptions) -> "Plan | None":
     return plan_node(replace(config, machine=machine_config, nproc_per_node=ranks), spec.environ)
 
 
-def _judge_partition(spec: JobSpec, chosen: JobOptions) -> JobSpec:
+def _judge_partition(spec: JobSpec, chosen: JobOptions) -> None:
     """Judge a job by the types of its GPUs, if SLURM names them all; raises MachineError if it cannot fit.
 
     Of several types that the job may get, the one with most memory counts: nothing that could run is refused.
+    What is auto is for the first node to choose, which knows its GPUs: an `h100` may have 80 or 94 GB.
     """
-    from launcher.config.training import FitJob, settle_job, settle_training
+    from launcher.config.training import FitJob, settle_training
     from launcher.fit.gpus import find_largest_gpu
     from launcher.fit.training import NodeResources
     from launcher.plan.model import Gpu
@@ -274,7 +275,7 @@ def _judge_partition(spec: JobSpec, chosen: JobOptions) -> JobSpec:
     types = [find_largest_gpu(name or "") for kind in fitting for name, _ in kind.gpus]
     largest = max(filter(None, types), key=lambda one: one.memory_mib, default=None)
     if largest is None or None in types:
-        return spec
+        return
     kind = max(fitting, key=lambda kind: kind.memory_mib)
     share = gpus / kind.count_gpus()
     node = NodeResources(
@@ -286,7 +287,7 @@ def _judge_partition(spec: JobSpec, chosen: JobOptions) -> JobSpec:
     there = (Gpu(0, "", "", name=largest.name, memory_mib=largest.memory_mib),)
     ranks = parse_nproc(config.nproc_per_node, gpus) or gpus
     job = FitJob(config, spec.fit_model, spec.cluster.min_nodes, spec.is_bundled, ranks, there, node)
-    return replace(settle_job(spec, settle_training(job)), fit_model=None)
+    settle_training(job, chooses=False)
 
 
 def _judge_plan(spec: JobSpec, plan: "Plan", nodes: int) -> JobSpec:

@@ -261,7 +261,7 @@ def test_a_job_that_cannot_fit_is_refused_if_the_nodes_are_known(login: LoginNod
 
 
 def test_the_gpus_that_sinfo_names_are_judged(login: LoginNode) -> None:
-    """A kind of node for each type; None for a job that the first node judges."""
+    """The first node judges once more, and chooses what is auto: it knows which of them the job has."""
     small, small_batch = "gpu:a100_40gb", ("program.batch_size=2", SET[1])
     large_batch = ("program.batch_size=64", "program.grad_accumulation=2", SET[1])
 
@@ -273,10 +273,11 @@ def test_the_gpus_that_sinfo_names_are_judged(login: LoginNode) -> None:
     refused = ask(0, small, *SET)
     assert_refused(refused, 3, "llama13b does not fit: each GPU (a100 40gb", "program.", "fit.check=warn")
     # The largest type that the job may get counts, and nothing is refused for what is not known.
-    for number, gpus in enumerate(("gpu:v100 gpu:b200", f"{small} gpu:new9000", "gpu"), 1):
-        done = ask(number, gpus, *small_batch)
+    for number, gpus in enumerate(("gpu:v100 gpu:b200", f"{small} gpu:new9000", "gpu", "gpu:h100"), 1):
+        done = ask(number, gpus, *(AUTO if number == 4 else small_batch))
         request = read_job_request(login.folder / f"run-{number}", {})
-        assert (done.code, request.fit_model is None) == (0, number == 1), gpus
+        assert done.code == 0 and request.fit_model, gpus
+        assert number < 4 or (request.config.program["batch_size"], "chosen" in done.err) == ("auto", False)
     # Of several GPUs of a name the largest counts, and ranks have the GPUs that are asked for.
     for name, size in {"a100": "80.0", "v100": "32.0", "h100": "93.6", "a100_80gb_pcie": "80.0"}.items():
         refused = ask(9, f"gpu:{name}", *large_batch, asked=4)
