@@ -240,7 +240,7 @@ def is_cached(path: Path, offset: int) -> bool:
             return False
 
 
-def test_files_are_read_if_they_are_not_cached(packages: Path) -> None:
+def test_files_are_read_if_they_are_not_cached(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel reads what a look that does not wait has asked for, so each look comes last."""
     environ = {**clean_environ(), "PYTHONPATH": f"relative:{packages}"}
     library, bytecode = packages / LIBRARY, packages / BYTECODE
@@ -275,4 +275,8 @@ def test_files_are_read_if_they_are_not_cached(packages: Path) -> None:
     environ = {"PATH": f"{other}/bin"}
     drop(library)
     read("auto", "uses.py", "python")
+    assert is_cached(library, 20 * MIB - 1)
+    monkeypatch.setattr(sys, "path", [str(packages), *sys.path])  # beside the usual places, as in containers
+    drop(library)
+    read("auto", "uses.py")
     assert is_cached(library, 20 * MIB - 1)

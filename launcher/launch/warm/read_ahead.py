@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from threading import Thread
 
 from launcher.launch.warm.program import read_program
@@ -29,11 +28,12 @@ def read_ahead(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> No
     """
     if mode == "off" or (mode == "auto" and (text := read_program(argv, environ)) and not text.uses_torch):
         return
-    packages = sys.path
+    packages, python = sys.path, sys.executable
     if argv and os.path.basename(argv[0]).startswith("python"):
-        python = shutil.which(argv[0], path=environ.get("PATH")) or sys.executable
-        prefix = str(Path(python).absolute().parents[1])
-        packages = sorted(glob.glob(f"{glob.escape(prefix)}/lib/python3*/*-packages"))
+        python = os.path.abspath(shutil.which(argv[0], path=environ.get("PATH")) or python)
+    if python != sys.executable:  # of that one, the usual places are known alone
+        prefix = glob.escape(os.path.dirname(os.path.dirname(python)))
+        packages = sorted(glob.glob(f"{prefix}/lib/python3*/*-packages"))
     folders = [*environ.get("PYTHONPATH", "").split(os.pathsep), *packages]
     folder = next((folder for folder in folders if os.path.isfile(f"{folder}/{LARGEST_LIBRARY}")), "")
     with contextlib.suppress(OSError):
