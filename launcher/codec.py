@@ -67,10 +67,7 @@ def convert(kind: type[T], data: object, least: float = -inf) -> T:
     a list of lists in JSON, or an object. Keys that a dataclass does not have are ignored. No number may be
     less than `least`.
     """
-    try:
-        found: T = _convert(kind, data, least)
-    except _MisfitError as error:
-        raise DecodeError(f"{error.path.removeprefix('.') or 'the whole'} {error}") from None
+    found: T = _convert(kind, data, least, "")
     return found
 
 
@@ -103,20 +100,12 @@ def _list_fields(kind: Any) -> tuple[tuple[Any, str, bool], ...]:  # noqa: ANN40
     )
 
 
-class _MisfitError(Exception):
-    """What is wrong with a value: words that go after its place."""
-
-    def __init__(self, words: str, path: str = "") -> None:
-        super().__init__(words)
-        self.path = path
-        """As `.ranks[0].env`; each level puts its part before it."""
-
-    def put_below(self, place: str) -> "_MisfitError":
-        """Return the same as seen from a level above."""
-        return _MisfitError(str(self), place + self.path)
+def _misfit(place: str, words: str) -> DecodeError:
+    """Return the error for a value at a place such as `.ranks[0].env`; the words say what is wrong."""
+    return DecodeError(f"{place.removeprefix('.') or 'the whole'} {words}")
 
 
-def _convert(kind: Any, data: Any, least: float) -> Any:  # noqa: ANN401 - see convert
+def _convert(kind: Any, data: Any, least: float, place: str) -> Any:  # noqa: ANN401 - see convert
     if isinstance(kind, UnionType):
         if data is None:
             return None
@@ -124,69 +113,62 @@ def _convert(kind: Any, data: Any, least: float) -> Any:  # noqa: ANN401 - see c
     if kind is Any or kind is object:
         return data
     if kind is int or kind is float:
-        return _convert_number(kind, data, least)
+        return _convert_number(kind, data, least, place)
     if is_dataclass(kind):
-        return _convert_object(kind, data, least)
+        return _convert_object(kind, data, least, place)
     if arguments := getattr(kind, "__args__", ()):
-        return _convert_items(kind.__origin__, arguments, data, least)
-    return _check_type(kind, data)
+        return _convert_items(kind.__origin__, arguments, data, least, place)
+    return _check_type(kind, data, place)
 
 
-def _convert_object(kind: Any, data: object, least: float) -> Any:  # noqa: ANN401 - see convert
-    found, values = _check_type(dict, data), {}
+def _convert_object(kind: Any, data: object, least: float, place: str) -> Any:  # noqa: ANN401
+    found, values = _check_type(dict, data, place), {}
     for item, key, is_required in _list_fields(kind):
         if key in found:
-            try:
-                values[item.name] = _convert(item.type, found[key], least)
-            except _MisfitError as error:
-                raise error.put_below(f".{key}") from None
+            values[item.name] = _convert(item.type, found[key], least, f"{place}.{key}")
         elif is_required:
-            raise _MisfitError("is missing", f".{key}")
+            raise _misfit(f"{place}.{key}", "is missing")
     return kind(**values)
 
 
-def _convert_number(kind: Any, data: object, least: float) -> int | float:  # noqa: ANN401 - see convert
-    number = data if type(data) is int else _check_type(kind, data)
+def _convert_number(kind: Any, data: object, least: float, place: str) -> int | float:  # noqa: ANN401
+    number = data if type(data) is int else _check_type(kind, data, place)
     try:
         value: int | float = kind(number)  # whole numbers are fine for `float`
         is_finite = isfinite(value)
     except OverflowError:
         is_finite = False
     if not is_finite:
-        raise _MisfitError("is too large")
+        raise _misfit(place, "is too large")
     if value < least:
-        raise _MisfitError(f"is {value}, less than {least:g}")
+        raise _misfit(place, f"is {value}, less than {least:g}")
     return value
 
 
-def _convert_items(origin: Any, arguments: tuple[Any, ...], data: Any, least: float) -> Any:  # noqa: ANN401
+def _convert_items(origin: Any, arguments: tuple[Any, ...], data: Any, least: float, place: str) -> Any:  # noqa: ANN401
     """Make a sequence, a mapping, or a set of CPUs."""
     if origin is frozenset:
-        text = _check_type(str, data)
+        text = _check_type(str, data, place)
         try:
             return parse_cpulist(text)
         except ValueError as error:
-            raise _MisfitError(f"is no cpulist: {error}") from None
+            raise _misfit(place, f"is no cpulist: {error}") from None
     is_mapping = origin in (dict, Mapping)
     if origin is tuple and isinstance(data, dict):
         data = list(map(list, data.items()))
-    entries: Any = _check_type(dict if is_mapping else list, data)
+    entries: Any = _check_type(dict if is_mapping else list, data, place)
     kinds: Iterable[Any] = repeat(arguments[-1 if is_mapping else 0])
     if origin is tuple and arguments[-1] is not ...:
         kinds = arguments
         if len(arguments) != len(entries):
-            raise _MisfitError(f"has {len(entries)} entries in place of {len(arguments)}")
-    made: dict[Any, Any] = {}
-    for kind, (key, item) in zip(kinds, entries.items() if is_mapping else enumerate(entries), strict=False):
-        try:
-            made[key] = _convert(kind, item, least)
-        except _MisfitError as error:
-            raise error.put_below(f"[{key!r}]") from None
+            raise _misfit(place, f"has {len(entries)} entries in place of {len(arguments)}")
+    pairs = zip(kinds, entries.items() if is_mapping else enumerate(entries), strict=False)
+    made = {key: _convert(kind, item, least, f"{place}[{key!r}]") for kind, (key, item) in pairs}
     return made if is_mapping else origin(made.values())
 
 
-def _check_type(kind: type[T], data: object) -> T:
+def _check_type(kind: type[T], data: object, place: str) -> T:
     """Return data of a type as it is; JSON's true and false are no numbers."""
     if type(data) is not kind:
-        raise _MisfitError(f"is of type {type(data).__name__}, not {kind.__name__}")
+        raise _misfit(place, f"is of type {type(data).__name__}, not {kind.__name__}")
     return data

@@ -27,8 +27,6 @@ class UsageError(LaunchError):
 class MachineError(LaunchError):
     """The machine cannot do what was asked."""
 
-    exit_code = EXIT_MACHINE
-
 
 class SchedulerError(LaunchError):
     """The scheduler refused, or does not answer."""

@@ -121,13 +121,12 @@ class Coordinator:
         if kind == "ended":
             self.ended.add(host)
             return self.finish(failed=False) if len(self.ended) == self.nodes else None
-        goes_on = False
         if kind == "taken":
             self.taken += 1
             goes_on = self.taken <= PORT_TRIALS
-        elif self.restarts < self.max_restarts:
+        elif goes_on := self.restarts < self.max_restarts:
             self.restarts += 1
-            self.taken, goes_on = 0, True
+            self.taken = 0
         return (self.begin() if goes_on else None) or self.finish(failed=True)
 
     @property
@@ -140,10 +139,6 @@ class Coordinator:
         """Whether nothing starts any more."""
         return self.stopped or self.end is not None
 
-    def find_ready(self) -> list[str]:
-        """Return the nodes that can start ranks."""
-        return [host for host in self.hosts if host in self.sizes and host not in self.lost]
-
     def begin(self) -> GroupStart | None:
         """Make the next start the newest one, and return it; None if nodes are missing.
 
@@ -153,7 +148,8 @@ class Coordinator:
         if len(self.sizes) < self.nodes:  # else the reports of n nodes would be looked through n times
             return None
         places = [node.host for node in self.start.nodes] if self.start else list(self.hosts[: self.nodes])
-        ready, taken = self.find_ready(), {*places}
+        ready = [host for host in self.hosts if host in self.sizes and host not in self.lost]
+        taken = {*places}
         spares = iter([host for host in ready if host not in taken])
         hosts = [next(spares, host) if host in self.lost else host for host in places]
         if not {*hosts} <= {*ready}:

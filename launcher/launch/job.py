@@ -1,25 +1,18 @@
 """A job as values: what is to run and where, its part on one node, and the agent's command there."""
 
+import contextlib
 import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher import protocol
 from launcher.config.settings import SLURM_KINDS, Settings
 from launcher.config.start import check_port_free
 from launcher.errors import MachineError
-from launcher.protocol import (
-    LAUNCH_ATTEMPT,
-    LAUNCH_FIT,
-    LAUNCH_PLAN,
-    LAUNCH_RECORD_DIR,
-    LAUNCH_RUN_DIR,
-    LAUNCH_RUN_ID,
-    LAUNCH_STRICT,
-    LAUNCH_WATCH,
-)
 from launcher.runs.run_directory import RunDir
+from launcher.text import count_things
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +29,7 @@ PASSED_ON = (
     "signals_to_handle",
 )
 """Settings of the group `torchrun` that are torchrun's own options."""
-NOT_INHERITED = (*PET_DECIDED, LAUNCH_WATCH, LAUNCH_FIT)
+NOT_INHERITED = (*PET_DECIDED, protocol.LAUNCH_WATCH, protocol.LAUNCH_FIT)
 """Variables that a launcher around this one may have set, for its own ranks."""
 HANG_RESTARTS = 3
 """Restarts with `watch.on_hang=restart`, if nobody says."""
@@ -197,27 +190,26 @@ def build_agent_environ(
         **({FRESH_STORE: "1"} if may_restart(config, cluster, environ) else {}),
         **inherited,
         **config.env,
-        **({LAUNCH_STRICT: "1"} if config.binding.strict else {}),
+        **({protocol.LAUNCH_STRICT: "1"} if config.binding.strict else {}),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience),
-        LAUNCH_PLAN: str(run.plan_path(host)),
-        LAUNCH_RECORD_DIR: str(run.path),
-        LAUNCH_RUN_DIR: str(run.path),
-        LAUNCH_RUN_ID: run.id,
-        LAUNCH_ATTEMPT: str(run.first_attempt),
-        **({LAUNCH_WATCH: watch_folder} if watch_folder else {}),
+        protocol.LAUNCH_PLAN: str(run.plan_path(host)),
+        protocol.LAUNCH_RECORD_DIR: str(run.path),
+        protocol.LAUNCH_RUN_DIR: str(run.path),
+        protocol.LAUNCH_RUN_ID: run.id,
+        protocol.LAUNCH_ATTEMPT: str(run.first_attempt),
+        **({protocol.LAUNCH_WATCH: watch_folder} if watch_folder else {}),
     }
 
 
 def describe_job(job: Job, run: RunDir) -> tuple[str, ...]:
     """Say what was chosen and why."""
-    count, cluster = len(job.plan.ranks), job.cluster
-    ranks = f"{count} rank{'s' if count > 1 else ''} on {job.host}"
+    cluster, ranks = job.cluster, f"{count_things(len(job.plan.ranks), 'rank')} on {job.host}"
     if cluster.max_nodes > 1 and cluster.kind in SLURM_KINDS:
         ranks += f", the first of {cluster.max_nodes} nodes"
-    lines = [f"{ranks} (cluster={cluster.kind}: {cluster.why}), run directory {run.path}"]
-    if cluster.max_nodes > 1:
-        lines.append(f"the ranks start when {cluster.min_nodes} nodes have met at {cluster.endpoint}")
-    return tuple(lines)
+    line = f"{ranks} (cluster={cluster.kind}: {cluster.why}), run directory {run.path}"
+    if cluster.max_nodes == 1:
+        return (line,)
+    return line, f"the ranks start when {cluster.min_nodes} nodes have met at {cluster.endpoint}"
 
 
 def find_free_port() -> int:
@@ -235,11 +227,10 @@ def find_free_port() -> int:
 
 def read_client_ports(root: Path = Path("/proc/sys")) -> tuple[int, int]:
     """Return the first and the last port that the kernel gives to outgoing connections."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         low, high = map(int, (root / "net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
-    except (OSError, ValueError):
-        return DEFAULT_LOCAL
-    return low, high
+        return low, high
+    return DEFAULT_LOCAL
 
 
 def list_ports(first: int, last: int) -> range:
@@ -250,8 +241,7 @@ def list_ports(first: int, last: int) -> range:
 
 def is_port_free(port: int) -> bool:
     """Tell whether this host can listen on a port, in all of its address families."""
-    try:
+    with contextlib.suppress(MachineError):
         check_port_free(port)
-    except MachineError:
-        return False
-    return True
+        return True
+    return False

@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING
 
 from launcher.errors import EXIT_MACHINE, MachineError
 from launcher.files import open_own
-from launcher.launch.ending import (
-    NodeEnd,
-    check_success,
-    describe_failure,
-    post_end,
-)
+from launcher.launch.ending import NodeEnd, check_success, describe_failure, post_end
 from launcher.launch.job import Job, JobSpec, build_agent_environ
 from launcher.launch.signals import name_signal
 from launcher.launch.supervisor import Supervisor, make_agent

@@ -6,6 +6,7 @@ own also reach the agent and DataLoader workers.
 """
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -125,8 +126,8 @@ class SignalChannel:
     """It does not block; None once it has ended."""
     partial: bytes = b""
     greeted: bool = False
-    lost_at: float | None = None
-    """Monotonic time of the word that a node was lost, until somebody has acted on it."""
+    lost_at: float = math.inf
+    """Monotonic time of the word that a node was lost, until somebody has acted on it; else infinite."""
     lines: list[str] = field(default_factory=list)
     """What is neither a signal nor any of the words above: orders for the node's agent."""
     added: list[int] = field(default_factory=list)

@@ -74,8 +74,6 @@ LOST_GRACE = 10.0
 """Seconds in which ranks may notice by themselves that a node was lost."""
 AGENT_LINES = 2000
 """Last lines of the agent's log that are searched for its report."""
-HEARING = 0.5
-"""Seconds in which an agent says that it was sent a signal."""
 FAILED = 1
 """Exit code of the agent, as of torchrun's, if ranks have failed or were ended."""
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -87,10 +85,8 @@ HEARD = b"death signal"
 class GroupControl(Protocol):
     """Is told what becomes of a node's ranks, and gives orders: start them so, or end."""
 
-    @property
-    def may_restart(self) -> bool:
-        """Whether another start may follow the first."""
-        ...
+    may_restart: bool
+    """Another start may follow the first."""
 
     def report(self, kind: str, restart: int = 0, number: int = 0) -> None:
         """Take `ready` (to start `number` ranks); of start `restart`, `failed` (rank `number`) or `ended`."""
@@ -105,12 +101,9 @@ class LocalControl:
     """Decides for the one node of a job."""
 
     coordinator: Coordinator
+    may_restart: bool
+    """Another start may follow the first."""
     orders: list[Order] = field(default_factory=list)
-
-    @property
-    def may_restart(self) -> bool:
-        """Whether another start may follow the first."""
-        return self.coordinator.max_restarts > 0
 
     def report(self, kind: str, restart: int = 0, number: int = 0) -> None:
         """Tell the coordinator, and keep its order."""
@@ -139,6 +132,7 @@ class DirectAgent:
     reads_stdin: bool = False
     """Ranks have this process's stdin, as torchrun's have; else they have an empty one."""
 
+    hearing: ClassVar[float] = 0.0
     ranks: RankSet = field(default_factory=RankSet)
     """All ranks that it has started."""
     start: GroupStart | None = None
@@ -304,6 +298,10 @@ class DirectAgent:
         """Return ranks that are not among `ranks` yet: there are none."""
         return ()
 
+    def was_signalled(self) -> bool:
+        """Tell whether a signal has reached the agent past this process, which it is itself."""
+        return False
+
     def send_signal(self, number: int) -> None:
         """End the ranks by a signal, and start none after that. The next signals are the supervisor's."""
         self.stopped = True
@@ -333,6 +331,8 @@ class TorchrunAgent:
     reads_stdin: bool = False
 
     descriptors: ClassVar[Collection[int]] = ()
+    hearing: ClassVar[float] = 0.5
+    """Seconds in which it says that it was sent a signal."""
     ranks: RankSet = field(default_factory=RankSet)
     """All ranks that were found."""
     log_begin: int = 0
@@ -384,7 +384,7 @@ class TorchrunAgent:
         return [RankProcess(r.rank, r.local_rank, r.attempt, r.pid) for r in own]
 
     def was_signalled(self) -> bool:
-        """Tell whether torchrun has said, since this start, that it was sent a signal."""
+        """Tell whether torchrun has said, since this start, that it was sent a signal past this process."""
         with contextlib.suppress(OSError), self.run.agent_log(self.job.host).open("rb") as file:
             file.seek(self.log_begin)
             return HEARD in file.read()
@@ -437,7 +437,7 @@ def make_agent(
         run,
         environ,
         run.id,
-        LocalControl(Coordinator((job.host,), 1, restarts, find_endpoint)),
+        LocalControl(Coordinator((job.host,), 1, restarts, find_endpoint), restarts > 0),
         start_warm(job.program, job.config.start, known, early),
         reads_stdin,
     )
@@ -605,19 +605,14 @@ class Supervisor:
         fresh = ranks.deaths[known:]
         self.handle_key_signals(fresh)
         self.report_failures(fresh)
-        if self.control and self.stop is None and fresh and self.has_agent_heard():
+        if self.control and self.stop is None and fresh and self.agent.was_signalled():
             self.handle_stop_signal(signal.SIGTERM, by_slurm=True)  # the agent alone got it
         self.handle_signals(inbox)
         # torchrun's agents restart for nodes that come, not for those that go: ranks that do not fail by
         # themselves wait for the lost ones in a collective until that times out.
-        control, lost_at = self.control, self.control.lost_at if self.control else None
-        if (
-            control
-            and lost_at is not None
-            and not self.stop
-            and self.rank_seen_at <= lost_at < now - LOST_GRACE
-        ):
-            control.lost_at, self.killed_at = None, time.time()
+        control = None if self.stop else self.control
+        if control and self.rank_seen_at <= control.lost_at < now - LOST_GRACE:
+            control.lost_at, self.killed_at = math.inf, time.time()
             logger.info("a node was lost: SIGKILL to the ranks, which start again without it")
             ranks.signal_groups(signal.SIGKILL)
         self.attend_watcher()
@@ -628,9 +623,8 @@ class Supervisor:
         for death in deaths:
             number = max(death.status - 128, 0)  # or one that the program reports as a shell does
             if number in pressed and self.stop is None:
-                self.begin_stop(
-                    number, self.job.config.torchrun.shutdown_timeout, pressed[number]
-                ).next_stage()
+                grace = self.job.config.torchrun.shutdown_timeout
+                self.begin_stop(number, grace, pressed[number]).next_stage()
                 self.agent.send_signal(number)
 
     def report_failures(self, deaths: Sequence[Death]) -> None:
@@ -733,21 +727,15 @@ class Supervisor:
         grace = self.limit_grace() if by_slurm else self.job.config.torchrun.shutdown_timeout
         if self.stop is None:
             self.begin_stop(number, grace)
-            deadline = time.monotonic() + (
-                HEARING if by_slurm and isinstance(self.agent, TorchrunAgent) else 0
-            )
+            deadline = time.monotonic() + (self.agent.hearing if by_slurm else 0)
             while not self.agent_heard and time.monotonic() < deadline and self.agent.poll() is None:
                 self.ranks.poll((), TICK)  # what a rank ended with is known until the agent looks
-                self.agent_heard = self.has_agent_heard()
+                self.agent_heard = self.agent.was_signalled()
         elif self.control and self.stop.has_reached(number):
             return
         self.advance_stop()
         while self.control and self.stop and number in HARD and not self.stop.has_reached(number):
             self.advance_stop()
-
-    def has_agent_heard(self) -> bool:
-        """Tell whether a stopping signal has reached torchrun, a process of its own, past this one."""
-        return isinstance(self.agent, TorchrunAgent) and self.agent.was_signalled()
 
     def advance_stop(self) -> None:
         """Enter the next stage. The agent forwards the first signal, later ones go to the ranks directly."""

@@ -12,12 +12,7 @@ from typing import Self
 
 from launcher.config.settings import StartConfig
 from launcher.launch.processes import adopt_orphans
-from launcher.launch.warm.program import (
-    ExecNeededError,
-    check_environment,
-    find_python_program,
-    read_program,
-)
+from launcher.launch.warm.program import ExecNeededError, check_environment, find_python_program, read_program
 from launcher.protocol import LAUNCH_WARM
 from launcher.rank.hook import FOLDER
 
