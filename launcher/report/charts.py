@@ -34,6 +34,7 @@ DRAWS = find_spec("matplotlib") is not None
 if TYPE_CHECKING or DRAWS:
     import matplotlib as mpl
     from matplotlib.axes import Axes
+    from matplotlib.backend_bases import get_registered_canvas_class
     from matplotlib.colors import ListedColormap, to_hex
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -55,10 +56,18 @@ def _drawing(width: float, height: float, name: str) -> Iterator["Figure"]:
         yield Figure((width / 72, height / 72), dpi=72, layout="constrained")
 
 
-def _save(figure: "Figure", form: str, **options: Any) -> bytes:  # noqa: ANN401 - matplotlib's
-    """Return a figure as a file, which has no date."""
+def _save(figure: "Figure", form: str, dpi: int = 72, **options: Any) -> bytes:  # noqa: ANN401 - matplotlib's
+    """Return a figure as a file, which has no date.
+
+    It is laid out here, since `savefig` draws a figure that has a layout twice.
+    """
     output, metadata = io.BytesIO(), {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    figure.savefig(output, format=form, metadata=metadata.get(form), **options)
+    get_registered_canvas_class(form)(figure)  # whose letters are measured
+    figure.dpi = dpi
+    if layout := figure.get_layout_engine():
+        layout.execute(figure)
+        figure.set_layout_engine(None)
+    figure.savefig(output, format=form, dpi=dpi, metadata=metadata.get(form), **options)
     return output.getvalue()
 
 

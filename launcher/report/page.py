@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from launcher import codec
@@ -42,6 +43,7 @@ from launcher.watch.metrics import MetricsEvent, read_metrics
 from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport, RankEvidence, Stack
 from launcher.watch.run_files import hang_path, read_evidence, read_job_state, read_reports, watch_path
 
+_FOLDER = files("launcher.report").joinpath("html_page")
 _LEVELS = ("error", "warning", "note")
 _STRAGGLER_FIXES = {
     "data": "give it more DataLoader workers (`launch tune dataloader` finds the number), or faster storage",
@@ -194,15 +196,10 @@ def render_report(account: RunAccount, plans: Mapping[str, Plan]) -> bytes:
         page["steps"], page["time"] = charts.draw_steps(), charts.draw_time_shares()
         page["gpu"], page["cpu"] = (charts.draw_quantities(of_gpus=of_gpus) for of_gpus in (True, False))
         page["machine"] = _draw_machine(plans)
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, finalize=_tame, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= _FILTERS
-    folder = files("launcher.report").joinpath("html_page")
     status, manifest = account.status, account.manifest
     planned = sum(len(host.planned) for host in account.records.hosts)
     steps = [state.step for report in account.samples for state in report.ranks]
-    text = environment.from_string(folder.joinpath("page.html.jinja").read_text("utf-8")).render(
+    text = _read_template().render(
         account=account,
         status=status,
         manifest=manifest,
@@ -214,9 +211,18 @@ def render_report(account: RunAccount, plans: Mapping[str, Plan]) -> bytes:
         page=page,
         draws=DRAWS,
         now=datetime.now().astimezone(),
-        style=Markup(folder.joinpath("page.css").read_text("utf-8")),  # noqa: S704 - our own file
+        style=Markup(_FOLDER.joinpath("page.css").read_text("utf-8")),  # noqa: S704 - our own file
     )
     return text.encode("utf-8", "backslashreplace")
+
+
+@cache
+def _read_template() -> Template:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, finalize=_tame, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= _FILTERS
+    return environment.from_string(_FOLDER.joinpath("page.html.jinja").read_text("utf-8"))
 
 
 def _tame(value: object) -> object:
