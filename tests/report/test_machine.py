@@ -297,12 +297,13 @@ def test_a_snapshot_is_planned_as_the_machine_is(launch: Launch, root: Path, her
     assert (here / "dgx h100.json").read_text() == launch("topo", "format=json", f"machine.root={root}").out
 
 
-@pytest.mark.parametrize("name", ["it's.json", "a,b [x] $c=\\.json", "日本.json", "~.json"])
-def test_the_command_that_is_shown_reads_the_file(name: str, launch: Launch, odd: str) -> None:
-    done = launch("topo", odd, "save=" + quote_value(name))
-    assert done.err.startswith(f"launch: the machine is saved in {name}; "), done
-    words = shlex.split(done.err.partition("; plan for it anywhere: ")[2])[1:]
-    assert launch(*words, "format=json").out == launch("plan", odd, "format=json").out
+def test_the_command_that_is_shown_reads_the_file(launch: Launch, odd: str) -> None:
+    planned = launch("plan", odd, "format=json").out
+    for name in ("it's.json", "a,b [x] $c=\\.json", "日本.json", "~.json"):
+        done = launch("topo", odd, "save=" + quote_value(name))
+        assert done.err.startswith(f"launch: the machine is saved in {name}; "), done
+        words = shlex.split(done.err.partition("; plan for it anywhere: ")[2])[1:]
+        assert launch(*words, "format=json").out == planned, name
 
 
 def test_only_a_snapshot_or_an_empty_file_is_replaced_and_modes_are_kept(
@@ -336,9 +337,9 @@ def test_a_folder_without_permission(word: str, odd: str, here: Path) -> None:
     done.assert_error(2, f"{word} cannot be written (Permission denied): name a file")
 
 
-def test_a_disk_that_fills_leaves_the_earlier_snapshot(odd: str, here: Path) -> None:
+def test_a_disk_that_fills_leaves_the_earlier_snapshot(launch: Launch, odd: str, here: Path) -> None:
     """A limit on the size of files stands for the disk: SIGXFSZ ignored, so that write fails with EFBIG."""
-    assert run_outside(["topo", "save=a.json", odd], here).code == 0
+    assert launch("topo", "save=a.json", odd).code == 0
     before = (here / "a.json").read_text()
     done = in_shell(f"trap '' XFSZ; ulimit -f 1; launch topo save=a.json image=a.svg {odd}", here)
     assert (done.code, done.out) == (3, "")
@@ -384,16 +385,11 @@ def test_a_placement_that_falls_short_is_drawn_unless_strict(launch: Launch, odd
     assert [path.name for path in here.iterdir()] == ["a.svg"]
 
 
-def test_this_machine_as_a_command(here: Path) -> None:
-    done = run_outside(["topo"], here, {"COLUMNS": "80"})
+def test_this_machine_on_an_ascii_terminal_and_a_pipe_that_ends(odd: str, here: Path) -> None:
+    ascii_terminal = {"COLUMNS": "80", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = run_outside(["topo"], here, ascii_terminal)
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("Machine  ")
+    assert done.out.startswith("Machine  ") and done.out.isascii() and "\n`-- " in done.out
     assert f"may use {'all ' if len(os.sched_getaffinity(0)) == os.cpu_count() else ''}" in done.out
-
-
-def test_an_ascii_terminal_and_a_pipe_that_ends(odd: str, here: Path) -> None:
-    done = run_outside(["topo", odd], here, {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
-    assert (done.code, done.err) == (0, "")
-    assert done.out.isascii() and "-- Package 0" in done.out
     piped = in_shell(f"launch topo {odd} | head -n 1", here)
     assert piped.out.startswith("Machine  R750") and piped.err == ""

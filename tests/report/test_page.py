@@ -19,7 +19,7 @@ import pytest
 
 from tests.cli.make_runs import identify_process, make_run, write_applied
 from tests.runs.recordings import DATA, restore
-from tests.seam import QUICK_AGENT, Launch, Result, drop_powers, run_inside, run_outside
+from tests.seam import QUICK_AGENT, Launch, Result, drop_powers, find_run, run_inside, run_outside
 from tests.strangers import give_away
 
 EVIL = (
@@ -93,12 +93,9 @@ def write_tables() -> None:
     TABLES.write_text(f"{{\n {sections}\n}}\n")
 
 
-def test_it_is_html_that_loads_nothing(page: Parsed) -> None:
+def test_it_is_html_that_loads_nothing_and_all_is_there(page: Parsed) -> None:
     page.assert_harmless()
     assert page.find("html")[0].get("lang") == "en"
-
-
-def test_all_is_there(page: Parsed) -> None:
     assert [section.get("id") for section in page.find("section")] == SECTIONS
     for part in (DATA.parent / "report_words.txt").read_text().splitlines():
         assert part in page.words, part
@@ -200,24 +197,22 @@ def test_damaged_files(tmp_path: Path, damage: str) -> None:
     assert "plan-n0.json cannot be read" in render(path).words
 
 
-def test_damaged_lines_cost_themselves_alone(tmp_path: Path) -> None:
-    """As a node leaves them that dies, before the next attempt goes on with its file."""
+def test_damaged_lines_cost_themselves_alone_and_events_of_the_metrics_stand_in_for_the_jobs(
+    tmp_path: Path,
+) -> None:
+    """Lines as a node leaves them that dies, before the next attempt goes on with its file."""
     path = restore("full", tmp_path)
     metrics = path / "watch/metrics-n1.jsonl"
     whole = metrics.read_bytes()
     for garbage in (b"\0" * 99, b'[]\n{}\n{"event": 5}', b"\xff\xfe", b"[" * 9999, whole[:100]):
         metrics.write_bytes(metrics.read_bytes() + garbage + b"\n")
     metrics.write_bytes(whole.splitlines()[0][:100] + b"\n" + metrics.read_bytes())
-    assert read_tables(render(path)) == json.loads(TABLES.read_text())
-
-
-def test_events_of_the_metrics_stand_in_for_what_cannot_be_read_of_the_job(tmp_path: Path) -> None:
-    path = restore("full", tmp_path)
     metrics = path / "watch/metrics-n0.jsonl"
     time = json.loads(metrics.read_text().splitlines()[0])["time"] + 60
     lines = [{"event": kind, "time": time, "sentence": f"{kind} told"} for kind in ("hang", "straggler")]
     metrics.write_text(metrics.read_text() + "".join(f"{json.dumps(line)}\n" for line in lines))
-    assert " told" not in render(path).words
+    found = render(path)
+    assert read_tables(found) == json.loads(TABLES.read_text()) and " told" not in found.words
     (path / "watch/job.json").write_text("{")
     shutil.rmtree(path / "hang-1")
     words = render(path).words
@@ -271,22 +266,21 @@ for step in range(1, 4):
 """
 
 
-def test_a_real_run(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(PROGRAM)
+def test_a_real_run(launch: Launch, here: Path) -> None:
+    (here / "job.py").write_text(PROGRAM)
     program = (sys.executable, "job.py", "--api-key", "hunter3")
     words = ("nproc_per_node=2", "env.HF_TOKEN=hunter2", "--", *program)
-    ran = run_outside(words, tmp_path, {"PYTHONPATH": QUICK_AGENT})
+    ran = run_outside(words, here, {"PYTHONPATH": QUICK_AGENT})
     assert ran.code == 0, ran.err
-    (run,) = tmp_path.glob("runs/*/*")
+    run = find_run(here)
     (host,) = (one.stem.removeprefix("plan-") for one in run.glob("plan-*.json"))
     report = json.loads((DATA / "full.json").read_text())["files"]["watch/node-n0.json"]
     report |= {"nodes": 1, "time": run.stat().st_mtime, "ranks": report["ranks"][:2]}
     (run / "watch").mkdir(exist_ok=True)
     (run / f"watch/node-{host}.json").write_text(json.dumps(report))
-    done = run_outside(["report"], tmp_path)
-    name = run.relative_to(tmp_path)
+    name = run.relative_to(here)
     told = f"launch: report of {name.relative_to('runs')}, the newest run\n"
-    assert done == Result(0, f"{name}/report.html\n", told)
+    assert launch("report") == Result(0, f"{name}/report.html\n", told)
     page = run / "report.html"
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
     text = page.read_text()
@@ -296,7 +290,7 @@ def test_a_real_run(tmp_path: Path) -> None:
     record = run / "rank-1.applied.json"
     refused = {**json.loads(record.read_text()), "problems": ["set_mempolicy is not permitted"]}
     record.write_text(json.dumps(refused))
-    assert run_outside(["report"], tmp_path).code == 0
+    assert launch("report").code == 0
     text = page.read_text()
     assert (text.count("<td>yes</td>"), text.count("<td>no</td>")) == (1, 1)
 
@@ -341,15 +335,6 @@ def test_a_page_that_is_there_is_replaced_and_a_link_is_not_followed(launch: Lau
     assert (path / "report.html").is_fifo()
 
 
-def test_a_run_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "runs")
-    path.chmod(0o500)
-    done = run_outside(["report", "tiny"], tmp_path, preexec_fn=drop_powers)
-    done.assert_error(2, "report.html cannot be written", "save=FILE")
-    assert run_outside(["report", "tiny", "save=x.html"], tmp_path, preexec_fn=drop_powers).code == 0
-    path.chmod(0o700)
-
-
 def test_another_users_run(launch: Launch, here: Path) -> None:
     path = make_run(here / "runs")
     write_applied(path, 0, "box")
@@ -358,15 +343,19 @@ def test_another_users_run(launch: Launch, here: Path) -> None:
     assert launch("report", "tiny", "save=x.html").code == 0
 
 
-def test_without_matplotlib_the_page_has_no_charts(here: Path) -> None:
-    make_run(here / "runs")
+def test_a_run_directory_that_cannot_be_written_to_and_a_page_without_matplotlib(here: Path) -> None:
+    path = make_run(here / "runs")
+    path.chmod(0o500)
+    done = run_outside(["report", "tiny"], here, preexec_fn=drop_powers)
+    done.assert_error(2, "report.html cannot be written", "save=FILE")
     (here / "sitecustomize.py").write_text(
         "import importlib.util, sys\nfind = importlib.util.find_spec\nsys.modules['matplotlib'] = None\n"
         "importlib.util.find_spec = lambda name, *a: None if name == 'matplotlib' else find(name, *a)\n"
     )
     hidden = {"PYTHONPATH": str(here)}
-    done = run_outside(["report", "tiny"], here, hidden)
+    done = run_outside(["report", "tiny", "save=x.html"], here, hidden, preexec_fn=drop_powers)
+    path.chmod(0o700)
     assert done.code == 0 and "pip install 'launch-ranks[report]'" in done.err, done
-    page = Path(done.out.strip()).read_text()
+    page = (here / "x.html").read_text()
     assert "Charts: matplotlib is not installed" in page and "<svg" not in page
     assert "matplotlib is not installed" in run_outside(["doctor"], here, hidden).out
