@@ -185,7 +185,10 @@ yaml.SafeLoader.yaml_implicit_resolvers = {
 
 
 STORED: Any = ConfigStore.instance().repo["hydra"]["config.yaml"]
-HYDRAS_OWN, NO_GROUPS = STORED.node, OmegaConf.structured(HydraConf(defaults=[]))
+# Hydra copies its sources before it reads them, with each all that is stored here: a sixth of the time.
+ConfigStore.__deepcopy__ = lambda store, _: store  # type: ignore[attr-defined]
+HYDRAS_OWN: DictConfig = STORED.node
+NO_GROUPS: DictConfig = OmegaConf.structured(HydraConf(defaults=[]))
 """Hydra's settings with and without the options of its groups, which take longer to compose than ours."""
 
 
@@ -223,8 +226,7 @@ def compose(
 
     With `sweep` it is what is the same for all jobs of a sweep.
     """
-    uses_hydra = sweep or any("hydra" in word for word in overrides) or sources.mention("hydra")
-    settings = HYDRAS_OWN if uses_hydra else NO_GROUPS
+    settings = HYDRAS_OWN if sweep else choose_settings(sources, overrides)
     with open_hydra(sources, settings) as hydra, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         words = normalize_overrides(hydra, sources, overrides, sweep=sweep)
@@ -277,6 +279,12 @@ def compose(
         sweep_dir=sweep_dir,
         params=params,
     )
+
+
+def choose_settings(sources: Sources, overrides: Sequence[str]) -> DictConfig:
+    """Return Hydra's settings without its groups, unless something speaks of Hydra."""
+    uses_hydra = any("hydra" in word for word in overrides) or sources.mention("hydra")
+    return HYDRAS_OWN if uses_hydra else NO_GROUPS
 
 
 def list_own_files(sources: Sources, tree: DictConfig) -> list[str]:
@@ -397,7 +405,13 @@ def refuse_primary(sources: Sources) -> LaunchError:
 def show_flags(flags: Flags) -> int:
     """Show what `--cfg`, `--info` or `--hydra-help` ask for, as Hydra does; raises UsageError."""
     name, output = flags.sources.primary, io.StringIO()
-    with open_hydra(flags.sources) as hydra, redirect_stdout(output), redirect_stderr(io.StringIO()):
+    is_ours = flags.cfg == "job" and "hydra" not in str(flags.package)
+    settings = choose_settings(flags.sources, flags.overrides) if is_ours else HYDRAS_OWN
+    with (
+        open_hydra(flags.sources, settings) as hydra,
+        redirect_stdout(output),
+        redirect_stderr(io.StringIO()),
+    ):
         words = normalize_overrides(hydra, flags.sources, flags.overrides)
         try:
             if flags.cfg:
