@@ -5,7 +5,8 @@ import re
 
 from hypothesis import strategies as st
 
-from launcher.config.settings import Settings, list_settings
+from launcher.config.settings import Settings
+from launcher.fields import list_settings
 
 WORDS: dict[str, list[str]] = {
     key: [word for word in each.metadata["choices"] if word != "auto"]

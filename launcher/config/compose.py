@@ -34,7 +34,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from launcher.config.program import write_values
 from launcher.config.run_path import RUN_DIR, flatten
-from launcher.config.settings import Settings, check_values, describe_shape, refuse, show_value
+from launcher.config.settings import Settings, refuse
 from launcher.config.words import (
     FIELDS,
     PRIMARY,
@@ -47,6 +47,7 @@ from launcher.config.words import (
     rewrite_override,
 )
 from launcher.errors import LaunchError, UsageError
+from launcher.fields import check_values, describe_shape, show_value
 from launcher.files import name_user
 from launcher.text import print_text, suggest
 

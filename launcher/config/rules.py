@@ -14,8 +14,9 @@ from pathlib import Path, PurePath
 from urllib.parse import urlsplit
 
 from launcher.config.run_path import flatten
-from launcher.config.settings import SLURM_KINDS, LoraConfig, Settings, refuse, say
+from launcher.config.settings import SLURM_KINDS, Settings, refuse, say
 from launcher.config.start import DEVICE_VARIABLES, Cluster, parse_nproc
+from launcher.fit.settings import LoraConfig
 from launcher.plan.variables import (
     EXPANDABLE,
     KEYS,

@@ -5,122 +5,25 @@ their errors and docs/configuration.md are made from them.
 """
 # ruff: noqa: RUF009 - `setting` makes a field
 
-import json
-import math
-import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from string import Formatter
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from launcher.errors import LaunchError, UsageError
+from launcher.fields import one_of, setting, show_value
+from launcher.fit.settings import FitConfig, ParallelConfig
 from launcher.plan.model import BindingConfig, DataloaderConfig, GcConfig
 
 SLURM_KINDS = ("slurm", "allocation")
 """Values of `cluster.kind` with which SLURM starts the nodes."""
 EVENTS = ("start", "hang", "recover", "straggler", "fail", "end")
 """Of which a job can tell."""
-ADAPTED = (
-    *("all-linear", "q_proj", "k_proj", "v_proj", "o_proj"),
-    *("gate_proj", "up_proj", "down_proj", "lm_head"),
-)
-"""Matrices that can have an adapter."""
-BLOCK_PARTS = (
-    *("core_attn", "attention", "layernorm", "mla_up_proj"),
-    *("mlp", "moe", "moe_act", "shared_experts"),
-)
-"""Modules that can be computed again."""
-LARGEST_COUNT = 10**6
-"""GPUs in a group: ten times those of the largest machines."""
-LARGEST_BATCH = 10**9
-"""Sequences, and tokens of a sequence."""
-LARGEST_AMOUNT = 1e20
-"""Tokens in all, GiB, and seconds."""
-LONGEST_SHOWN = 60
-"""Characters of a refused value."""
 TUNE_OPTION = r"-[A-Za-z]|--[A-Za-z][\w.-]*=?|(?:\+{1,2})?[A-Za-z_][\w./-]*=|program\.\w+"
 """An option of a program, a key of Hydra's with its `=`, or a key of the section `program`."""
-
-
-def setting(default: Any, **takes: object) -> Any:  # noqa: ANN401 - stands for a field of any type
-    """Return a field with what it takes; all else is refused, and a null that is not the default.
-
-    `choices` are all the words there are. Numbers have a `minimum`, a `maximum`, are `above` one, or are
-    `whole` in a field of any type; `words` may stand in their place. A text matches a `pattern`, and `give`
-    says what that is. For a list, it is what may be in it.
-    """
-    if isinstance(default, list):
-        return field(default_factory=lambda: [*default], metadata=takes)
-    return field(default=default, metadata=takes)
-
-
-def one_of(default: str, *others: str) -> Any:  # noqa: ANN401 - stands for a field
-    """Return a field that takes one of these words, and no other."""
-    return setting(default, choices=(default, *others))
-
-
-def list_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, "Field[Any]"]]:  # noqa: ANN401
-    """Give each setting of a section, and the sections in it with theirs: its key, value and field."""
-    for each in fields(section):
-        value, key = getattr(section, each.name), f"{prefix}{each.name}"
-        yield key, value, each
-        if is_dataclass(value):
-            yield from list_settings(value, f"{key}.")
-
-
-def check_values(section: Any) -> None:  # noqa: ANN401 - see above
-    """Refuse the first value that its field does not take; raises UsageError with what it takes."""
-    for key, value, each in list_settings(section):
-        kind: Any = get_origin(each.type) or each.type
-        shape = describe_shape(key, each.type)
-        if shape and not isinstance(value, kind):
-            raise UsageError(f"{key}={show_value(value)}: give {shape}")
-        for entry in value if kind is list else [value]:
-            if kind is list and not isinstance(entry, get_args(each.type)[0]):
-                raise UsageError(
-                    f"{key}={show_value(value)}: {show_value(entry)} cannot be in it, give {shape}"
-                )
-            is_null = entry is None and each.default is None
-            if not is_null and (fault := find_fault(entry, each.metadata) if each.metadata else ""):
-                raise UsageError(f"{key}={show_value(entry)}: {fault}")
-
-
-def describe_shape(key: str, kind: Any) -> str:  # noqa: ANN401 - an annotation
-    """Say how a section, a mapping or a list is given; empty for a plain value."""
-    if is_dataclass(kind):
-        return f"its keys, as in {key}.{fields(kind)[0].name}=…"
-    return {dict: f"a mapping, as in {key}.NAME=…", list: f"a list, as in {key}=[…]"}.get(
-        get_origin(kind), ""
-    )
-
-
-def find_fault(value: Any, takes: Mapping[str, Any]) -> str:  # noqa: ANN401 - of any type
-    """Say what to give in place of a value; empty if it is one of those that a field takes."""
-    if choices := takes.get("choices"):
-        return "" if show_value(value) in choices else f"choose from {', '.join(choices)}"
-    if pattern := takes.get("pattern"):
-        return "" if re.fullmatch(pattern, str(value), re.DOTALL) else f"give {takes['give']}"
-    words, above = takes.get("words", ()), takes.get("above")
-    low, high = takes.get("minimum", -math.inf), takes.get("maximum", math.inf)
-    if value in words:
-        return ""
-    is_number = isinstance(value, int if takes.get("whole") else int | float) and not isinstance(value, bool)
-    if is_number and low <= value <= high and math.inf != value and (above is None or value > above):
-        return ""
-    least = f"of at least {low:g}" if above is None else f"above {above:g}"
-    most = f" and at most {high:.15g}" if high < math.inf else ""
-    return f"give {takes.get('give', 'a number')} {least}{most}{''.join(f', or {word}' for word in words)}"
-
-
-def show_value(value: object) -> str:
-    """Write a value as the command line has it, cut off if it is long."""
-    if isinstance(value, list):
-        value = f"[{','.join(map(str, value))}]"
-    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 class _Texts(Formatter):
@@ -353,105 +256,6 @@ class NotifyConfig:
     ping_url: str | None = None
     """Gets a GET every `ping_interval` seconds as long as steps are made."""
     ping_interval: float = setting(60.0, minimum=1, give="a number of seconds")
-
-
-@dataclass
-class ParallelConfig:
-    """How the program splits its work over the GPUs: a description, which changes nothing in it.
-
-    `auto` is what the options of the bundled program say. For another program, dp is what is left of the
-    GPUs, and zero is 0.
-    """
-
-    tp: int = setting(1, minimum=1, maximum=LARGEST_COUNT)
-    """GPUs that share each layer (tensor parallelism)."""
-    pp: int = setting(1, minimum=1, maximum=LARGEST_COUNT)
-    """Pipeline stages."""
-    dp: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_COUNT, words=("auto",))
-    """Data-parallel replicas; `auto`: the GPUs over tp, pp and cp."""
-    cp: int = setting(1, minimum=1, maximum=LARGEST_COUNT)
-    """GPUs that share a sequence (context parallelism)."""
-    ep: int = setting(1, minimum=1, maximum=LARGEST_COUNT)
-    """GPUs that share the experts."""
-    zero: Any = setting("auto", choices=("auto", "fsdp", "0", "1", "2", "3"))
-    """What is sharded over the replicas: 0 nothing, 1 optimizer states, 2 gradients too, 3 (or `fsdp`)
-    weights too."""
-    framework: str = one_of("auto", "ddp", "fsdp", "zero", "megatron")
-    """`zero` is DeepSpeed."""
-    shard_size: int | None = setting(None, minimum=1, maximum=LARGEST_COUNT)
-    """GPUs over which states are sharded; null is all replicas."""
-    sequence_parallel: bool = True
-    """With tp: activations between the matrices are split along the sequence."""
-    virtual_stages: int = setting(1, minimum=1, maximum=LARGEST_COUNT)
-    """Model chunks of each pipeline stage (interleaved schedule)."""
-
-
-@dataclass
-class LoraConfig:
-    """Low-rank adapters that are trained in place of the model; their alpha does not change memory."""
-
-    rank: int | None = setting(None, minimum=1, maximum=1 << 16)
-    """null: the model itself is trained."""
-    targets: list[str] = setting(["all-linear"], choices=ADAPTED)
-    """Matrices with an adapter; `all-linear` is all of them but lm_head."""
-
-
-@dataclass
-class FitConfig:
-    """What is assumed of the training, to say before the start whether it fits and how fast it will be.
-
-    `auto` is what the options of the bundled program say.
-    """
-
-    check: str = one_of("error", "warn", "off")
-    """What becomes of a job of the bundled program that cannot fit; others are never refused."""
-    precision: str = one_of("auto", "fp32", "bf16", "mixed", "fp8")
-    """`mixed` is bf16 with fp32 weights."""
-    optimizer: str = one_of("adamw", "adamw8bit", "adafactor", "lion", "sgd", "muon")
-    checkpointing: str = one_of("auto", "none", "selective", "full")
-    """Activation checkpointing."""
-    offload: str = one_of("none", "optimizer", "parameters")
-    """What is in CPU memory; with `parameters`, the optimizer too."""
-    micro_batch: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_BATCH, words=("auto",))
-    """Sequences of a replica in a micro-step."""
-    accumulation: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_BATCH, words=("auto",))
-    """Micro-steps of an optimizer step; `auto`: from global_batch if that is set, else 1."""
-    global_batch: int | None = setting(None, minimum=1, maximum=LARGEST_BATCH)
-    """Sequences of an optimizer step: micro_batch * dp * accumulation."""
-    seq_len: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_BATCH, words=("auto",))
-    """Tokens of a sequence; `auto`: the program's, else the model's max_seq_len, at most 4096."""
-    flash_attention: bool = True
-    loss: str = one_of("auto", "plain", "compiled", "chunked", "fused")
-    """`plain`: all logits at once, with fp32 copies; `compiled`: without copies; `chunked`; `fused`: Liger's
-    or cut cross-entropy; `auto`: not known."""
-    compile: Any = setting("auto", choices=("auto", "true", "false"))
-    """torch.compile; `auto` is not known."""
-    optimizer_fused: Any = setting("auto", choices=("auto", "true", "false"))
-    """The optimizer's `fused=True`."""
-    gradients: str = one_of("auto", "fp32", "bf16")
-    """`bf16` in recipes of Megatron Bridge; `auto` is the framework's."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    quantization: str = one_of("none", "nf4", "int8")
-    """Of the weights that LoRA freezes: 4 bits (QLoRA, bitsandbytes, torchao), or 8 (LLM.int8)."""
-    optimizer_in_backward: bool = False
-    """Each parameter is updated, and its gradient freed, as soon as it has one."""
-    activation_offload: bool = False
-    """Activations are in CPU memory between forward and backward."""
-    recompute_modules: list[str] = setting([], choices=BLOCK_PARTS)
-    """What checkpointing=selective computes again, in Megatron Core's words; []: by operator, or Megatron's
-    default."""
-    gpu: str | None = setting(None, pattern=r".*\S.*", give="a name such as H100, or leave it out")
-    """A GPU by name (`H100`, `A100-40GB`), in place of the machine's."""
-    gpu_memory_gib: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
-    """Memory of a GPU in GiB, in place of the machine's."""
-    tokens: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
-    """Tokens to train on in all, for time and GPU-hours."""
-    step_seconds: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
-    """Measured seconds of an optimizer step, for TFLOPS, MFU and HFU."""
-    grid: bool = False
-    """`launch plan` shows micro-batches by checkpointing by sharding."""
-    timeout: float = 600.0
-    """Seconds that `launch fit` gives a program."""
 
 
 @dataclass

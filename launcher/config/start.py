@@ -6,8 +6,9 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from launcher.config.settings import SLURM_KINDS, MachineConfig, Settings, TorchrunConfig, refuse, show_value
+from launcher.config.settings import SLURM_KINDS, MachineConfig, Settings, TorchrunConfig, refuse
 from launcher.errors import MachineError, UsageError
+from launcher.fields import show_value
 from launcher.files import LARGEST, read_input
 from launcher.plan.model import MAX_RANKS, Machine, Plan, Request, parse_machine
 from launcher.plan.variables import HONOURED, VISIBLE_DEVICES, read_host

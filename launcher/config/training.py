@@ -4,38 +4,27 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from math import prod
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from launcher.codec import DecodeError, convert
 from launcher.config.program import find_unused, runs_bundled
 from launcher.config.run_path import dump_masked
-from launcher.config.settings import (
-    LARGEST_BATCH,
-    FitConfig,
-    ParallelConfig,
-    Settings,
-    find_fault,
-    list_settings,
-    refuse,
-    show_value,
-)
+from launcher.config.settings import Settings, refuse
 from launcher.config.start import is_step_task, parse_nodes
 from launcher.config.words import FIELDS, read_section
 from launcher.errors import MachineError, UsageError
+from launcher.fields import check_values, find_fault, list_settings, show_value
 from launcher.files import read_input
 from launcher.fit.choice import OPTIONS, assess, choose_settings, describe_choice, describe_fit, find_value
 from launcher.fit.counts import count_model_parameters
 from launcher.fit.gpus import find_gpu
+from launcher.fit.settings import ASKING, LARGEST_BATCH, FitConfig, ParallelConfig
 from launcher.fit.training import (
     Device,
-    Lora,
     ModelDimensions,
     NodeResources,
-    ParallelLayout,
     Training,
-    TrainingSettings,
     check_layout,
     find_framework,
     solve_batch,
@@ -61,19 +50,14 @@ SPLITTING = (
     *("parallel.ep", "parallel.zero", "parallel.framework"),
 )
 """Keys that leave nothing to choose of how the bundled program is parallel."""
-NOT_OF_THE_TRAINING = ("check", "gpu", "gpu_memory_gib", "tokens", "step_seconds", "grid", "timeout")
-"""Keys of `fit` that ask about a training and do not describe it."""
 TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kM]?)(tokens)?")
 """Of `program.global_batch`."""
 FEWEST_PARAMETERS = 100_000_000
 """Of a model whose preset's usual global batch counts; gpt2, the smallest with one, has 124 million."""
 LARGEST_CONFIG = 1 << 20
 """Bytes of a config.json; published ones have a few KiB."""
-LARGEST_LAYERS = 10_000
-"""The deepest published models have some hundred; other dimensions are below LARGEST_BATCH."""
 DIMENSIONS = ("vocab_size", "layers", "hidden_size", "heads", "intermediate_size", "max_seq_len")
-AT_LEAST_ONE = (*DIMENSIONS, "kv_heads", "head_width", "count", "per_token")
-WORDS = {"norm": ("rmsnorm", "layernorm"), "mlp": ("swiglu", "gelu"), "position": ("rope", "learned")}
+T = TypeVar("T", FitConfig, ParallelConfig)
 
 
 @dataclass(frozen=True)
@@ -209,12 +193,7 @@ def read_dimensions(section: Mapping[str, object]) -> ModelDimensions | None:
 
 def _check_dimensions(model: ModelDimensions) -> ModelDimensions:
     """Return dimensions that make a model; raises UsageError for others."""
-    for key, value, _ in list_settings(model, "model."):
-        name = key.rpartition(".")[2]
-        most = LARGEST_LAYERS if name == "layers" else LARGEST_BATCH
-        takes = {"choices": WORDS.get(name), "minimum": int(name in AT_LEAST_ONE), "maximum": most}
-        if (name in WORDS or type(value) is int) and (fault := find_fault(value, takes)):
-            raise UsageError(f"{key}={show_value(value)}: {fault}")
+    check_values(model, "model.")
     experts, layers, groups = model.experts, model.layers, model.kv_heads
     if model.latent_attention is None and model.heads % groups:
         raise refuse("kv_heads", model=model)
@@ -240,8 +219,13 @@ def _list_values(config: Settings) -> dict[str, Any]:
         key: value
         for section in ("fit", "parallel")
         for key, value, each in list_settings(getattr(config, section), f"{section}.")
-        if each.name not in NOT_OF_THE_TRAINING
+        if each.name not in ASKING
     }
+
+
+def _fill(section: T, **values: Any) -> T:  # noqa: ANN401 - of any setting
+    """Return a section in which what is `auto` has these values."""
+    return replace(section, **{key: value for key, value in values.items() if getattr(section, key) == AUTO})
 
 
 def make_training(job: FitJob) -> Training | None:
@@ -250,7 +234,7 @@ def make_training(job: FitJob) -> Training | None:
     What is `auto` in `fit` and `parallel` is what the bundled program's option says, and what is `auto` there
     too is chosen, on a device of unknown memory, too.
     """
-    config, model, is_bundled, fit = job.config, job.model, job.is_bundled, job.config.fit
+    config, model, is_bundled = job.config, job.model, job.is_bundled
     if model is None or not job.ranks:
         return None
     device, ranks = job.find_device(), job.ranks * job.nodes
@@ -261,58 +245,37 @@ def make_training(job: FitJob) -> Training | None:
     options = {key: _read_option(config.program, key) for key in PROGRAM_OPTIONS} if is_bundled else {}
     if {*fixed} & {*SPLITTING}:
         options.pop("parallel.framework", None)  # nothing is left to choose
-    values = {key: options.get(key, AUTO) if value == AUTO else value for key, value in given.items()}
-    free = frozenset(key for key in OPTIONS if key in options and values[key] == AUTO)
-
-    def settle(key: str, default: object) -> None:
-        if values[key] == AUTO:
-            values[key] = default
-
-    settle("fit.seq_len", min(model.max_seq_len, MAX_DEFAULT_SEQ_LEN))
+    free = frozenset(key for key in OPTIONS if options.get(key) == given[key] == AUTO)
+    layout = _fill(config.parallel, framework=options.pop("parallel.framework", AUTO))
+    settings = _fill(config.fit, **{key.removeprefix("fit."): value for key, value in options.items()})
+    settings = _fill(settings, seq_len=min(model.max_seq_len, MAX_DEFAULT_SEQ_LEN))
     computes_half, sequences = on_gpu, None
     if is_bundled:
         gpu, dtype = find_gpu(device.name) if on_gpu else None, config.program.get("dtype", AUTO)
         has_bf16 = on_gpu and (gpu is None or gpu.tf32 is not None)  # both came with the same generation
         computes_half = dtype == "bf16" or (dtype != "fp32" and has_bf16)
-        sequences = _find_sequences(config, model, values, ranks)
-        if fit.global_batch:
-            values["fit.accumulation"] = fit.accumulation
-    settle("parallel.zero", {"fsdp": 3, "zero": 1}.get(values["parallel.framework"], 0))
-    values["parallel.zero"] = 3 if values["parallel.zero"] == "fsdp" else int(values["parallel.zero"])
-    settle("parallel.dp", max(1, ranks // prod(values[key] for key in SPLITTING[:3])))
-    layout = ParallelLayout(**{each.name: values[f"parallel.{each.name}"] for each in fields(ParallelLayout)})
-    settle("parallel.framework", find_framework(layout))
-    micro_batch, accumulation = (
-        None if values[key] == AUTO else values[key] for key in ("fit.micro_batch", "fit.accumulation")
-    )
-    solved = solve_batch(micro_batch, layout.dp, accumulation, fit.global_batch)
-    values["fit.micro_batch"], values["fit.accumulation"] = solved
-    settle("fit.precision", "mixed" if computes_half else "fp32")
-    settle("fit.checkpointing", "none")
-    settle("fit.compile", None)
-    settle("fit.optimizer_fused", None)
+        sequences = _find_sequences(config, model, settings, ranks)
+        if settings.global_batch:
+            settings = replace(settings, accumulation=config.fit.accumulation)
+    layout = _fill(layout, zero={"fsdp": 3, "zero": 1}.get(layout.framework, 0))
+    layout = _fill(layout, dp=max(1, ranks // (layout.tp * layout.pp * layout.cp)))
+    layout = replace(layout, zero=3 if layout.zero == "fsdp" else int(layout.zero))
+    layout = _fill(layout, framework=find_framework(layout))
+    batch = _fill(settings, micro_batch=None, accumulation=None)
+    solved = solve_batch(batch.micro_batch, layout.dp, batch.accumulation, settings.global_batch)
+    settings = replace(settings, micro_batch=solved[0], accumulation=solved[1])
+    precision = "mixed" if computes_half else "fp32"
+    settings = _fill(settings, precision=precision, checkpointing="none", compile=None, optimizer_fused=None)
     # What the bundled program does not do is a question of the user's, and no ground to refuse a job.
     trains = is_bundled and model.experts is None and model.latent_attention is None and not fixed
-    framework = values["parallel.framework"]
-    settings = TrainingSettings(
-        **{
-            **{key.removeprefix("fit."): value for key, value in values.items() if key in DESCRIBING},
-            "framework": framework,
-            "lora": Lora(fit.lora.rank, tuple(fit.lora.targets)) if fit.lora.rank else None,
-            "recompute_modules": tuple(fit.recompute_modules),
-            "autocast": is_bundled and values["fit.precision"] == "mixed" and framework == "ddp",
-            "expandable_segments": job.expandable,
-        }
-    )
     training = Training(
         *(model, layout, settings, device, job.ranks, job.nodes, job.node),
-        tokens=fit.tokens,
-        step_seconds=fit.step_seconds,
         is_bundled=trains,
-        global_batch=fit.global_batch,
         free=free,
         sequences=sequences,
         fixed=fixed,
+        expandable_segments=job.expandable,
+        may_autocast=is_bundled,
     )
     if not free:
         return training
@@ -320,18 +283,12 @@ def make_training(job: FitJob) -> Training | None:
     return choose_settings(training)
 
 
-DESCRIBING = tuple(f"fit.{each.name}" for each in fields(TrainingSettings))
-"""Keys of `fit` that are fields of TrainingSettings."""
-
-
-def _find_sequences(
-    config: Settings, model: ModelDimensions, values: Mapping[str, Any], ranks: int
-) -> int | None:
+def _find_sequences(config: Settings, model: ModelDimensions, settings: FitConfig, ranks: int) -> int | None:
     """Return the sequences of a step of the bundled program, None if nobody says; raises UsageError.
 
     The usual global batch of a preset is for its size: a model that has been made small has none.
     """
-    asked, sequences = config.program.get("global_batch") or AUTO, config.fit.global_batch
+    asked, sequences = config.program.get("global_batch") or AUTO, settings.global_batch
     value = config.model.get("global_batch") if asked == AUTO else asked
     if asked == AUTO and count_model_parameters(model) < FEWEST_PARAMETERS:
         value = None
@@ -339,11 +296,11 @@ def _find_sequences(
         found, number = TOKENS.fullmatch(str(value)), 0.0
         if found:
             number = float(found[1]) * {"": 1, "k": 1 << 10, "M": 1 << 20}[found[2]]
-            number = max(1, round(number / values["fit.seq_len"])) if found[3] and number else number
+            number = max(1, round(number / settings.seq_len)) if found[3] and number else number
         if number != int(number) or not 1 <= number <= LARGEST_BATCH:
             raise refuse("global_batch", value=value)
         sequences = int(number)
-    micro_batch, accumulation = values["fit.micro_batch"], values["fit.accumulation"]
+    micro_batch, accumulation = settings.micro_batch, settings.accumulation
     if AUTO not in (micro_batch, accumulation, asked) and micro_batch * accumulation * ranks != sequences:
         found = micro_batch * accumulation * ranks
         batch = f"program.batch_size={micro_batch} * program.grad_accumulation={accumulation}"

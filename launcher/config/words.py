@@ -13,8 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launcher.config.settings import ClusterConfig, Settings, list_settings, refuse
+from launcher.config.settings import ClusterConfig, Settings, refuse
 from launcher.errors import UsageError
+from launcher.fields import list_settings
 
 PRIMARY = "launch"
 """Name of the primary configuration: not `config`, which a training program's own conf/ often holds."""

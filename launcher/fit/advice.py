@@ -76,7 +76,7 @@ def budget_node(training: Training) -> tuple[BudgetLine, ...]:
     # States in CPU memory are pinned.
     share = min(1.0, ranks * (1 if layout.zero else layout.replicas) / layout.world_size)
     # The bundled program saves by torch.distributed.checkpoint, Megatron its own shards.
-    in_shards = training.is_bundled or settings.framework == "megatron" or layout.zero < 3
+    in_shards = training.is_bundled or layout.framework == "megatron" or layout.zero < 3
     kept = count_kept(training).expected if settings.activation_offload else 0
     parts = {
         # On CPUs, the ranks' memory is the estimate's.
@@ -251,8 +251,8 @@ def estimate_speed(training: Training) -> SpeedEstimate:
     of_token, done = (
         count_token_flops(
             *(model, settings.seq_len, kind),
-            early_stop=settings.framework != "megatron",
-            is_frozen=settings.lora is not None,
+            early_stop=layout.framework != "megatron",
+            is_frozen=settings.lora.rank is not None,
         )
         for kind in ("none", settings.checkpointing)
     )
@@ -261,8 +261,8 @@ def estimate_speed(training: Training) -> SpeedEstimate:
     if gpu := find_gpu(training.device.name) if training.on_gpu else None:
         peak, source = gpu.find_precision_peak(settings.precision), gpu.source
         ideal = flops / (peak * 1e12 * gpus)
-    if training.step_seconds is not None:
-        seconds = (training.step_seconds, training.step_seconds)
+    if settings.step_seconds is not None:
+        seconds = (settings.step_seconds, settings.step_seconds)
     elif gpu and ideal and settings.precision != "fp32":
         is_fp8 = settings.precision == "fp8" and gpu.fp8
         low, high, runs = FP8 if is_fp8 else MFU_RANGES.get(gpu.runs, OTHER)
@@ -278,7 +278,7 @@ def estimate_speed(training: Training) -> SpeedEstimate:
         return found
     low, high = seconds
     mfu, each = (ideal / high, ideal / low) if ideal is not None else None, flops / gpus / 1e12
-    steps = None if training.tokens is None else training.tokens / tokens
+    steps = None if settings.tokens is None else settings.tokens / tokens
     return replace(
         found,
         mfu=mfu,

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from launcher.errors import UsageError
 from launcher.fit.advice import Advice, BudgetLine, SpeedEstimate, advise, budget_node, estimate_speed
 from launcher.fit.memory import estimate_memory, list_others
+from launcher.fit.settings import ASKING, ParallelConfig
 from launcher.fit.training import (
     Device,
     Estimate,
     Learned,
     MemoryPart,
-    ParallelLayout,
     Range,
     Training,
     check_layout,
@@ -142,7 +142,7 @@ def estimate_step(
     categories: Mapping[str, int], device: Device, world_size: int, *, expandable: bool
 ) -> Estimate:
     """Return what a program takes whose steps ran on fake tensors: their peak by categories, and the rest."""
-    on_gpu, layout = device.kind == "gpu", ParallelLayout(dp=world_size)
+    on_gpu, layout = device.kind == "gpu", ParallelConfig(dp=world_size, zero=0)
     others = list_others(Range.of(sum(categories.values())), layout, on_gpu=on_gpu, expandable=expandable)
     parts = [MemoryPart(name, Range.of(size), "from fake tensors") for name, size in categories.items()]
     return Estimate((*parts, *(MemoryPart(name, size) for name, size in others.items() if size.high)))
@@ -163,16 +163,24 @@ def estimate_to_json(estimate: Estimate) -> dict[str, object]:
 def fit_to_json(report: FitReport) -> dict[str, object]:
     """Return a report as JSON has it; keys are only ever added. Bytes are integers, times are seconds."""
     training, estimate, found = report.request, report.estimate, asdict(report)
-    del found["request"], found["estimate"]
+    del found["estimate"]
+    request = found.pop("request")
+    layout, settings = request["layout"], request["settings"]
+    for name in (*ASKING, "global_batch"):
+        del settings[name]
+    settings |= {"framework": layout.pop("framework"), "autocast": training.autocast}
+    settings["expandable_segments"] = training.expandable_segments
+    if training.settings.lora.rank is None:
+        settings["lora"] = None
     if not report.grid:
         del found["grid"]
     return {
         **found,
-        **{name: asdict(getattr(training, name)) for name in ("model", "settings", "device")},
+        **{name: request[name] for name in ("model", "settings", "device")},
         "capacity": training.capacity,
         "headroom": training.capacity - estimate.total.expected,
         "memory": estimate_to_json(estimate),
-        "layout": {**asdict(training.layout), "world_size": training.layout.world_size},
+        "layout": {**layout, "world_size": training.layout.world_size},
         "nodes": training.nodes,
         "ranks_per_node": training.gpus_per_node,
         "is_bundled": training.is_bundled,
@@ -245,7 +253,7 @@ def choose_settings(
     """
     free, settings = training.free, training.settings
     capacity = (1 - SPARE) * (training.capacity or UNKNOWN_MEMORY)
-    frameworks, sizes = [settings.framework], _list_sizes(training)
+    frameworks, sizes = [training.layout.framework], _list_sizes(training)
     if "parallel.framework" in free:  # one process has nobody to share with
         frameworks = ["ddp", "fsdp"] if training.layout.world_size > 1 else ["ddp"]
     ladder = LADDER if "fit.checkpointing" in free else (settings.checkpointing,)
@@ -284,28 +292,24 @@ def _set_up(training: Training, size: int, checkpointing: str, framework: str) -
     steps = settings.accumulation
     if "fit.accumulation" in training.free:
         steps = max(1, round(sequences / (size * layout.dp))) if sequences else 1
-    chosen = replace(
-        settings,
-        micro_batch=size,
-        accumulation=steps,
-        checkpointing=checkpointing,
-        framework=framework,
-        autocast=settings.precision == "mixed" and framework == "ddp",
-    )
     zero = {"ddp": 0, "fsdp": layout.zero or 3}.get(framework, layout.zero)
-    return replace(training, settings=chosen, layout=replace(layout, zero=zero))
+    return replace(
+        training,
+        settings=replace(settings, micro_batch=size, accumulation=steps, checkpointing=checkpointing),
+        layout=replace(layout, framework=framework, zero=zero),
+    )
 
 
 def _list_grid(training: Training, measure: Measure) -> Iterator[GridCell]:
     """Give micro-batches by checkpointing by sharding, with the global batch of a training."""
     settings, layout, batch = training.settings, training.layout, training.step_sequences
-    frameworks = [settings.framework]
-    if 1 < layout.world_size == layout.dp and settings.framework in ("ddp", "fsdp"):
+    frameworks = [layout.framework]
+    if 1 < layout.world_size == layout.dp and layout.framework in ("ddp", "fsdp"):
         frameworks = ["ddp", "fsdp"]
     most = min(max(1, MOST_TOKENS // settings.seq_len), max(1, batch // layout.dp))
-    sizes = {1 << power for power in range(most.bit_length())} | {settings.micro_batch}
+    sizes: set[int] = {1 << power for power in range(most.bit_length())} | {settings.micro_batch}
     free = replace(training, free=training.free | {"fit.accumulation"}, sequences=batch)
-    current = (settings.micro_batch, settings.checkpointing, settings.framework)
+    current = (settings.micro_batch, settings.checkpointing, layout.framework)
     for cell in product(sorted(sizes), LADDER, frameworks):
         one, tokens = training if cell == current else _set_up(free, *cell), None
         speed = estimate_speed(one)
@@ -327,14 +331,14 @@ OPTIONS = {
 def find_value(training: Training, key: str) -> Any:  # noqa: ANN401 - of any setting
     """Return what a training has for a key of `parallel` or `fit`, or `nodes`."""
     section, _, name = key.rpartition(".")
-    holder = training.layout if section == "parallel" and name != "framework" else training.settings
-    return getattr(holder if section else training, name)
+    holders = {"": training, "parallel": training.layout, "fit": training.settings}
+    return getattr(holders[section], name)
 
 
 def _show_setting(training: Training, key: str, value: object) -> str:
     """Return what sets a key, for the bundled program by its option."""
     name = f"program.{OPTIONS[key]}" if training.is_bundled and key in OPTIONS else key
-    shown = f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+    shown = f"[{','.join(value)}]" if isinstance(value, list) else str(value).lower()
     return f"{name}={shown}"
 
 
@@ -440,10 +444,10 @@ def _list_ladders(training: Training) -> list[list[_Step]]:
         "parallel.zero": "parallel.framework" not in free,
         "fit.optimizer": not is_bundled and settings.optimizer == "adamw",
         "fit.offload": not is_bundled,
-        "fit.quantization": settings.lora and settings.quantization == "none",
+        "fit.quantization": settings.lora.rank and settings.quantization == "none",
         # All activations are too much to copy.
         "fit.activation_offload": not is_bundled and settings.checkpointing == "full",
-        "fit.optimizer_in_backward": not is_bundled and settings.accumulation == 1 and not settings.lora,
+        "fit.optimizer_in_backward": not is_bundled and settings.accumulation == 1 and not settings.lora.rank,
     }
     ladders = []
     for key, rows in read_rules()["changes"].items():
@@ -486,15 +490,14 @@ def _apply_steps(training: Training, steps: Sequence[_Step]) -> Training | None:
     batch, step_batch = training.step_sequences, values.get("fit.micro_batch", settings.micro_batch) * dp
     if rest or is_alone or (offload == "parameters" and zero < 3):
         return None
-    if training.global_batch and batch % step_batch:
+    if settings.global_batch and batch % step_batch:
         return None
     split = replace(layout, tp=tp, zero=zero, dp=dp)
     own = {key.removeprefix("fit."): value for key, value in values.items()}
     if "checkpointing" in own:
-        own["recompute_modules"] = ()
+        own["recompute_modules"] = []
     if (tp, zero) != (layout.tp, layout.zero) and "parallel.framework" not in training.fixed:
-        own["framework"] = find_framework(split)
-        own["autocast"] = settings.autocast and own["framework"] == "ddp"
+        split = replace(split, framework=find_framework(split))
     settings = replace(settings, **own, accumulation=max(1, -(-batch // step_batch)))
     changed = replace(training, layout=split, settings=settings, nodes=nodes)
     try:

@@ -8,15 +8,8 @@ latent attention and experts. Widths are in elements a token.
 from collections.abc import Collection
 from typing import NamedTuple
 
-from launcher.fit.training import (
-    ATTENTION_MATRICES,
-    MLP_MATRICES,
-    NOTHING,
-    Experts,
-    ModelDimensions,
-    Range,
-    Training,
-)
+from launcher.fit.settings import ATTENTION_MATRICES, MLP_MATRICES
+from launcher.fit.training import NOTHING, Experts, ModelDimensions, Range, Training
 
 EAGER_NORM = 8
 """Bytes an element that an RMSNorm written in Python keeps more: its input in fp32, and the normalised one
@@ -224,15 +217,13 @@ def count_stage(
     """
     model, layout, lora = training.model, training.layout, training.settings.lora
     folded = layout.ep > layout.replicas  # over tp, as Megatron Core does: then tp does not split them
-    layers, adapters, rank = [], [], lora.rank if lora else 0
+    layers, adapters, rank = [], [], lora.rank or 0
     for size, experts in list_runs(model, first, count):
         parts = _count_layer(model, experts)
         routed = divide_up(parts["routed"], layout.ep if folded else layout.tp * layout.ep)
         layers.append((size, divide_up(parts["split"], layout.tp) + parts["whole"], routed))
         added = [0, 0]
-        for one in list_matrices(model, experts) if lora else ():
-            if lora is None or one.name not in lora.matrices:
-                continue
+        for one in (one for one in list_matrices(model, experts) if one.name in lora.matrices):
             copies = divide_up(one.copies, layout.ep) if one.held == "routed" else one.copies
             added[one.held == "routed"] += copies * rank * (one.inputs + one.outputs)
         adapters.append((size, added[0], added[1]))
@@ -243,7 +234,7 @@ def count_stage(
         is_copied = model.tied_embeddings and not is_first
         tables += divide_up(embedding if is_copied else head, layout.tp)
     every = StageParameters.of(layers, tables, is_last * _count_norm(model))
-    if lora is None:
+    if not rank:
         return every, every
     has_head = is_last and "lm_head" in lora.matrices
     return every, StageParameters.of(adapters, has_head * rank * (model.hidden_size + model.vocab_size))
@@ -279,10 +270,10 @@ def count_layer_bytes(
     hidden, heads, width, is_bundled = model.hidden_size, model.heads, settings.width, training.is_bundled
     query, key, value, latent, out = find_widths(model)
     matrices = list_matrices(model, experts)
-    trained = {one.name for one in matrices} if lora is None else lora.matrices
-    adapters = [one for one in matrices if lora and one.name in trained]
-    autocast, rising = settings.autocast and is_bundled, 2 if model.mlp == "swiglu" else 1
-    fused, again = bool(settings.compile) or settings.framework == "megatron", {*recomputed}
+    trained = {one.name for one in matrices} if lora.rank is None else lora.matrices
+    adapters = [one for one in matrices if lora.rank and one.name in trained]
+    autocast, rising = training.autocast and is_bundled, 2 if model.mlp == "swiglu" else 1
+    fused, again = bool(settings.compile) or layout.framework == "megatron", {*recomputed}
     # Selective checkpointing computes the scores again (arXiv:2205.05198, section 5).
     is_default = settings.checkpointing == "selective" and not settings.recompute_modules
     flash = settings.flash_attention or is_default or "core_attn" in again
@@ -291,7 +282,7 @@ def count_layer_bytes(
     statistics = 4 if model.norm == "rmsnorm" else 8
     norm, copies = 4 if autocast else width, 3 if autocast else 1
     eager = model.norm == "rmsnorm" and not fused and not is_bundled
-    norms = eager * model.norms_per_layer * (EAGER_NORM if lora is None else EAGER_NORM // 2) * hidden
+    norms = eager * model.norms_per_layer * (EAGER_NORM if lora.rank is None else EAGER_NORM // 2) * hidden
     scores = width * heads * settings.seq_len * (plain or not flash)
     up = "attention mla_up_proj" if model.latent_attention else "attention"
     of_inputs = bool(trained & {*ATTENTION_MATRICES[:-1]}) * copies
@@ -301,14 +292,13 @@ def count_layer_bytes(
     if experts:
         routed, shared = (count * experts.intermediate_size for count in (experts.per_token, experts.shared))
     sent = 2 * width * hidden * experts.per_token + 8 * experts.count if experts else 0
-    rank = lora.rank if lora else 0
     sequence: list[tuple[str, float | Range]] = [
         ("", model.norms_per_layer * (norm * hidden + statistics)),
         ("", Range(0, 0, 2 * hidden * dropout)),
         ("layernorm", of_inputs * width * hidden),
         ("layernorm", of_rising * width * hidden),
         ("layernorm", Range(0, norms, norms)),
-        ("", width * rank * sum(one.passes for one in adapters)),
+        ("", width * (lora.rank or 0) * sum(one.passes for one in adapters)),
         # Each token's copies, sent to and brought back from its experts, and the router's scores in fp32.
         ("moe", sent),
     ]

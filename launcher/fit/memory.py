@@ -23,15 +23,14 @@ from launcher.fit.counts import (
     list_matrices,
     list_runs,
 )
+from launcher.fit.settings import ParallelConfig
 from launcher.fit.training import (
     NOTHING,
     Estimate,
     Experts,
     MemoryPart,
-    ParallelLayout,
     Range,
     Training,
-    TrainingSettings,
 )
 
 MIB = 2**20
@@ -99,7 +98,7 @@ def _list_stages(training: Training) -> list["Stage"]:
 
 
 def list_others(
-    tensors: Range, layout: ParallelLayout, *, on_gpu: bool, expandable: bool
+    tensors: Range, layout: ParallelConfig, *, on_gpu: bool, expandable: bool
 ) -> dict[str, Range]:
     """Estimate what is allocated beside tensors, by parts.
 
@@ -125,7 +124,7 @@ def _estimate_stage(stage: "Stage") -> Estimate:
     moments = [(sum(parts.values(), NOTHING), name, parts) for name, parts in stage.list_moments()]
     peak, name, parts = max(moments, key=lambda moment: moment[0].expected)
     parts["temporary"] += Range(0, 0, max(total.high for total, _, _ in moments) - peak.high)
-    expandable = settings.expandable_segments
+    expandable = training.expandable_segments
     others = list_others(sum(parts.values(), NOTHING), layout, on_gpu=training.on_gpu, expandable=expandable)
     parts["temporary"] += others.pop("workspaces")
     modules = f" of {', '.join(settings.recompute_modules)}" if settings.recompute_modules else ""
@@ -140,7 +139,7 @@ def _estimate_stage(stage: "Stage") -> Estimate:
     return Estimate(shown, stage.index)
 
 
-def count_state_bytes(settings: TrainingSettings, hidden_size: int) -> tuple[float, float, float, float]:
+def count_state_bytes(training: Training) -> tuple[float, float, float, float]:
     """Give the bytes of a trained parameter: weights, gradients, optimizer, and the copy that layers compute
     with.
 
@@ -153,15 +152,16 @@ def count_state_bytes(settings: TrainingSettings, hidden_size: int) -> tuple[flo
     beside (Transformer Engine). LoRA's adapters are in fp32, as peft casts them: they are small. Adafactor
     has a row and a column in fp32 of each matrix, at least hidden_size long.
     """
+    settings, framework = training.settings, training.layout.framework
     width, fp8 = 2 if settings.precision == "bf16" else 4, 2 * (settings.precision == "fp8")
-    rare = {"adamw8bit": EIGHT_BIT_STATE, "adafactor": 2 * width / max(1, hidden_size)}
+    rare = {"adamw8bit": EIGHT_BIT_STATE, "adafactor": 2 * width / max(1, training.model.hidden_size)}
     moments = rare.get(settings.optimizer, MOMENTS[settings.optimizer] * width)
     weights, gradients, masters, copy = width, width, 0, 0
     if settings.precision in ("mixed", "fp8"):
-        if settings.lora or settings.framework in ("ddp", "fsdp"):
-            copy = 2 if settings.lora else 2 + fp8
+        if settings.lora.rank or framework in ("ddp", "fsdp"):
+            copy = 2 if settings.lora.rank else 2 + fp8
         else:
-            weights, gradients, masters = 2 + fp8, 4 if settings.framework == "megatron" else 2, 4
+            weights, gradients, masters = 2 + fp8, 4 if framework == "megatron" else 2, 4
     if settings.gradients != "auto":
         gradients = 2 if settings.gradients == "bf16" else 4
     return weights, gradients, masters + moments, copy
@@ -182,10 +182,10 @@ class Stage:
         self.parameters, self.trained = count_stage(training, first, count, index)
         self.runs, self.has_head = list_runs(self.model, first, count), index == self.layout.pp - 1
         settings, layout, model = self.settings, self.layout, self.model
-        self.width, self.framework = settings.width, settings.framework
+        self.width, self.framework = settings.width, layout.framework
         self.tokens = settings.micro_batch * divide_up(settings.seq_len, layout.cp)
         """Of a micro-batch on a GPU: cp splits the sequence."""
-        stream = self.tokens * (4 if settings.autocast else self.width) * model.hidden_size
+        stream = self.tokens * (4 if self.training.autocast else self.width) * model.hidden_size
         self.stream = stream // layout.tp if layout.sequence_parallel else stream
         """One tensor of the hidden size."""
         self.table = divide_up(model.vocab_size * model.hidden_size, layout.tp)
@@ -217,8 +217,8 @@ class Stage:
         of the second moment (torch.optim._multi_tensor_adamw), for Adafactor the squares and the updates.
         """
         settings, layout, trained = self.settings, self.layout, self.trained
-        optimizer, zero, hidden = settings.optimizer, layout.zero, self.model.hidden_size
-        of_weight, of_gradient, of_state, self.copy_bytes = count_state_bytes(settings, hidden)
+        optimizer, zero = settings.optimizer, layout.zero
+        of_weight, of_gradient, of_state, self.copy_bytes = count_state_bytes(self.training)
         self.gradient_bytes = of_gradient
         wide = min(layout.replicas, layout.shard_size or layout.replicas)
         # Megatron folds ep over tp.
@@ -229,7 +229,7 @@ class Stage:
             both if shards else (1, 1) for shards in (self.shards_weights, zero >= 2, zero >= 1)
         )
         self.weights = Range.of(of_weight * _count_shard(trained, by_weights))
-        if settings.lora:
+        if settings.lora.rank:
             self.weights += self._count_frozen(by_weights)
         self.gradients = round(of_gradient * _count_shard(trained, by_gradients))
         has_buckets = self.framework == "ddp" and layout.replicas > 1
@@ -332,7 +332,7 @@ class Stage:
         if self.framework == "megatron":
             return Range.of(MEGATRON_SELECTIVE * layer.low, layer.expected, layer.high)
         every, hidden = 1 if self.training.is_bundled else 2, model.hidden_size
-        stream, (*made, out) = 4 if settings.autocast else width, find_widths(model)
+        stream, (*made, out) = 4 if self.training.autocast else width, find_widths(model)
         inner = experts.shared * experts.intermediate_size if experts else model.intermediate_size
         sent = hidden * experts.per_token if experts else 0
         results = sum(made) + (2 if model.mlp == "swiglu" else 1) * inner
@@ -366,7 +366,7 @@ class Stage:
         found = 0.5 * kept + stream + tokens * width * model.hidden_size
         if has_plain_attention(self.training):
             found = max(found, 2 * tokens * width * model.heads * self.settings.seq_len - kept + stream)
-        each = 4 + 2 * self.settings.autocast if self.framework == "ddp" else width
+        each = 4 + 2 * self.training.autocast if self.framework == "ddp" else width
         matrix = each * model.hidden_size * inner
         groups = 2 * width if model.heads != model.kv_heads else 0
         kernel = tokens * (4 + groups) * model.heads * model.head_width
@@ -396,7 +396,7 @@ class Stage:
         # The 16-bit copies of fp32 weights that torch.autocast keeps to the backward pass; FSDP's are the
         # unsharded layers, in `communication`, and the bundled program's output layer's is the loss's.
         copies = NOTHING
-        if self.copy_bytes and not settings.lora and not self.shards_weights:
+        if self.copy_bytes and not settings.lora.rank and not self.shards_weights:
             size = self.copy_bytes * trained.total
             copies = Range.of(0 if settings.checkpointing == "full" else 0.8 * size, size, size)
             if self.training.is_bundled:
@@ -404,7 +404,11 @@ class Stage:
         copy, tied, exchanged = copies * (1 / layers), self.model.tied_embeddings, self._count_exchanged()
         # The output layer's gradient is outside of DDP's buckets while it waits.
         waits = self.has_head and is_ddp
-        table = round(self.gradient_bytes * (trained.tables if settings.lora else self.table)) if waits else 0
+        table = (
+            round(self.gradient_bytes * (trained.tables if settings.lora.rank else self.table))
+            if waits
+            else 0
+        )
         always = {**dict.fromkeys(PARTS, NOTHING), "weights": self.weights, "optimizer": self.optimizer}
         always["communication"] = self.buckets + self._gather() + exchanged
 
@@ -419,7 +423,7 @@ class Stage:
                 own["communication"] = Range.of(0.9 * root, root, 1.1 * root)
             yield meet("loss", held, **own)
         if waits:
-            made = table + (2 * self.table if settings.autocast else 0) + stream
+            made = table + (2 * self.table if self.training.autocast else 0) + stream
             kept = every + (NOTHING if recomputes else copies) + stream
             name = "backward of the output layer"
             yield meet(name, held, activations=kept, temporary=Range.of(made))
@@ -440,14 +444,14 @@ class Stage:
             last, working = every + (copy if recomputes else copies), self.working
             yield meet("backward of the last layer", held + waiting, activations=last, temporary=working)
             early = whole + (table if held and tied else 0)
-            if not held and is_ddp and not settings.lora and not settings.optimizer_in_backward:
+            if not held and is_ddp and not settings.lora.rank and not settings.optimizer_in_backward:
                 # What is made last: the first layer's gradients, the embedding's.
                 late = parameters.largest_layer + (0 if tied else self.table)
                 early -= round(self.gradient_bytes * late)
             kept = beside + one + copy
             yield meet("backward of the first layer", early, activations=kept, temporary=working)
         own = {"temporary": Range.of(stream)}
-        if shards_all and not settings.lora:
+        if shards_all and not settings.lora.rank:
             # The root's gradients, and their fp32 copy; other programs than the bundled one may have the
             # root's weights then, and the last layers' buffers.
             root, layer = parameters.root, parameters.largest_layer
@@ -481,7 +485,7 @@ class Stage:
             parts = 2 if width == 2 else 1  # the second one's, and the first one's until it is in fp32
             peak = max(8 * chunk + before, width * chunk + summed + parts * width * table * several)
             hidden = tokens * self.model.hidden_size
-            return Range.of(peak + (6 * hidden + 2 * table if settings.autocast else width * hidden))
+            return Range.of(peak + (6 * hidden + 2 * table if self.training.autocast else width * hidden))
         low, expected, high = 4.0 if settings.checkpointing == "selective" else 6.0, 11.0, 17.5
         known = {"fused": (0.0, 0.5, 1.5), "chunked": (0.3, 1.2, 2.5), "compiled": (4.0, 5.0, 7.0)}
         if settings.loss in known:
@@ -495,7 +499,7 @@ class Stage:
         elif settings.compile:
             low, expected, high = 4.0, 6.0, 14.0
         count = tokens * divide_up(self.model.vocab_size, self.layout.tp)
-        has_gradient = settings.loss in ("chunked", "fused") and settings.lora is None
+        has_gradient = settings.loss in ("chunked", "fused") and settings.lora.rank is None
         gradient = width * table * has_gradient
         return Range.of(low * count, expected * count + gradient, high * count + 2 * gradient)
 
@@ -521,7 +525,7 @@ class Stage:
             return total
         least, expected = 2 * layer, 2 * layer + root + (width + 2) * trained.largest_layer
         if layers is not None:
-            table = trained.tables if self.settings.lora else self.table
+            table = trained.tables if self.settings.lora.rank else self.table
             least += width * trained.largest_layer
             expected = layers + root + (width * table if self.has_head else 0)
             if self.training.is_bundled:

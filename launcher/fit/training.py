@@ -11,24 +11,30 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import UsageError
+from launcher.fields import one_of, setting
+from launcher.fit.settings import LARGEST_BATCH, FitConfig, ParallelConfig
 
 MOST_NEAR = 4096
 """Divisors up to here are proposed."""
 SHARDED_BY = {"ddp": (0,), "fsdp": (2, 3), "zero": (0, 1, 2, 3), "megatron": (0, 1, 2, 3)}
 """Stages of `parallel.zero` that a framework has."""
+SIZE = {"minimum": 0, "maximum": LARGEST_BATCH}
+COUNT = {"minimum": 1, "maximum": LARGEST_BATCH}
+LAYERS = {"minimum": 1, "maximum": 10_000}
+"""The deepest published models have some hundred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts in place of the MLP."""
 
-    count: int
-    per_token: int
-    intermediate_size: int
+    count: int = setting(**COUNT)
+    per_token: int = setting(**COUNT)
+    intermediate_size: int = setting(**COUNT)
     """Width inside one expert."""
-    shared: int = 0
+    shared: int = setting(0, **SIZE)
     """Experts that every token passes."""
-    dense_layers: int = 0
+    dense_layers: int = setting(0, **SIZE)
     """First layers with an ordinary MLP."""
     shared_gate: bool = False
     """A gate of one output before the shared experts (Qwen)."""
@@ -40,14 +46,14 @@ class Experts:
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
 
-    query_rank: int | None
+    query_rank: int | None = setting(**SIZE)
     """Width of the compressed query; None if queries are not compressed."""
-    kv_rank: int
-    rope_width: int
+    kv_rank: int = setting(**SIZE)
+    rope_width: int = setting(**SIZE)
     """Width of a head's rotary part."""
-    plain_width: int
+    plain_width: int = setting(**SIZE)
     """Width of a head's other part."""
-    value_width: int
+    value_width: int = setting(**SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +61,18 @@ class ModelDimensions:
     """A decoder-only transformer."""
 
     name: str
-    vocab_size: int
-    layers: int
-    hidden_size: int
-    heads: int
-    kv_heads: int
-    head_width: int
-    intermediate_size: int
-    max_seq_len: int
-    norm: str = "rmsnorm"
-    """`rmsnorm` or `layernorm`."""
-    mlp: str = "swiglu"
+    vocab_size: int = setting(**COUNT)
+    layers: int = setting(**LAYERS)
+    hidden_size: int = setting(**COUNT)
+    heads: int = setting(**COUNT)
+    kv_heads: int = setting(**COUNT)
+    head_width: int = setting(**COUNT)
+    intermediate_size: int = setting(**COUNT)
+    max_seq_len: int = setting(**COUNT)
+    norm: str = one_of("rmsnorm", "layernorm")
+    mlp: str = one_of("swiglu", "gelu")
     """`swiglu` (three matrices) or `gelu` (two)."""
-    position: str = "rope"
-    """`rope` or `learned`."""
+    position: str = one_of("rope", "learned")
     bias: bool = False
     """Biases in all linear layers, and in a layernorm."""
     qkv_bias: bool = False
@@ -80,107 +84,8 @@ class ModelDimensions:
     latent_attention: LatentAttention | None = None
     out_bias: bool = False
     """A bias in the attention's output layer, without biases everywhere."""
-    norms_per_layer: int = 2
+    norms_per_layer: int = setting(2, **SIZE)
     """Norms of the hidden size in a layer: 4 with norms after attention and MLP too (Gemma 2)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelLayout:
-    """How a job is split over its GPUs: tp * pp * cp * dp of them; ep divides dp * cp."""
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    ep: int = 1
-    zero: int = 0
-    """0: replicas; 1: optimizer states sharded; 2: gradients too; 3: weights too (FSDP)."""
-    shard_size: int | None = None
-    """GPUs over which states are sharded (hybrid sharding); None is all of dp * cp."""
-    sequence_parallel: bool = True
-    """With tp above 1: norms and dropout split along the sequence too."""
-    virtual_stages: int = 1
-    """Model chunks of each pipeline stage (interleaved schedule)."""
-
-    @property
-    def world_size(self) -> int:
-        """GPUs of the job."""
-        return self.tp * self.pp * self.dp * self.cp
-
-    @property
-    def replicas(self) -> int:
-        """GPUs among which data parallelism may shard states, and the sequences are split."""
-        return self.dp * self.cp
-
-
-ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
-"""A layer's matrices by the names of Hugging Face's models; GELU has no gate_proj."""
-ALL_LINEAR = "all-linear"
-
-
-@dataclass(frozen=True, slots=True)
-class Lora:
-    """Low-rank adapters, which are trained in place of the model (arXiv:2106.09685)."""
-
-    rank: int
-    targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Matrices that have an adapter; `all-linear` is all of a layer's, as in peft, without `lm_head`."""
-
-    @property
-    def matrices(self) -> frozenset[str]:
-        """The targets by name."""
-        every = ATTENTION_MATRICES + MLP_MATRICES if ALL_LINEAR in self.targets else ()
-        return frozenset({*every, *self.targets} - {ALL_LINEAR})
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSettings:
-    """What decides memory and speed beside the model and the layout, in words of `FitConfig`'s."""
-
-    framework: str = "ddp"
-    """Who holds the states: torch's DDP or FSDP2, DeepSpeed's ZeRO (`zero`), or Megatron's distributed
-    optimizer. It decides copies and buffers, `ParallelLayout.zero` what is sharded."""
-    precision: str = "mixed"
-    """`fp32`: all in 32 bits; `bf16`: weights, gradients and moments in bf16; `mixed`: computes in bf16 with
-    fp32 master weights; `fp8`: as `mixed`, matrix products in 8 bits."""
-    optimizer: str = "adamw"
-    checkpointing: str = "none"
-    offload: str = "none"
-    micro_batch: int = 1
-    """Sequences for each data-parallel rank and micro-step."""
-    accumulation: int = 1
-    """Micro-steps for each optimizer step."""
-    seq_len: int = 2048
-    flash_attention: bool = True
-    autocast: bool = False
-    """`mixed` by torch.autocast over fp32 weights, as the bundled program does with DDP."""
-    expandable_segments: bool = True
-    loss: str = "auto"
-    """`plain`: all logits at once; `chunked`: some at a time; `fused`: in one kernel with the output layer
-    (Liger, cut cross-entropy); `auto`: not known, which makes the range wide."""
-    compile: bool | None = None
-    """By torch.compile; None is not known."""
-    optimizer_fused: bool | None = None
-    """The optimizer's step makes no list of temporaries; None is not known."""
-    gradients: str = "auto"
-    """`fp32` or `bf16`; `auto` is the framework's."""
-    lora: Lora | None = None
-    """With it the model's weights are frozen: in fp32 if `precision` is, else in 16 bits."""
-    quantization: str = "none"
-    """Of the frozen weights: `nf4` (4 bits and a scale for each 64; arXiv:2305.14314) or `int8`."""
-    optimizer_in_backward: bool = False
-    """Each parameter is updated, and its gradient freed, as soon as it has one."""
-    activation_offload: bool = False
-    """Activations are in CPU memory between forward and backward."""
-    recompute_modules: tuple[str, ...] = ()
-    """What selective checkpointing computes again, by the names of Megatron Core and `attention`; empty: by
-    operator, or as Megatron's own default."""
-
-    @property
-    def width(self) -> int:
-        """Bytes of a number in the computation."""
-        return 4 if self.precision == "fp32" else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,20 +119,14 @@ class Training:
     """A training whose memory and speed are asked for."""
 
     model: ModelDimensions
-    layout: ParallelLayout
-    settings: TrainingSettings
+    layout: ParallelConfig
+    settings: FitConfig
     device: Device
     gpus_per_node: int
     nodes: int = 1
     node: NodeResources = field(default_factory=NodeResources)
-    tokens: float | None = None
-    """Tokens to train on in all, for time and GPU-hours."""
-    step_seconds: float | None = None
-    """Measured seconds of an optimizer step."""
     is_bundled: bool = False
     """It is the bundled program, whose tensors are known exactly; others are never refused."""
-    global_batch: int | None = None
-    """Sequences of an optimizer step, if that is set."""
     free: frozenset[str] = frozenset()
     """Keys that were chosen, since the bundled program's options are `auto`, and would be chosen otherwise on
     other nodes."""
@@ -235,6 +134,14 @@ class Training:
     """Of an optimizer step, which the choice keeps; None: as many as it comes to."""
     fixed: tuple[str, ...] = ()
     """Keys of `parallel` and `fit` with values of their own, which a change has to set too."""
+    expandable_segments: bool = True
+    may_autocast: bool = False
+    """With DDP it computes in `mixed` by torch.autocast over fp32 weights, as the bundled program does."""
+
+    @property
+    def autocast(self) -> bool:
+        """Whether it computes by torch.autocast."""
+        return self.may_autocast and self.settings.precision == "mixed" and self.layout.framework == "ddp"
 
     @property
     def on_gpu(self) -> bool:
@@ -249,7 +156,7 @@ class Training:
     @property
     def step_sequences(self) -> int:
         """Sequences of an optimizer step."""
-        return self.settings.micro_batch * self.settings.accumulation * self.layout.dp
+        return int(self.settings.micro_batch * self.settings.accumulation * self.layout.dp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +243,7 @@ class Learned:
     """Where from, for people: a run, a program."""
 
 
-def find_framework(layout: ParallelLayout) -> str:
+def find_framework(layout: ParallelConfig) -> str:
     """Return the framework that a layout is most used with."""
     if layout.zero == 3:
         return "fsdp"
@@ -395,7 +302,7 @@ def check_layout(training: Training) -> None:
     model, layout, settings, each = training.model, training.layout, training.settings, training.gpus_per_node
     experts, ranks, size = model.experts, each * training.nodes, layout.world_size
     tp, pp, ep, zero, replicas = layout.tp, layout.pp, layout.ep, layout.zero, layout.replicas
-    framework, length, group = settings.framework, settings.seq_len, layout.shard_size
+    framework, length, group = layout.framework, settings.seq_len, layout.shard_size
     widths = {"heads": model.heads}
     if model.latent_attention is None:
         widths["kv_heads"] = model.kv_heads
@@ -439,4 +346,4 @@ def check_layout(training: Training) -> None:
         }
         parts = {"model": model, "layout": layout, "settings": settings, "ranks": ranks, "step": step}
         raise UsageError(read_rules()["layout"][rule].format(**parts, **values))
-    solve_batch(settings.micro_batch, layout.dp, settings.accumulation, training.global_batch)
+    solve_batch(settings.micro_batch, layout.dp, settings.accumulation, settings.global_batch)

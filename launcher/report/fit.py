@@ -78,13 +78,13 @@ def _describe_request(request: Training, speed: SpeedEstimate) -> str:
     layout, settings, lora = request.layout, request.settings, request.settings.lora
     sizes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "dp")}
     shown = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["one replica"]
-    zero = f" stage {layout.zero}" if settings.framework == "zero" else ""
+    zero = f" stage {layout.zero}" if layout.framework == "zero" else ""
     parts = {
         clean_text(request.model.name): True,
         f"{speed.parameters:,} parameters": True,
-        f"{', '.join(shown)} by {settings.framework}{zero}": True,
+        f"{', '.join(shown)} by {layout.framework}{zero}": True,
         f"{settings.precision}, {settings.optimizer}": True,
-        f"LoRA of rank {lora.rank} on {' '.join(lora.targets)}" if lora else "": lora,
+        f"LoRA of rank {lora.rank} on {' '.join(lora.targets)}" if lora.rank else "": lora.rank,
         f"frozen weights in {settings.quantization}": settings.quantization != "none",
         f"checkpointing {settings.checkpointing}": settings.checkpointing != "none",
         f"offload {settings.offload}": settings.offload != "none",
@@ -166,7 +166,7 @@ def _describe_speed(speed: SpeedEstimate, request: Training) -> Iterator[str]:
     """Give the lines on speed: of a step, and to the budget of tokens."""
     if not speed.step_seconds or not speed.tflops:
         return
-    measured = "expected" if request.step_seconds is None else "measured"
+    measured = "expected" if request.settings.step_seconds is None else "measured"
     step = _span(speed.step_seconds, _describe_long_time)
     parts = [f"{measured} speed: {step} a step of {speed.tokens_per_step:,} tokens"]
     parts.append(f"{_span(speed.tflops, '{:.0f}'.format)} TFLOPS a GPU")
@@ -175,10 +175,10 @@ def _describe_speed(speed: SpeedEstimate, request: Training) -> Iterator[str]:
         parts += [f"HFU {_span(speed.hfu, '{:.0%}'.format)}"] if speed.hfu != speed.mfu else []
     peak = f"; peak {speed.peak_tflops:g} TFLOPS ({speed.peak_source})" if speed.peak_tflops else ""
     yield ", ".join(parts) + peak
-    if speed.total_seconds and speed.gpu_hours and request.tokens:
+    if speed.total_seconds and speed.gpu_hours and request.settings.tokens:
         total = _span(speed.total_seconds, _describe_long_time)
         hours = _span(speed.gpu_hours, "{:,.0f}".format)
-        yield f"{request.tokens:.4g} tokens: {total}, {hours} GPU-hours"
+        yield f"{request.settings.tokens:.4g} tokens: {total}, {hours} GPU-hours"
 
 
 def _span(ends: tuple[float, float], form: Callable[[float], str]) -> str:

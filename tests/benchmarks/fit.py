@@ -63,10 +63,10 @@ class FitCase:
             "micro_batch": self.batch,
             "accumulation": self.accumulation,
             "seq_len": self.seq_len,
-            "autocast": self.bf16 and not sharded,
         }
         layout = {"dp": self.world_size, "zero": 3 if sharded else 0}
-        return ask(TABLES["models"][self.model], layout=layout, settings=settings, is_bundled=True)
+        kind = {"is_bundled": True, "may_autocast": True}
+        return ask(TABLES["models"][self.model], layout=layout, settings=settings, **kind)
 
     @property
     def question(self) -> str:

@@ -31,7 +31,7 @@ from launcher.runs.records import fingerprint_ranks
 from tests.benchmarks.fit import FEW, FitCase
 from tests.cli.make_runs import read_manifest
 from tests.data_files import DATA, read_data
-from tests.fit.made_requests import REQUEST
+from tests.fit.made_requests import REQUEST, change
 from tests.fuzzing import Terminal, assert_harmless
 from tests.runs.test_run_lookup import make_measured
 from tests.seam import (
@@ -404,7 +404,8 @@ def test_what_a_plan_loads(here: Path) -> None:
     assert not loaded & {"torch", "numpy", "launcher.programs.options"}
     loaded = list_loaded(["watch.enabled=false", "--", "true"], here)
     assert "launcher.runs.records" in loaded
-    assert not [name for name in loaded if name.startswith(("launcher.fit.", "launcher.preflight"))]
+    unasked = {name for name in loaded if name.startswith(("launcher.fit.", "launcher.preflight"))}
+    assert unasked == {"launcher.fit.settings"}
 
 
 def test_a_model_alone_is_answered_about_memory_alone(launch: Launch) -> None:
@@ -542,8 +543,8 @@ def test_no_value_makes_a_traceback_or_negative_memory(words: list[str], program
 # The table of a report at several widths, without colours and block characters
 
 
-SMALL_NODE = replace(REQUEST.node, memory_kib=256 << 20)
-REPORT = assess(replace(REQUEST, tokens=1e12, node=SMALL_NODE), Learned(0.97, 0.01, 1, "tiny/1"))
+SMALL_NODE = change(REQUEST, {"tokens": 1e12, "node": {"memory_kib": 256 << 20}})
+REPORT = assess(SMALL_NODE, Learned(0.97, 0.01, 1, "tiny/1"))
 
 
 def show(report: FitReport, width: int, *, terminal: bool = False) -> str:

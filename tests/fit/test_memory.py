@@ -19,7 +19,7 @@ from launcher.fit.counts import count_layer_bytes, count_model_parameters
 from launcher.fit.memory import estimate_memory
 from launcher.fit.training import Training
 from tests.benchmarks.fit import FEW, GRID, MOST_ABOVE, FitCase, find_missing, track_cases
-from tests.fit.made_requests import DATA, MODELS, SETTINGS, TABLES, ask
+from tests.fit.made_requests import DATA, MODELS, SETTINGS, TABLES, ask, change
 from tests.fuzzing import WORDS
 
 GIB = 2**30
@@ -238,7 +238,8 @@ def test_whatever_is_taken_has_memory_in_order_speed_and_advice(
     found: Training, tokens: float | None, seconds: float | None
 ) -> None:
     size = found.layout.world_size
-    request = replace(found, tokens=tokens, step_seconds=seconds, gpus_per_node=size, nodes=1)
+    asked = {"tokens": tokens, "step_seconds": seconds}
+    request = change(found, {"settings": asked, "gpus_per_node": size, "nodes": 1})
     estimate = estimate_memory(request)
     ranges = [one.bytes for one in estimate.parts]
     for value in (*ranges, estimate.total, estimate.allocated, estimate.reserved):

@@ -26,7 +26,7 @@ from launcher.fit.gpus import GPU_TYPES, find_gpu
 from launcher.fit.hf import FAMILIES
 from launcher.fit.training import ModelDimensions
 from launcher.programs.options import parse_config
-from tests.fit.made_requests import DATA, LLAMA7B, MODELS, TABLES, ask
+from tests.fit.made_requests import DATA, LLAMA7B, MODELS, TABLES, ask, change
 from tests.fuzzing import WORDS, scalars, texts
 from tests.seam import Result
 
@@ -188,12 +188,12 @@ def test_operations_of_a_token() -> None:
 
 def estimate(model: str, gpus: int, gpu: str | dict[str, Any], seq_len: int, **more: Any) -> Any:
     """The speed of FSDP over GPUs whose memory is not known."""
-    top = {key: more.pop(key) for key in ("step_seconds", "tokens") if key in more}
+    top: dict[str, Any] = {key: more.pop(key) for key in ("step_seconds", "tokens") if key in more}
     device = {"name": gpu, "memory_mib": 0} if isinstance(gpu, str) else gpu
     settings = {"framework": "fsdp", "seq_len": seq_len, **more.pop("settings", {}), **more}
     request = ask(model, layout={"dp": gpus, "zero": 3}, settings=settings, device=device)
     context = max(request.model.max_seq_len, seq_len)
-    return assess(replace(request, model=replace(request.model, max_seq_len=context), **top)).speed
+    return assess(change(request, {**top, "model": {"max_seq_len": context}})).speed
 
 
 @pytest.mark.parametrize("row", TABLES["hours"], ids=lambda row: row[-1])

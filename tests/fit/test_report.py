@@ -144,7 +144,7 @@ def test_the_bundled_programs_changes_are_its_own_options() -> None:
 
 
 def test_a_set_global_batch_is_kept_and_micro_batches_divide_it() -> None:
-    six = replace(SHARDED, settings=replace(SHARDED.settings, micro_batch=6), global_batch=48)
+    six = change(SHARDED, {"settings": {"micro_batch": 6, "global_batch": 48}})
     for gib in (110, 90, 60):
         for settings in propose(six, gib):
             pairs = dict(setting.split("=") for setting in settings)
