@@ -183,6 +183,9 @@ yaml.SafeLoader.yaml_implicit_resolvers = {
     first: [(tag, FORMS.get(tag, form)) for tag, form in resolvers]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+# Hydra copies its sources twice for a composition, and with them all that the store holds, though what is
+# read of it is copied once more: a fifth of the time.
+ConfigStore.__deepcopy__ = lambda store, _: store  # type: ignore[attr-defined]
 
 
 STORED: Any = ConfigStore.instance().repo["hydra"]["config.yaml"]
