@@ -40,7 +40,7 @@ def rank_plan() -> dict[str, object] | None:
         plan = json.loads(os.environ.get(LAUNCH_RANK_PLAN, ""))
     except ValueError:
         return None
-    return {name: plan.get(name) for name in RANK_PLAN_KEYS} if isinstance(plan, dict) else None
+    return {name: plan.get(name) for name in RANK_PLAN_KEYS.split()} if isinstance(plan, dict) else None
 
 
 def run_dir() -> "Path | None":

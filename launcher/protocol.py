@@ -72,16 +72,7 @@ LAUNCH_WATCH = "LAUNCH_WATCH"
 """A folder on the node's memory or disk, in which each rank's hook keeps its heartbeat."""
 OWN_VARIABLES = tuple(name for name in dict(globals()) if name.startswith(PREFIX) and name not in _OF_USERS)
 
-RANK_PLAN_KEYS = (
-    "local_rank",
-    "gpu",
-    "cpus",
-    "worker_cpus",
-    "memory",
-    "num_workers",
-    "omp_num_threads",
-    "nic",
-)
+RANK_PLAN_KEYS = "local_rank gpu cpus worker_cpus memory num_workers omp_num_threads nic"
 """What of its plan a rank's program can ask for (`launcher.rank_plan`); LAUNCH_RANK_PLAN has more."""
 LOGS = "logs"
 """The folder of logs in a run directory; a rank's are in `logs/ATTEMPT`."""

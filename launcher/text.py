@@ -31,11 +31,7 @@ def escape_text(text: str, most: int = LONGEST) -> str:
     """Return a text on one line: what does not print as escapes, the middle of a long one left out."""
     if len(text) > 2 * most:
         text = text[:most] + text[-most:]
-    shown = (
-        text
-        if text.isprintable()
-        else "".join(char if char.isprintable() else escape_character(char) for char in text)
-    )
+    shown = "".join(char if char.isprintable() else escape_character(char) for char in text)
     half = (most - 3) // 2
     return shown if len(shown) <= most else f"{shown[:half]} … {shown[-half:]}"
 

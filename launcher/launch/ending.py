@@ -188,9 +188,7 @@ def describe_exit(exitcode: int, cause: str = "") -> str:
         words = f"was killed by {name} (signal {number})" if name else f"was killed by signal {number}"
         return f"{words}, {hint}" if hint else words
     # above 128 as a shell gives it, which the program may have passed on
-    passed_on = (
-        f"128+{number}, as of a child killed by {name}" + (f", {hint}" if hint else "") if name else ""
-    )
+    passed_on = ", ".join(filter(None, (name and f"128+{number}, as of a child killed by {name}", hint)))
     meaning = cause or EXIT_HINTS.get(exitcode, passed_on)
     return f"exited with code {exitcode}" + (f" ({meaning})" if meaning else "")
 

@@ -24,10 +24,7 @@ SHIM = Path(__file__).parents[1] / "rank" / "__main__.py"
 """What each rank runs just before the program."""
 PET_DECIDED = ("PET_MODULE", "PET_RUN_PATH", "PET_NO_PYTHON", "PET_STANDALONE")
 """torchrun's variables for what `launch` decides itself; torchrun would take them beside our options."""
-PASSED_ON = (
-    *("monitor_interval", "master_addr", "master_port", "local_addr", "role", "event_log_handler"),
-    "signals_to_handle",
-)
+PASSED_ON = "monitor_interval master_addr master_port local_addr role event_log_handler signals_to_handle"
 """Settings of the group `torchrun` that are torchrun's own options."""
 NOT_INHERITED = (*PET_DECIDED, protocol.LAUNCH_WATCH, protocol.LAUNCH_FIT)
 """Variables that a launcher around this one may have set, for its own ranks."""
@@ -127,7 +124,7 @@ def render_agent(job: Job, rdzv_id: str) -> tuple[str, ...]:
         "rdzv_id": own.rdzv_id or (rdzv_id if cluster.kind != "manual" else None),
         "rdzv_conf": {"is_host": int(cluster.is_host), **conf} if c10d else conf,
         "max_restarts": choose_restarts(config, environ),
-        **{name: getattr(own, name) for name in PASSED_ON},
+        **{name: getattr(own, name) for name in PASSED_ON.split()},
     }
     # As with the `torchrun` script, a `json.py` in the working directory is not what the agent imports (-P).
     command = [sys.executable, "-P", "-m", "torch.distributed.run"]

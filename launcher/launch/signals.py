@@ -112,10 +112,9 @@ class StopStages:
 
 def name_signal(number: int) -> str:
     """Return a signal's name, `signal 40` if it has none."""
-    try:
+    with contextlib.suppress(ValueError):
         return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return f"signal {number}"
 
 
 @dataclass(slots=True)

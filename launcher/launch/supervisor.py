@@ -117,8 +117,8 @@ class LocalControl:
 
 
 @dataclass(slots=True)
-class DirectAgent:
-    """Does what `control` orders: starts ranks, reaps them, ends all if one has failed."""
+class NodeAgent:
+    """Starts the ranks of a node, and what there is to say of them."""
 
     job: Job
     run: RunDir
@@ -126,15 +126,33 @@ class DirectAgent:
     """Each rank's, before the agent's own variables (see `launcher.launch.job.build_agent_environ`)."""
     run_id: str
     """`TORCHELASTIC_RUN_ID`, what torchrun calls --rdzv-id."""
+    reads_stdin: bool = field(default=False, kw_only=True)
+    """Ranks have this process's stdin; else they have an empty one."""
+    ranks: RankSet = field(default_factory=RankSet, kw_only=True)
+    """All ranks that it has started, as far as they are known."""
+
+    hearing: ClassVar[float] = 0.0
+    """Seconds in which it says that it was sent a signal."""
+
+    def list_ranks(self) -> Sequence[RankProcess]:
+        """Return ranks that are perhaps not among `ranks` yet."""
+        return ()
+
+    def was_signalled(self) -> bool:
+        """Tell whether it says that a signal has reached it past this process."""
+        return False
+
+    def close(self) -> None:
+        """The ranks have ended."""
+
+
+@dataclass(slots=True)
+class DirectAgent(NodeAgent):
+    """Does what `control` orders: starts ranks, reaps them, ends all if one has failed."""
+
     control: GroupControl
     warm: WarmProcess | None = None
     """Ranks are forked from it, unless something is against that; the first reason is told."""
-    reads_stdin: bool = False
-    """Ranks have this process's stdin, as torchrun's have; else they have an empty one."""
-
-    hearing: ClassVar[float] = 0.0
-    ranks: RankSet = field(default_factory=RankSet)
-    """All ranks that it has started."""
     start: GroupStart | None = None
     """The newest one."""
     group: list[RankProcess] = field(default_factory=list)
@@ -294,14 +312,6 @@ class DirectAgent:
             reap(rank.pid)
         self.group = []
 
-    def list_ranks(self) -> Sequence[RankProcess]:
-        """Return ranks that are not among `ranks` yet: there are none."""
-        return ()
-
-    def was_signalled(self) -> bool:
-        """Tell whether a signal has reached the agent past this process, which it is itself."""
-        return False
-
     def send_signal(self, number: int) -> None:
         """End the ranks by a signal, and start none after that. The next signals are the supervisor's."""
         self.stopped = True
@@ -320,21 +330,11 @@ class DirectAgent:
 
 
 @dataclass(slots=True)
-class TorchrunAgent:
+class TorchrunAgent(NodeAgent):
     """Runs torchrun, whose children are the ranks."""
-
-    job: Job
-    run: RunDir
-    environ: Mapping[str, str]
-    run_id: str
-    """What torchrun calls --rdzv-id."""
-    reads_stdin: bool = False
 
     descriptors: ClassVar[Collection[int]] = ()
     hearing: ClassVar[float] = 0.5
-    """Seconds in which it says that it was sent a signal."""
-    ranks: RankSet = field(default_factory=RankSet)
-    """All ranks that were found."""
     log_begin: int = 0
     """Bytes of the log that are of earlier starts."""
     process: "subprocess.Popen[bytes]" = field(init=False)
@@ -398,9 +398,6 @@ class TorchrunAgent:
         """End torchrun at once."""
         self.process.kill()
 
-    def close(self) -> None:
-        """Its ranks have ended, or are ended by others."""
-
 
 Agent = DirectAgent | TorchrunAgent
 
@@ -420,7 +417,7 @@ def make_agent(
     # Several ranks would each read some of what is typed on one terminal.
     reads_stdin = job.world_size == 1 or not os.isatty(0)
     if job.agent.kind != "direct":
-        return TorchrunAgent(job, run, environ, run.id, reads_stdin)
+        return TorchrunAgent(job, run, environ, run.id, reads_stdin=reads_stdin)
     restarts = choose_restarts(job.config, job.environ) or 0
     host, _, given = job.cluster.endpoint.rpartition(":") if job.config.rdzv_endpoint else (LOOPBACK, "", "0")
 
@@ -432,15 +429,9 @@ def make_agent(
     # What the plan gives to all ranks alike is there for what an import reads.
     pairs = [set(rank.env) for rank in job.plan.ranks]
     known = {**environ, **(dict(sorted(set.intersection(*pairs))) if pairs else {})}
-    return DirectAgent(
-        job,
-        run,
-        environ,
-        run.id,
-        LocalControl(Coordinator((job.host,), 1, restarts, find_endpoint), restarts > 0),
-        start_warm(job.program, job.config.start, known, early),
-        reads_stdin,
-    )
+    control = LocalControl(Coordinator((job.host,), 1, restarts, find_endpoint), restarts > 0)
+    warm = start_warm(job.program, job.config.start, known, early)
+    return DirectAgent(job, run, environ, run.id, control, warm, reads_stdin=reads_stdin)
 
 
 def spawn_rank(argv: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> int:

@@ -138,10 +138,9 @@ class Terminal:
 
     def update(self) -> None:
         """Let the user's terminal be raw while the program has the other, with the same size."""
-        try:
+        is_taken = False
+        with contextlib.suppress(OSError):
             is_taken = os.tcgetpgrp(self.master) > 0
-        except OSError:
-            is_taken = False
         if not is_taken or not is_foreground():  # nobody has the other, or a shell has taken this one back
             self.restore()
             return
@@ -237,7 +236,6 @@ def open_terminal(run: RunDir) -> Terminal | None:
 
 def is_foreground() -> bool:
     """Tell whether the user's terminal is this process's: a shell may have given it to another job."""
-    try:
+    with contextlib.suppress(OSError):
         return os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:
-        return False
+    return False

@@ -31,7 +31,6 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from launcher.programs.measurement import Measurement, TorchBuild
 
@@ -309,7 +308,8 @@ class NodeWork:
             count = answer.value
         processes = [WorkProcess(index) for index in range(count)]
         if not processes:
-            return [WorkProcess(None, f"{name_processor()}, {len(os.sched_getaffinity(0))} CPUs")]
+            name = read_field("/proc/cpuinfo", "model name") or os.uname().machine
+            return [WorkProcess(None, f"{name}, {len(os.sched_getaffinity(0))} CPUs")]
         for one, answer in zip(processes, self.ask(processes, start_gpu, grace=START), strict=True):
             if answer.value:
                 one.device = answer.value
@@ -392,13 +392,12 @@ def start_gpu(device: Device) -> Device:
     return device
 
 
-def name_processor() -> str:
-    """Return the processor's name, or the machine's kind."""
-    name = os.uname().machine
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return name
+def read_field(path: str, name: str) -> str:
+    """Return what a file of procfs has after a name and a colon, the first time; empty if it has nothing."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(path).read_text(errors="replace").splitlines()
+        return next(line for line in lines if line.startswith(name)).partition(":")[2].strip()
+    return ""
 
 
 def make_matrix(size: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -461,11 +460,8 @@ def measure_memory(device: Device, seconds: float) -> list[Measurement]:
 
     Both take a tenth of the available memory at most.
     """
-    available = 1 << 30
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    source = torch.ones(min(CPU_BYTES, available // 20) // 4)
+    kib = read_field("/proc/meminfo", "MemAvailable:").removesuffix(" kB")
+    source = torch.ones(min(CPU_BYTES, (int(kib) * 1024 if kib else 1 << 30) // 20) // 4)
     return [device.result("memory", 2 * copy_for(seconds, device, torch.zeros_like(source), source))]
 
 
@@ -514,7 +510,7 @@ def measure_all_reduce(device: Device, group: Group, rank: int) -> float:
     is_gpu, is_server = device.index is not None, rank == 0
     limit = timedelta(seconds=group.limit)
     try:
-        store = TCPStore(
+        store = dist.TCPStore(
             group.host, group.port, group.size, is_master=is_server, wait_for_workers=False, timeout=limit
         )
     except dist.DistNetworkError as error:
@@ -523,7 +519,7 @@ def measure_all_reduce(device: Device, group: Group, rank: int) -> float:
         raise
     if not is_gpu and (interface := find_interface(store, group.host, rank)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    backend, prefixed = "nccl" if is_gpu else "gloo", PrefixStore("group", store)
+    backend, prefixed = "nccl" if is_gpu else "gloo", dist.PrefixStore("group", store)
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=group.size, timeout=limit)
 
     def find_largest(number: float) -> float:
@@ -555,7 +551,7 @@ def measure_all_reduce(device: Device, group: Group, rank: int) -> float:
     return 2 * (group.size - 1) / group.size * tensor.nbytes / best / 1e9
 
 
-def find_interface(store: TCPStore, host: str, rank: int) -> str:
+def find_interface(store: dist.TCPStore, host: str, rank: int) -> str:
     """Return the network interface towards the peer's node for gloo; empty if there is none.
 
     gloo by itself takes the address of the host's name, which may be that of loopback.

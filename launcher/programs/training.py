@@ -23,7 +23,6 @@ import torch.distributed as dist
 # Imported later, its default arguments would keep the process group (see the end of `run`).
 import torch.distributed.nn.functional
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
@@ -78,9 +77,11 @@ def join_ranks(wanted: str) -> torch.device:
     visible = torch.cuda.device_count() if wanted != "cpu" else 0
     if wanted == "cuda" and not visible:
         raise OptionError("--device cuda, but torch sees no GPU: give --device cpu")
-    alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
     backends = "cpu:gloo,cuda:nccl" if visible else "gloo"
-    dist.init_process_group(backends, **({} if "RANK" in os.environ else alone))
+    if "RANK" in os.environ:
+        dist.init_process_group(backends)
+    else:
+        dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
     if not visible:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())) % visible)
@@ -112,10 +113,9 @@ def share_settings(train: TrainConfig, device: torch.device) -> TrainConfig:
         dtype = "bf16" if bf16 else "fp32"
     if train.global_batch:
         accumulation = max(1, round(train.global_batch / (train.batch_size * dist.get_world_size())))
-    found: list[Any] = [replace(train, dtype=dtype, grad_accumulation=accumulation)]
+    found = [replace(train, dtype=dtype, grad_accumulation=accumulation)]
     dist.broadcast_object_list(found, src=0)
-    shared: TrainConfig = found[0]
-    return shared
+    return found[0]
 
 
 def tell(text: str) -> None:
@@ -218,8 +218,8 @@ class Trainer:
             self.peak = gpu.bf16 if gpu else None
         self.sequences = train.batch_size * train.grad_accumulation * self.world_size
         """That all ranks consume in an optimizer step."""
-        self.tokens, self.clock = 0, time.perf_counter()
-        """Tokens of all ranks since the clock's time, for the speed."""
+        self.clock = 0, 0.0
+        """A step and the time at its end, from which the speed is measured."""
 
     def train(self) -> int:
         """Train from the newest checkpoint to the last step; return the exit code.
@@ -230,18 +230,16 @@ class Trainer:
         train, begun = self.config.train, time.perf_counter()
         votes = SignalVotes() if train.checkpoint_dir else None
         self._describe(self._resume() if train.checkpoint_dir else None)
-        first = self.progress.step + 1
-        consumed, rank = self.progress.consumed, dist.get_rank()
-        micro_steps = max(0, train.steps - self.progress.step) * train.grad_accumulation
-        schedule = Schedule(
-            self.windows, train.seed, consumed, micro_steps, train.batch_size, rank, self.world_size
-        )
+        progress, first = self.progress, self.progress.step + 1
+        micro_steps = max(0, train.steps - progress.step) * train.grad_accumulation
+        place = train.batch_size, dist.get_rank(), self.world_size
+        schedule = Schedule(self.windows, train.seed, progress.consumed, micro_steps, *place)
         batches = iter(schedule.make_loader(self.config.workers, pin=self.device.type == "cuda"))
-        self.tokens, self.clock = 0, time.perf_counter()
+        self.clock = progress.step, time.perf_counter()
         for step in range(first, train.steps + 1):
             loss = self.take_step(step, batches)
-            self.progress = Progress(step, self.progress.consumed + self.sequences, self.progress.loss)
-            self.tokens += self.sequences * self.config.seq_len
+            progress.step = step
+            progress.consumed += self.sequences
             if step in (first, train.steps) or step % train.log_every == 0:
                 self._log(step, loss)
             if votes is None:
@@ -265,8 +263,8 @@ class Trainer:
         validates = train.eval_batches and self.windows.validation
         validation = f" val_loss {self._validate():.4f}" if validates else ""
         tell(
-            f"done step {self.progress.step}/{train.steps} loss {self.progress.loss:.4f}{validation} "
-            f"sequences {self.progress.consumed} seconds {time.perf_counter() - begun:.1f}"
+            f"done step {progress.step}/{train.steps} loss {progress.loss:.4f}{validation} "
+            f"sequences {progress.consumed} seconds {time.perf_counter() - begun:.1f}"
         )
         return 0
 
@@ -280,7 +278,7 @@ class Trainer:
             hold = self.parallel == "ddp" and micro_step < train.grad_accumulation - 1
             with self.module.no_sync() if hold else contextlib.nullcontext():  # type: ignore[operator]
                 loss = self._compute_loss(next(batches)) / train.grad_accumulation
-                torch.autograd.backward(loss)
+                loss.backward()
             total += loss.detach()
         if train.clip_grad:
             nn.utils.clip_grad_norm_(self.module.parameters(), train.clip_grad)
@@ -297,8 +295,7 @@ class Trainer:
         # FSDP has its own policy.
         mixed = self.bf16 and self.parallel != "fsdp"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
-            loss: Tensor = self.module(tokens[:, :-1], tokens[:, 1:])
-        return loss
+            return self.module(tokens[:, :-1], tokens[:, 1:])
 
     @torch.no_grad()
     def _validate(self) -> float:
@@ -317,16 +314,16 @@ class Trainer:
 
         Raises OptionError on all ranks.
         """
-        found: list[Any] = [None, None]
+        found: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                found[0] = prepare_directory(Path(self.config.train.checkpoint_dir or ""), self.config.model)
+                found = [prepare_directory(Path(self.config.train.checkpoint_dir or ""), self.config.model)]
             except OptionError as error:
-                found[1] = error
+                found = [error]
         dist.broadcast_object_list(found, src=0)
-        path: Path | None = found[0]
-        if found[1]:
-            raise found[1]
+        path = found[0]
+        if isinstance(path, OptionError):
+            raise path
         if path:
             from torch.distributed.checkpoint.state_dict import set_state_dict  # noqa: PLC0415 - slow import
             from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
@@ -364,14 +361,14 @@ class Trainer:
         dist.barrier()  # the other ranks go on once the rename is done
         cause = ("", " on SIGUSR2", " on SIGTERM")[agreed]
         tell(f"checkpoint step {self.progress.step} {path} {time.perf_counter() - begun:.1f} s{cause}")
-        self.tokens, self.clock = 0, time.perf_counter()
+        self.clock = self.progress.step, time.perf_counter()
 
     def _log(self, step: int, loss: Tensor) -> None:
         """Print the line of a step; progress displays parse it."""
         # This waits for the device, so that the speed is that of work which is done.
         self.progress.loss = average(loss)
-        rate = self.tokens / (time.perf_counter() - self.clock)
-        self.tokens, self.clock = 0, time.perf_counter()
+        (before, begun), self.clock = self.clock, (step, time.perf_counter())
+        rate = (step - before) * self.sequences * self.config.seq_len / (self.clock[1] - begun)
         tera = rate / self.world_size / 1e12
         mfu = f" mfu {self.flops * tera / self.peak:.1%}" if self.peak else ""
         tell(
@@ -466,4 +463,4 @@ class SignalVotes:
             return NOTHING
         (work, vote), self.vote = self.vote, None
         work.wait()
-        return int(vote.item())
+        return int(vote)

@@ -1,7 +1,6 @@
 """A decoder-only transformer in plain PyTorch: LLaMA's architecture, with switches for GPT-2's."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,8 +57,7 @@ class Attention(nn.Module):
             query, key = rotate(query, *rotations), rotate(key, *rotations)
         grouped = self.heads != self.kv_heads
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
-        return out
+        return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
 class Mlp(nn.Module):
@@ -78,8 +76,7 @@ class Mlp(nn.Module):
             inner = F.gelu(self.up(x), approximate="tanh")
         else:
             inner = F.silu(self.gate(x)) * self.up(x)
-        out: Tensor = self.out(inner)
-        return out
+        return self.out(inner)
 
 
 KEPT = [
@@ -106,8 +103,7 @@ class Block(nn.Module):
     def compute(self, x: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
         """Map (batch, tokens, hidden) to the same shape."""
         x = x + self.attention(self.attention_norm(x), rotations)
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
+        return x + self.mlp(self.mlp_norm(x))
 
     def forward(self, x: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
         """Compute; what is not kept for backward is computed again then."""
@@ -116,8 +112,7 @@ class Block(nn.Module):
         keep = partial(create_selective_checkpoint_contexts, KEPT)
         context = keep if self.recompute == "selective" else noop_context_fn
         # Inside the block rather than around it: FSDP's hooks and torch.compile then see one module.
-        out: Tensor = checkpoint(self.compute, x, rotations, use_reentrant=False, context_fn=context)
-        return out
+        return checkpoint(self.compute, x, rotations, use_reentrant=False, context_fn=context)
 
 
 CHUNK = 2048
@@ -130,8 +125,7 @@ def compute_chunked_loss(x: Tensor, table: Tensor, targets: Tensor) -> Tensor:
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x, table = x.to(dtype), table.to(dtype)
-    apply: Callable[..., Tensor] = _ChunkedLoss.apply
-    return apply(x.flatten(0, -2), table, targets.flatten(), torch.is_grad_enabled())
+    return _ChunkedLoss.apply(x.flatten(0, -2), table, targets.flatten(), torch.is_grad_enabled())
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -38,7 +38,7 @@ def add_hook(
     LAUNCH_RANK_PLAN is what the program can know of its plan. For ranks inside this one it also has the
     variables that were set for it, those that they replaced (`env_before`), and the CPU set before ours.
     """
-    plan = {name: entry.raw.get(name) for name in protocol.RANK_PLAN_KEYS}
+    plan = {name: entry.raw.get(name) for name in protocol.RANK_PLAN_KEYS.split()}
     outer = {"env": entry.env, "env_before": env_before, "cpus_before": format_cpulist(cpus_before)}
     environ[protocol.LAUNCH_RANK_PLAN] = dump_json({**plan, **outer})
     # On fewer CPUs than without us, torch would warn of numbers of workers of which it does not warn then.

@@ -44,13 +44,10 @@ STARTING, JOINING, TRAINING, LOADING, COMPILING, SAVING, EVALUATING, ENDED = ran
 MAGIC = int.from_bytes(b"launchHB", "little")
 LAYOUT = 2
 """Version of the layout."""
-COUNTS = (
-    *("magic", "layout", "pid", "start_time", "start_stack", "rank", "local_rank", "phase", "step"),
-    *("batches", "dump_signal", "recorded"),
-)
+COUNTS = "magic layout pid start_time start_stack rank local_rank phase step batches dump_signal recorded"
 """Whole numbers. The start's time and stack are fields 22 and 28 of proc(5)'s stat: an exec changes the
 latter. The dump's signal is 0 if it is not in place; `recorded` counts the steps in the rings."""
-TIMES = ("phase_since", "step_time", "activity_time", "data_wait")
+TIMES = "phase_since step_time activity_time data_wait"
 RING = 257
 """Entries of a ring: the last 256 are whole, while one is written."""
 MAX_NOTES = 1024
@@ -71,8 +68,8 @@ def load_structure() -> Any:  # noqa: ANN401  # a class that is made here
     if structure is None:
         import ctypes  # torch imports it anyway
 
-        fields: list[tuple[str, Any]] = [(name, ctypes.c_int64) for name in COUNTS]
-        fields += [(name, ctypes.c_double) for name in TIMES]
+        fields: list[tuple[str, Any]] = [(name, ctypes.c_int64) for name in COUNTS.split()]
+        fields += [(name, ctypes.c_double) for name in TIMES.split()]
         fields += [("ends", ctypes.c_double * RING), ("durations", ctypes.c_double * RING)]
         fields += [("notes", ctypes.c_char * MAX_NOTES)]
         structure = type("Beat", (ctypes.Structure,), {"_fields_": fields})
@@ -323,7 +320,7 @@ def note_phases(beat: Heartbeat) -> None:
         beat.set_phase(beat.base)
 
     def watch_savers(module: ModuleType) -> None:
-        for name in REPLACED[module.__name__]:
+        for name in REPLACED[module.__name__].split():
             if callable(getattr(module, name, None)):
                 surround(module, name, begin_saving, end_saving)
 

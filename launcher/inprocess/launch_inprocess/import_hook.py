@@ -6,7 +6,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # these would cost each start of an interpreter some milliseconds
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from signal import NSIG, getsignal
     from types import FrameType, ModuleType
@@ -18,12 +18,12 @@ if TYPE_CHECKING:  # these would cost each start of an interpreter some millisec
 else:
     from _signal import NSIG, getsignal  # `signal` costs a millisecond
 
-REPLACED: Mapping[str, tuple[str, ...]] = {
-    "torch.serialization": ("save",),
-    "torch.distributed.checkpoint.state_dict_saver": ("save", "async_save", "save_state_dict"),
-    "safetensors.torch": ("save_file", "save_model"),
-    "torch.distributed.distributed_c10d": ("init_process_group", "destroy_process_group"),
-    "gc": ("collect", "get_objects", "get_referrers"),
+REPLACED = {
+    "torch.serialization": "save",
+    "torch.distributed.checkpoint.state_dict_saver": "save async_save save_state_dict",
+    "safetensors.torch": "save_file save_model",
+    "torch.distributed.distributed_c10d": "init_process_group destroy_process_group",
+    "gc": "collect get_objects get_referrers",
 }
 """Functions of modules that this package replaces, by module."""
 COPIES: dict[int, list[tuple[dict[str, object], str]]] = {}
@@ -169,7 +169,7 @@ def note_copies() -> None:
     own = __name__.rpartition(".")[0]
     modules = dict(sys.modules)
     for name, functions in REPLACED.items():
-        found = (getattr(modules.get(name), function, None) for function in functions)
+        found = (getattr(modules.get(name), function, None) for function in functions.split())
         COPIES.update({id(function): [] for function in found if function is not None})
     for name, module in modules.items():
         if name.partition(".")[0] == own:

@@ -28,13 +28,9 @@ tracing getenv(3) and `os.environ` during the import (torch 2.13, CPU).
 """
 MOST_BYTES = 1 << 21
 """Of all files of a program together, which are looked through in a tenth of a second."""
-WITHOUT_TORCH = frozenset(
-    (
-        *("PIL", "click", "cv2", "dotenv", "fsspec", "h5py", "hydra", "jax", "jinja2"),
-        *("matplotlib", "mpi4py", "numba", "numpy", "omegaconf", "pandas", "polars", "psutil"),
-        *("pyarrow", "pydantic", "pytest", "requests", "rich", "scipy", "sklearn", "submitit"),
-        *("tensorboard", "tensorflow", "tqdm", "yaml"),
-    )
+WITHOUT_TORCH = (
+    "PIL click cv2 dotenv fsspec h5py hydra jax jinja2 matplotlib mpi4py numba numpy omegaconf pandas polars"
+    " psutil pyarrow pydantic pytest requests rich scipy sklearn submitit tensorboard tensorflow tqdm yaml"
 )
 """Packages that do not import torch when they are imported. Any other that is installed may."""
 STRING = rb"\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'"
@@ -203,7 +199,7 @@ class ProgramText:
             tops = (os.path.join(root, parts[0]) for root in roots)
             top = next((top for top in tops if os.path.isdir(top) or os.path.isfile(f"{top}.py")), "")
             ours = parts[0] == "launcher" and "programs" not in parts  # what a program can ask of `launch`
-            is_known = ours or parts[0] in sys.stdlib_module_names or parts[0] in WITHOUT_TORCH
+            is_known = ours or parts[0] in sys.stdlib_module_names or parts[0] in WITHOUT_TORCH.split()
             if parts[0] == "torch" or not (top or is_known or statement["dots"]):
                 self.uses_torch = True
             for size in range(len(parts)) if top else ():

@@ -77,12 +77,10 @@ def find_kind(tensor: torch.Tensor) -> str:
     return "cpu" if keys.has(torch._C.DispatchKey.CPU) else ""
 
 
-def _see_device(tensor: torch.Tensor) -> torch.device:
+def _see_device(tensor: Any) -> torch.device:
     """Return the device of a tensor as the program sees it."""
     if _has_own_dispatch(type(tensor)):
-        wrapper: Any = tensor
-        device: torch.device = getattr(wrapper, wrapper.__tensor_flatten__()[0][0]).device
-        return device
+        return getattr(tensor, tensor.__tensor_flatten__()[0][0]).device
     kind = "" if local.in_kernel else find_kind(tensor)
     return DEVICES[kind] if kind else get_device(tensor)
 
@@ -304,10 +302,8 @@ def _compute_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 def _keep_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
     """Keep the values of results that are whole numbers or truth values, if they follow from known ones."""
     leaves = list_tensors(result)
-    if not leaves or not all(map(_can_be_known, leaves)):
-        return
-    value = _compute_value(func, args, kwargs)
-    if value is not None:
+    is_known = leaves and all(map(_can_be_known, leaves))
+    if is_known and (value := _compute_value(func, args, kwargs)) is not None:
         for leaf, own in zip(leaves, tree_leaves(value), strict=True):
             setattr(leaf, VALUE, (own, _find_version(leaf)))
 

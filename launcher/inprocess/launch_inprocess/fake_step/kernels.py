@@ -155,4 +155,4 @@ def attend(
             attn_mask = bias.expand((*shape[:3], key.shape[2]))
         compute = ops._scaled_dot_product_efficient_attention
         args = (attn_mask, torch.is_grad_enabled(), dropout_p, is_causal)
-    return compute(query, key, value, *args, **named)[0]  # type: ignore[no-any-return]
+    return compute(query, key, value, *args, **named)[0]

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from .session import StepMemory, StepSession
 
-LIKE = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
-NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
+LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
+NEW = "new_empty new_empty_strided new_full new_ones new_zeros"
 OF_DATA = ("tensor", "as_tensor", "asarray")
 """These look for the GPU before they dispatch."""
 WITHOUT_WORKERS = {
@@ -83,10 +83,9 @@ def replace_functions() -> None:
         name = getattr(function, "__name__", "")
         if getattr(torch, name, None) is function:
             setattr(torch, name, name_device(function))
-    for name in LIKE:
-        setattr(torch, f"{name}_like", name_device(getattr(torch, f"{name}_like"), has_default=False))
-    for name in NEW:
-        setattr(tensor_class, name, name_device(getattr(tensor_class, name), has_default=False))
+    for owner, names in ((torch, LIKE), (tensor_class, NEW)):
+        for name in names.split():
+            setattr(owner, name, name_device(getattr(owner, name), has_default=False))
     tensor_class.new_tensor = make_alike
     replace_moves()
     replace_values()
@@ -142,7 +141,7 @@ def replace_moves() -> None:
 
     def to(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
         if local.in_kernel:
-            return move(self, *args, **named)  # type: ignore[no-any-return]
+            return move(self, *args, **named)
         is_copied = named.pop("copy", False)
         first: Any
         first, *rest = args or (named.pop("device", None),)
@@ -154,9 +153,9 @@ def replace_moves() -> None:
         device, dtype, _, form = torch._C._nn._parse_to(first, *rest, **named)
         device, dtype = as_device(device or self.device), dtype or self.dtype
         if device == self.device and not is_copied:
-            return move(self, dtype, memory_format=form)  # type: ignore[no-any-return]
+            return move(self, dtype, memory_format=form)
         with local.doing(wants_meta=device.type == "meta"):
-            return move(self, device, dtype, copy=True, memory_format=form)  # type: ignore[no-any-return]
+            return move(self, device, dtype, copy=True, memory_format=form)
 
     tensor_class.to = to
     tensor_class.cuda = lambda self, *_, memory_format=None, **__: to(self, GPU, memory_format=memory_format)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import linecache
+import math
 import os
 import sys
 import sysconfig
@@ -48,14 +49,14 @@ ROUNDING = 512
 
 @dataclasses.dataclass
 class Allocation:
-    """One storage; `died` is None as long as it lives."""
+    """One storage; `died` is infinite as long as it lives."""
 
     size: int
     device: str
     category: str
     owner: str
     born: int
-    died: int | None = None
+    died: float = math.inf
     reference: object = None
 
 
@@ -95,7 +96,7 @@ class StepMemory:
             self.totals[device] = self.totals.get(device, 0) + size
 
     def _end(self, address: int, allocation: Allocation) -> None:
-        if allocation.died is None:
+        if allocation.died == math.inf:
             allocation.died = self.serial
             self.totals[allocation.device] -= allocation.size
             if self.living.get(address) is allocation:
@@ -144,7 +145,7 @@ class StepMemory:
         categories: collections.Counter[str] = collections.Counter()
         modules: dict[str, collections.Counter[str]] = {}
         for each in self.log:
-            if each.device == device and each.born <= serial and (each.died is None or each.died > serial):
+            if each.device == device and each.born <= serial < each.died:
                 for own in (categories, modules.setdefault(each.owner, collections.Counter())):
                     own[each.category] += each.size
         return {"total": total, "categories": categories, "modules": modules}
