@@ -46,6 +46,8 @@ EXIT_HINTS = {
 }
 SHIM_LINES = ("launch-rank: rank ", "launch-rank: warning: ")
 """Beginnings of the shim's lines in a rank's log, which are not the program's last words."""
+FIRST_UNNAMED = 32
+"""The C library keeps some of the real-time signals for itself, and has no names for them (signal(7))."""
 NOTICE_PATIENCE = 5.0
 """Seconds that a job's end may be late because of a message to notify.url."""
 
@@ -179,7 +181,7 @@ def describe_failure(job: Job, run: RunDir, end: NodeEnd) -> RankFailure | None:
 def describe_exit(exitcode: int, cause: str = "") -> str:
     """Say in words how a process ended; `cause` is why, if that is known."""
     number = -exitcode if exitcode < 0 else exitcode - 128
-    name = signal.Signals(number).name if 0 < number < signal.SIGRTMIN else ""
+    name = signal.Signals(number).name if 0 < number < FIRST_UNNAMED else ""
     hint, seconds = SIGNAL_HINTS.get(number, ""), resource.getrlimit(resource.RLIMIT_CPU)[1]
     if number == signal.SIGKILL and seconds != resource.RLIM_INFINITY:
         hint = f"after {seconds} s of CPU time (`ulimit -t`), or out of memory: see `dmesg`"

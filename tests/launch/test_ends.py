@@ -397,6 +397,8 @@ WORDS = """
   -6 134 was killed by SIGABRT (signal 6)
   -2 130 was killed by SIGINT (signal 2)
  -40 168 was killed by signal 40
+ -33 161 was killed by signal 33
+ 161 161 exited with code 161
 """
 KERNEL = "out of memory: the kernel …"
 
