@@ -77,7 +77,8 @@ def test_ranks_that_ignore_a_signal_get_harder_ones(tmp_path: Path) -> None:
 def test_user_signal_reaches_ranks_and_the_job_goes_on(agent: str, tmp_path: Path) -> None:
     """Orphans of the ranks do not stay as zombies, and a launcher that is killed leaves nothing."""
     words = ("nproc_per_node=2", f"agent={agent}", "watch.enabled=false")
-    with start(tmp_path, *words, "--", write_program(tmp_path, ASKED)) as started:
+    program = write_program(tmp_path, ASKED)
+    with start(tmp_path, *words, "--", program, PYTHONPATH=QUICK_AGENT) as started:
         children = Path(f"/proc/{started.process.pid}/task/{started.process.pid}/children")
         if agent == "torchrun":  # a launcher that gets no CPU while the ranks start
             wait_for(lambda: "starting the ranks" in started.read(), "torchrun on its way")

@@ -9,15 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from launcher.programs.node_work import NodeWork, hash_tensor, make_matrix
-from tests.seam import PATIENCE, clean_environ, wait_for
+from tests.seam import PATIENCE, clean_environ
 
 CPU = torch.device("cpu")
 COMMAND = (sys.executable, "-P", "-m", "launcher.programs.node_work")
@@ -46,35 +45,6 @@ def test_the_cpus_together_are_a_device() -> None:
     )
 
 
-def find_worker(process: "subprocess.Popen[str]") -> psutil.Process:
-    """The process of its device, once it has begun."""
-    assert process.stdout and "torch" in json.loads(process.stdout.readline())
-    me = psutil.Process(process.pid)
-    wait_for(me.children, "the process of the device")
-    return me.children()[0]
-
-
-def test_a_device_whose_process_is_killed_has_failed() -> None:
-    process = start("--kind", "light", "--seconds", "200")
-    worker = find_worker(process)
-    worker.send_signal(signal.SIGKILL)
-    found = read_results(process)
-    assert [(one["problem"], one["value"]) for one in found] == [
-        ("its process was ended by signal 9", None)
-    ] * 2
-    assert psutil.wait_procs([worker], PATIENCE)[1] == []
-
-
-def test_nobody_is_blamed_if_all_are_late() -> None:
-    """A device that hangs is ended in time; alone, it may be others that keep it from answering."""
-    process = start("--kind", "light", "--seconds", "5")
-    worker = find_worker(process)
-    worker.send_signal(signal.SIGSTOP)
-    found = read_results(process)
-    assert found[0]["reason"] == "no time was left" and not found[0]["problem"], found
-    assert psutil.wait_procs([worker], PATIENCE)[1] == []
-
-
 def test_two_nodes_measure_what_is_between_them() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
@@ -86,39 +56,62 @@ def test_two_nodes_measure_what_is_between_them() -> None:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """torch in one thread: processes that are forked from this one do not have the threads of other tests."""
+def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], NodeWork]]:
+    """Begin work of so many seconds in this process, whose forks do not have the threads of other tests."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    yield lambda seconds: NodeWork("light", time.monotonic() + seconds, seconds, io.StringIO())
     torch.set_num_threads(count)
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_devices_of_a_node_add_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def list_results(work: NodeWork) -> list[dict[str, Any]]:
+    assert isinstance(work.out, io.StringIO)
+    return [json.loads(line) for line in work.out.getvalue().splitlines()]
+
+
+def test_a_device_whose_process_is_killed_has_failed(begin: Callable[[float], NodeWork]) -> None:
+    work = begin(PATIENCE)
+    (one,) = work.start(is_pair=False)
+    one.process.kill()
+    work.measure_node([one])
+    told = ("its process was ended by signal 9", None)
+    assert [(found["problem"], found["value"]) for found in list_results(work)] == [told] * 2
+
+
+def test_nobody_is_blamed_if_all_are_late(begin: Callable[[float], NodeWork]) -> None:
+    """A device that hangs is ended in time; alone, it may be others that keep it from answering."""
+    work = begin(5)
+    (one,) = work.start(is_pair=False)
+    assert one.process.pid
+    os.kill(one.process.pid, signal.SIGSTOP)
+    work.measure_node([one])
+    found = list_results(work)
+    assert found[0]["reason"] == "no time was left" and not found[0]["problem"], found
+    one.process.join(PATIENCE)
+    assert one.process.exitcode == -signal.SIGKILL
+
+
+def test_devices_of_a_node_add_up_together_and_a_taken_port_says_nothing_of_the_nodes(
+    begin: Callable[[float], NodeWork], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the GPUs of a node do."""
     create, port = socket.create_server, random.SystemRandom().randrange(20000, 30000)
     # Not one of the kernel's, which another test's connection would take in the meantime.
     monkeypatch.setattr(socket, "create_server", lambda address: create((address[0], port)))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    work = NodeWork("light", time.monotonic() + PATIENCE, 1.0, io.StringIO())
+    work = begin(PATIENCE)
     processes = [*work.start(is_pair=False), *work.start(is_pair=False)]
     work.measure_node(processes)
+    with create(("", 0)) as listening:
+        work.measure_pair(processes[:1], f"localhost:{listening.getsockname()[1]}", 0, "a-b")
     for process in processes:
         process.give_up("done")
-    assert isinstance(work.out, io.StringIO)
-    found = [json.loads(line) for line in work.out.getvalue().splitlines()]
+    *found, pair = list_results(work)
     assert [one["measure"] for one in found] == ["matmul"] * 2 + ["memory"] * 2 + ["all_reduce"]
     assert all(one["value"] > 0 for one in found), found
     assert (found[-1]["where"], found[-1]["unit"]) == ("node", "GB/s")
-
-
-def test_a_taken_port_says_nothing_of_the_nodes() -> None:
-    with socket.create_server(("", 0)) as listening:
-        pair = f"localhost:{listening.getsockname()[1]}"
-        (found,) = read_results(start("--seconds", "100", "--pair", pair, "--pair-rank", "0"))
-    assert found["problem"] == "" and found["value"] is None
-    assert "address already in use" in found["reason"].lower()
+    assert (pair["measure"], pair["problem"], pair["value"]) == ("pair", "", None)
+    assert "address already in use" in pair["reason"].lower()
 
 
 def test_matrices_are_the_same_anywhere_and_their_bits_have_a_checksum() -> None:
