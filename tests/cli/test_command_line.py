@@ -23,7 +23,7 @@ from tests.golden.outputs import path_of
 from tests.launch.terminals import open_terminal
 from tests.seam import Launch, Result, clean_environ, list_loaded, run_inside
 
-VERBS: list[str] = json.loads(path_of("help").read_text())["verbs"]
+VERBS: list[str] = json.loads(path_of("outputs/help").read_text())["verbs"]
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
 
@@ -49,13 +49,6 @@ def test_where_the_program_begins(files: Path) -> None:
         parse_command(["nodes=2", "plan"])
 
 
-def test_options_of_another_tool_are_told_of_although_one_is_hydras(launch: Launch, files: Path) -> None:
-    launch("--nodes", "2", "-c", "8", "train.py").assert_error(
-        2, "--nodes 2 is SLURM's: the key here is nodes"
-    )
-    launch("-c", "8", "train.py").assert_error(2, "-c/--cfg", "'8'")
-
-
 def test_a_program_without_dashes_is_the_one_with_them(launch: Launch, files: Path) -> None:
     (files / "package/train.py").touch()
     for words in (["train.py", "--lr", "1e-4", "--", "nodes=x"], ["-m", "package.train", "--help"]):
@@ -66,23 +59,6 @@ def test_a_program_without_dashes_is_the_one_with_them(launch: Launch, files: Pa
     tune = ("tune", "dataloader", "dry_run=true")
     tuned = launch(*tune, "train.py", "--lr", "1")
     assert tuned.code == 0 and tuned == launch(*tune, "--", "train.py", "--lr", "1")
-
-
-def test_what_hydras_flags_print(launch: Launch, here: Path) -> None:
-    for what, parts in {
-        "searchpath": ["file://", "structured://"],
-        "defaults": ["launch_schema", "model/tiny", "binding/exclusive"],
-        "defaults-tree": ["launch:", "model: tiny"],
-        "config": ["Config", "nproc_per_node: auto"],
-        "plugins": ["BashCompletion"],
-        "all": ["Defaults Tree", "nproc_per_node: auto"],
-    }.items():
-        result = launch("--info", what)
-        assert (result.code, result.err) == (0, "")
-        assert all(part in result.out for part in parts), (what, result.out)
-    assert not list(here.iterdir())
-    result = launch("--hydra-help")
-    assert (result.code, result.err) == (0, "") and "Hydra" in result.out and "--multirun" in result.out
 
 
 def test_help_is_always_there_and_fits_a_terminal(launch: Launch) -> None:

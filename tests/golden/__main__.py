@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.golden import outputs, plans
+from tests.golden import outputs
 from tests.probe import test_odd_machines
 from tests.report import test_page
 from tests.runs.recordings import (
@@ -72,7 +72,6 @@ for word in sorted(words, reverse=True):  # plans and outputs clear the environm
         record_on_slurm(word)
 if set(words) - {"machines", "plans", "outputs", "report"}:
     write_shapes()
-if "plans" in words:
-    plans.write_all()
-if "outputs" in words:
-    outputs.write_all()
+for word in ("plans", "outputs"):
+    if word in words:
+        outputs.write_all(word)

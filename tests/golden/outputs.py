@@ -1,6 +1,8 @@
-"""What the verbs answer, as values: estimates of memory, findings, machines as they are read, dry runs, help.
+"""What the verbs answer, as values: estimates of memory, findings, machines as they are read, dry runs, help;
+and where every rank of every described machine is placed.
 
-Wording is left out: what an answer means is held, and how it is put may change.
+Wording is left out: what an answer means is held, and how it is put may change. `python -m tests.golden`
+writes the files again; read their diff before it is committed.
 """
 
 import contextlib
@@ -12,15 +14,20 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.golden.plans import choose
+from tests.machines.build import NAMES as SHIPPED
+from tests.plan.lab_machines import NAMES as LAB
+from tests.plan.lab_machines import fsroot, load
+from tests.probe.machine_trees import short_lived
 from tests.seam import run_inside
 
-FOLDER = Path(__file__).parent / "outputs"
-ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+BINDINGS = ("exclusive", "numa", "socket", "l3", "none")
 GIB = 1 << 30
 QUESTIONS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("questions.toml").read_text())
 
@@ -127,13 +134,57 @@ def _list_keys(text: str) -> list[str]:
     return [key for key in found if key != "launch"]
 
 
+def render_plan(case: str) -> dict[str, Any]:
+    """The placements of a machine under each binding, a line for each rank."""
+    with choose(case) as words:
+        return {binding: _place([*words, f"binding={binding}"]) for binding in BINDINGS}
+
+
+@contextlib.contextmanager
+def choose(case: str) -> Iterator[list[str]]:
+    """The words that have `launch` plan for a described machine."""
+    kind, name = case.split("/")
+    if kind == "shipped":
+        yield [f"machine={name}"]
+        return
+    data = load(name)
+    with short_lived() as folder:
+        fsroot.materialize(data, folder)
+        yield [f"machine.root={folder}", f"nproc_per_node={len(data['gpus']) or 8}"]
+
+
+def _place(words: list[str]) -> dict[str, object]:
+    done = run_inside(["plan", *words, "format=json"])
+    assert done.code == 0, done
+    plan = json.loads(done.out)
+    return {"warnings": len(plan["warnings"]), "ranks": [_describe(rank) for rank in plan["ranks"]]}
+
+
+def _describe(rank: dict[str, object]) -> str:
+    gpu, memory = rank["gpu"], rank["memory"]
+    assert isinstance(memory, dict)
+    parts = {
+        "gpu": gpu["pci"] if isinstance(gpu, dict) else None,
+        "cpus": rank["cpus"],
+        "worker_cpus": None if rank["worker_cpus"] == rank["cpus"] else rank["worker_cpus"],
+        "memory": f"{memory['policy']}:{memory['nodes']}",
+        "num_workers": rank["num_workers"],
+        "threads": rank["omp_num_threads"],
+        "nic": rank["nic"],
+    }
+    return " ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
+
+
 OUTPUTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "fit": render_fit,
-    "doctor": render_doctor,
-    "topo": render_topo,
-    "dry_runs": render_dry_runs,
-    "help": render_help,
+    "outputs/fit": render_fit,
+    "outputs/doctor": render_doctor,
+    "outputs/topo": render_topo,
+    "outputs/dry_runs": render_dry_runs,
+    "outputs/help": render_help,
+    **{f"plans/shipped/{name}": partial(render_plan, f"shipped/{name}") for name in SHIPPED},
+    **{f"plans/lab/{name}": partial(render_plan, f"lab/{name}") for name in LAB},
 }
+"""What each file holds."""
 
 
 def path_of(name: str) -> Path:
@@ -144,9 +195,11 @@ def render(name: str) -> str:
     return json.dumps(OUTPUTS[name](), indent=1, ensure_ascii=False) + "\n"
 
 
-def write_all() -> None:
-    """Write all files, from an empty directory and with an environment that asks for nothing."""
+def write_all(kind: str) -> None:
+    """Write the files of a kind, from an empty directory and with an environment that asks for nothing."""
     os.environ.clear()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for name in OUTPUTS:
-            path_of(name).write_text(render(name))
+            if name.startswith(f"{kind}/"):
+                path_of(name).parent.mkdir(parents=True, exist_ok=True)
+                path_of(name).write_text(render(name))
