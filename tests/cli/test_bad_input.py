@@ -109,8 +109,8 @@ def test_a_reader_that_leaves(here: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "closing"),
     [
-        *(("plan", closing) for closing in (">&-", "2>&-", "<&- >&- 2>&-")),
-        *(("--help", ">&-"), ("dry_run=true -- true", "<&- >&- 2>&-"), ("modle=1", "2>&-")),
+        *(("plan", ">&-"), ("--help", ">&-"), ("modle=1", "2>&-")),
+        ("dry_run=true -- true", "<&- >&- 2>&-"),
     ],
 )
 def test_closed_streams(here: Path, words: str, closing: str) -> None:
@@ -169,10 +169,9 @@ def test_a_terminal_that_knows_ascii_alone(here: Path) -> None:
             assert "internal error" not in result.err
 
 
-@pytest.mark.parametrize("environ", [{"PATH": "/usr/bin:/bin"}, {}], ids=str)
-def test_almost_without_an_environment(here: Path, environ: dict[str, str]) -> None:
+def test_without_an_environment(here: Path) -> None:
     command = [*LAUNCH, DRY, "--", "/bin/true"]
-    done = subprocess.run(command, cwd=here, env=environ, capture_output=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(command, cwd=here, env={}, capture_output=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -9,7 +9,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,13 @@ def fit_json(folder: Path, *words: str) -> dict[str, Any]:
 
 
 def test_a_loop_for_a_gpu_runs_without_one(tmp_path: Path) -> None:
-    """DataLoader, autocast, GradScaler, clipping, compile, a value in a condition, a checkpoint each step."""
+    """DataLoader, autocast, GradScaler, clipping, compile, a value in a condition, a checkpoint each step.
+
+    A thousand tensors on `meta`, of 4 MiB each, take no memory.
+    """
     found = fit_json(tmp_path, "fit.gpu=H100", str(PROGRAMS / "plain_loop.py"), "--compile")
     count = found["parameters"]
-    assert count == 4 * (2 * 4 * 512 * 512 + 4 * 512 + 512 + 2 * 512) + 512 * 10 + 10
+    assert count == 4 * (2 * 4 * 512 * 512 + 4 * 512 + 512 + 2 * 512) + 512 * 10 + 10 + 8 * 8 + 8
     # AdamW without fused=True computes on lists: one more copy of all parameters.
     assert found["categories"]["optimizer"] == pytest.approx(8 * count, rel=0.01)
     assert found["categories"]["gradients"] == pytest.approx(4 * count, rel=0.01)
@@ -133,33 +136,6 @@ def test_programs_of_real_libraries(ranks: int, words: list[str], parameters: in
     assert found["peak"] == sum(sizes.values()) and found["steps"] == 2
 
 
-ALIKE = """
-import torch
-with torch.device("meta"):
-    model = torch.nn.Linear(256, 256)
-model.to_empty(device=torch.cuda.current_device())
-held = [torch.empty_like(model.weight, device="meta") for _ in range(1000)]
-assert {one.device.type for one in held} == {"meta"}
-row = torch.ones(2, 256).new_tensor([1.0] * 256, device=0)
-tables = [row.new_zeros(4, 256, device=0), torch.ones_like(row, device="cuda"), row.new_tensor([1.0] * 256)]
-assert {one.device for one in (row, *tables)} == {torch.device("cuda", 0)}
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-for step in range(3):
-    sum(model(row * one).sum() for one in tables).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-def test_what_is_made_like_another_tensor_is_where_the_program_says(tmp_path: Path) -> None:
-    """On the GPU by its number, or on `meta`, where it takes no memory."""
-    (tmp_path / "alike.py").write_text(ALIKE)
-    found = fit_json(tmp_path, "fit.gpu=H100", "nproc_per_node=1", "alike.py")
-    weights = 4 * (256 * 256 + 256)
-    assert found["categories"]["weights"] == pytest.approx(weights, rel=0.01)
-    assert found["peak"] < 10 * weights
-
-
 def test_a_gpu_has_its_own_capability_and_an_error_its_operation_and_line(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(
         "import atexit, torch\natexit.register(print, torch.cuda.get_device_capability())\n"
@@ -183,7 +159,7 @@ def test_shapes_that_depend_on_values_are_told_with_their_line(tmp_path: Path) -
     assert "aten::index" in err and "picks.py:5: return x[x[:, 0] > 0].sum()" in err
 
 
-def test_a_program_that_fails_or_never_steps_or_is_interrupted(tmp_path: Path) -> None:
+def test_a_program_that_fails_or_never_steps_or_is_interrupted_or_loads_no_hook(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit('no such data')\n")
     code, _, err = fit(tmp_path, "fails.py")
     assert code == 3 and "exit code 1" in err and "no such data" in err
@@ -191,6 +167,8 @@ def test_a_program_that_fails_or_never_steps_or_is_interrupted(tmp_path: Path) -
     code, _, err = fit(tmp_path, "ends.py")
     assert code == 3 and "ended without a second step" in err
     (tmp_path / "waits.py").write_text("import time\nopen('began', 'w').close()\ntime.sleep(600)\n")
+    code, _, err = fit(tmp_path, "--", sys.executable, "-I", "waits.py")  # loads no hook, and does not run
+    assert code == 3 and "fake" in err and not (tmp_path / "began").exists()
     code, _, err = fit(tmp_path, "fit.timeout=1", "waits.py")
     assert code == 3 and "fit.timeout=1 s" in err
     (tmp_path / "began").unlink(missing_ok=True)
@@ -199,12 +177,6 @@ def test_a_program_that_fails_or_never_steps_or_is_interrupted(tmp_path: Path) -
         started.process.send_signal(signal.SIGINT)
         assert started.wait() == 130
         assert not started.survivors()
-
-
-def test_a_python_that_loads_no_hook_does_not_train(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("open('trained', 'w').close()\n")
-    code, _, err = fit(tmp_path, "--", sys.executable, "-I", "train.py")
-    assert code == 3 and "fake" in err and not (tmp_path / "trained").exists()
 
 
 # Under a limit: what is chosen runs where the fixed defaults are killed
@@ -306,52 +278,19 @@ def test_each_first_command_fits_as_it_is_typed(launch: Launch) -> None:
             assert sequences * settings["seq_len"] == tokens, row
 
 
-def test_a_preset_that_has_been_made_small_has_no_usual_batch(launch: Launch) -> None:
-    small = ("model.layers=1", "model.hidden_size=32", "model.vocab_size=256", "model.max_seq_len=32")
-    words = ("+model=llama7b", "machine=cpu_2s", "nproc_per_node=2", "model.intermediate_size=64", *small)
-    for batch in ("program.batch_size=4", "program.batch_size=auto"):
-        assert read_fit(launch, *words, batch)["settings"]["accumulation"] == 1, batch
-
-
-def test_what_is_set_is_kept_and_the_rest_is_chosen_around_it(launch: Launch) -> None:
-    fit = read_fit(launch, *TYPED, "program.batch_size=16")
-    assert fit["chosen"].startswith("chosen: program.activation_checkpointing=full program.parallel=fsdp")
-    assert "(1024 sequences of 4096, 4,194,304 tokens a step): at most " in fit["chosen"]
-    for words, expected in (
-        (("batch_size=16",), {"micro_batch": 16, "accumulation": 2, "checkpointing": "full"}),
-        (("activation_checkpointing=true",), {"micro_batch": 16, "checkpointing": "full"}),
-        (("grad_accumulation=2", "global_batch=64"), {"micro_batch": 1, "accumulation": 2}),
-        (("global_batch=1Mtokens",), {"micro_batch": 2, "accumulation": 4}),
-    ):
-        settings = read_fit(launch, *TYPED, *(f"program.{word}" for word in words))["settings"]
-        assert {key: settings[key] for key in expected} == expected, words
-    mistake = launch("plan", *TYPED, "program.global_batch=many")
-    mistake.assert_error(2, "program.global_batch=many", "4Mtokens")
-    both = ("program.batch_size=4", "program.grad_accumulation=3", "program.global_batch=64")
-    launch("plan", *TYPED, *both).assert_error(2, "on 32 ranks is 384")
-
-
-@pytest.mark.parametrize(
-    ("words", "chosen"),
-    [
-        (("fit.check=off",), "--batch-size=2 --grad-accumulation=64 --parallel=fsdp"),
-        (("fit.check=off", SMALL), "--batch-size=8 --grad-accumulation=16 --parallel=fsdp"),
-        (
-            ("fit.check=off", "program.global_batch=64"),
-            "--batch-size=2 --grad-accumulation=4 --parallel=fsdp",
-        ),
-        (("fit.micro_batch=1",), "--batch-size=2 --grad-accumulation=64 --parallel=fsdp"),
-    ],
-    ids=str,
-)
-def test_the_choice_does_not_depend_on_the_check(launch: Launch, words: Sequence[str], chosen: str) -> None:
+def test_the_choice_does_not_depend_on_the_check(launch: Launch) -> None:
     base = ("+model=llama7b", "nproc_per_node=8", "dry_run=true")
-    gpu = () if SMALL in words else ("fit.gpu=H100",)
-    for verb in ((), ("fit", "program=train")):
-        done = launch(*verb, *base, *gpu, *words)
-        assert done.code == 0, done
-        assert set(chosen.split()) <= set(done.out.split()), done
-        assert done.err.count("chosen: program.batch_size=") == 1
+    for words, batch, accumulation in (
+        (("fit.gpu=H100", "fit.check=off"), 2, 64),
+        ((SMALL, "fit.check=off"), 8, 16),
+        (("fit.gpu=H100", "fit.check=off", "program.global_batch=64"), 2, 4),
+        (("fit.gpu=H100", "fit.micro_batch=1"), 2, 64),
+    ):
+        chosen = {f"--batch-size={batch}", f"--grad-accumulation={accumulation}", "--parallel=fsdp"}
+        for verb in ((), ("fit", "program=train")):
+            done = launch(*verb, *base, *words)
+            assert done.code == 0 and chosen <= set(done.out.split()), (words, done)
+            assert done.err.count("chosen: program.batch_size=") == 1
     trial = launch("tune", "batch", *base, "fit.gpu=H100")  # it chooses the rest for its own batch
     command = shlex.split(trial.out.splitlines()[-1])
     chosen_by_it = launch(*command[1:], "dry_run=true").out.split()
@@ -511,14 +450,6 @@ def test_a_mistake_of_the_estimate_is_a_warning(launch: Launch, monkeypatch: pyt
     done = launch("+model=gpt2", "dry_run=true")
     assert done.code == 0 and "no estimate of memory: ZeroDivisionError: by us" in done.err
     assert "what is auto is the program's own default" in " ".join(done.err.split())
-
-
-def test_a_model_that_makes_no_sense_is_left_to_the_program(launch: Launch) -> None:
-    assert launch("model.heads=7", "dry_run=true").code == 0
-    launch("program.batch_size=0", "dry_run=true").assert_error(2, "program.batch_size=0", "at least 1")
-    done = launch("model.config=absent.json", "dry_run=true", "--", "true")
-    assert done.code == 0 and "no estimate of memory: model.config=absent.json: it cannot be read" in done.err
-    launch("model.config=absent.json", "dry_run=true").assert_error(2, "launch plan", "train.py")
 
 
 CHOICES = QUESTIONS["choices"] | dict.fromkeys(QUESTIONS["keys_of_numbers"], QUESTIONS["numbers"])

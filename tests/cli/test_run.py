@@ -252,24 +252,6 @@ def test_the_words_of_an_end(here: Path) -> None:
     assert (run["state"], run["restarts"], len(run["attempts"])) == ("succeeded", 0, 2)
 
 
-def test_a_plan_says_what_it_judges(launch: Launch) -> None:
-    plan = launch("plan", "nproc_per_node=1")
-    assert plan.code == 0 and "CUDA" not in plan.out
-    assert "launch: no program is given: memory is judged for the bundled one" in plan.err
-    assert "bundled" not in launch("plan", "+model=gpt2").err
-
-
-def test_a_number_of_workers_in_a_file_is_the_users_own(launch: Launch, here: Path) -> None:
-    """Whether it is a workload's own number or another: no core is there for so many, and they stay."""
-    (here / "conf/experiment").mkdir(parents=True)
-    for number in (8, 9):
-        text = f"# @package _global_\ndataloader:\n  num_workers: {number}\n"
-        (here / "conf/experiment/mine.yaml").write_text(text)
-        words = ["+experiment=mine", "dataloader=video", "machine=aws_p3_16xlarge", "format=json"]
-        plan = json.loads(launch("plan", *words).out)
-        assert [rank["num_workers"] for rank in plan["ranks"]] == [number] * 8
-
-
 @pytest.fixture
 def folder(here: Path) -> Path:
     """A working directory with a program that uses torch, and one that does not."""

@@ -24,6 +24,7 @@ def test_an_answer_has_these_values(
     answer: dict[str, Any], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(answer, here, monkeypatch)
+    before = sorted(here.rglob("*"))
     wrong = []
     for line, expected in answer["lines"]:
         words = shlex.split(fill_in(f"{answer.get('with', '')} {line}", here))
@@ -33,6 +34,8 @@ def test_an_answer_has_these_values(
         else:
             found = {key: look_up(key, value, words, done) for key, value in expected.items()}
             wrong += [f"{line}: {key} is {found[key]!r}" for key in expected if found[key] != expected[key]]
+        if (now := sorted(here.rglob("*"))) != before:
+            wrong.append(f"{line} leaves {now}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -41,10 +44,11 @@ def fill_in(text: str, here: Path) -> str:
 
 
 def look_up(key: str, expected: object, words: list[str], done: Result) -> object:
-    """The value of a key in an answer; of a stream, which of the expected parts are (not) in it."""
+    """The value of a key in an answer; of a stream, which of the expected parts are (not) in it, or all."""
     if key in ("out", "err", "no_out", "no_err"):
         stream = done.err if key.endswith("err") else done.out
-        assert isinstance(expected, list)
+        if not isinstance(expected, list):
+            return stream
         return [part for part in expected if (fill_in(part, Path.cwd()) in stream) != key.startswith("no_")]
     if "format=json" in words:
         values, rest = [], done.out
@@ -93,8 +97,11 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 def test_a_command_ends_with_its_code(
     exit_: dict[str, Any], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What starts nothing, and is no shell's, is asked in this process."""
     prepare(exit_, here, monkeypatch)
-    done = in_shell(f"{RANK}; {exit_['line']}", here)
+    verb, *words = shlex.split(exit_["line"])
+    is_asked = verb == "launch" and not {"--", "|", ">"} & set(words)
+    done = run_inside(words) if is_asked else in_shell(f"{RANK}; {exit_['line']}", here)
     assert done.code == exit_["code"], done
     assert "internal error" not in done.err
 

@@ -103,11 +103,6 @@ def test_every_parameter_of_submitits_has_an_answer(launch: Launch) -> None:
             assert fix in known, done
 
 
-def test_a_secret_of_another_tools_word_is_not_shown(launch: Launch) -> None:
-    told = launch("HF_TOKEN=hf_secretsecretsecret", "--api-key", "secretsecret", "train.py")
-    assert told.code == 2 and "secretsecret" not in told.err and "env.HF_TOKEN" in told.err
-
-
 def test_a_gpu_whose_memory_is_not_known_has_no_estimate(launch: Launch, here: Path) -> None:
     """The table of GPUs knows the memory of some whose description does not."""
     machine = json.loads(launch("topo", "machine=dgx_h100", "format=json").out)
@@ -166,28 +161,6 @@ def test_the_runs_of_a_sweep_and_what_hydra_tells_them(here: Path) -> None:
         for (number, name), folder in zip(enumerate("ab"), folders, strict=True)
     ]
     run_outside(words, here).assert_error(2, "swept/", "/0, of hydra.sweep.dir, is there already")
-
-
-def test_what_a_sweep_is_given_may_refer_to_its_own_configuration(launch: Launch, here: Path) -> None:
-    words = ["-m", "hydra.sweep.dir=sw/${hydra.job.name}/${hydra:runtime.choices.model}", "model=tiny,gpt2"]
-    done = launch(*words, "nproc_per_node=1", "dry_run=true")
-    assert [f"/sw/launch/tiny/{number}/checkpoints" in done.out for number in range(3)] == [True, True, False]
-    params = MULTIRUN.replace("nproc_per_node: 1,2", "name: a,${hydra.job.name}")
-    write(here / "conf/experiment/x.yaml", params)
-    assert "job 2 of 2: name=launch" in launch("experiment=x", "dry_run=true").err
-
-
-def test_a_glob_is_the_options_of_a_group(launch: Launch) -> None:
-    result = launch("-m", "binding=glob(*,exclude=n*)", "dry_run=true")
-    assert [
-        line.rpartition("binding=")[2].split()[0] for line in result.err.splitlines() if "job " in line
-    ] == [*("exclusive", "l3", "socket")]
-
-
-def test_a_launcher_that_is_installed_is_refused_too(launch: Launch, here: Path) -> None:
-    write(here / "conf/hydra/launcher/mine.yaml", "_target_: hydra_plugins.x.Y\n")
-    for word in ("hydra/launcher=mine", "+hydra/launcher=mine"):
-        launch(word, "dry_run=true").assert_error(2, "launcher=mine", "cluster=slurm")
 
 
 PLUGIN = """
@@ -297,13 +270,6 @@ def test_a_run_has_the_variables_and_its_directory_has_no_secret(tmp_path: Path)
     assert told["A"] == ("file", "configuration")
     assert told["HF_TOKEN"] == ("***", "configuration")
     assert told["NCCL_AUTH_TOKEN"] == ("***", "user")
-
-
-def test_a_sweep_reads_a_file_for_each_job(launch: Launch, here: Path) -> None:
-    for name in "ab":
-        write(here / f"{name}.env", f"HIP_VISIBLE_DEVICES={name}\n")
-    done = launch("plan", "-m", "env.from_file=a.env,b.env,null", "format=json")
-    assert done.code == 0 and [f'"value": "{name}"' in done.out for name in "abc"] == [True, True, False]
 
 
 # Pipes

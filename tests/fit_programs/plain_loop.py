@@ -23,6 +23,20 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+def make_alike() -> list[torch.Tensor]:
+    """What is made like another tensor is on the GPU, or on `meta`, where it takes no memory."""
+    with torch.device("meta"):
+        row = nn.Linear(8, 8)
+    row.to_empty(device=torch.cuda.current_device())
+    held = [torch.empty(1 << 20, device="meta").new_empty(1 << 20) for _ in range(1000)]
+    assert {one.device.type for one in held} == {"meta"}
+    first = torch.ones(2, 8).new_tensor([1.0] * 8, device=0)
+    tables = [first.new_zeros(4, 8, device=0), torch.ones_like(first, device="cuda"), first.new_tensor([1.0])]
+    assert {one.device for one in (first, *tables)} == {torch.device("cuda", 0)}
+    sum(row(first * one).sum() for one in tables).backward()
+    return held
+
+
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = nn.Sequential(*(Layer() for _ in range(LAYERS)), nn.Linear(WIDTH, 10)).to(device)
@@ -47,4 +61,5 @@ def main() -> None:
         torch.save(model.state_dict(), "checkpoint.pt")
 
 
+held = make_alike()
 main()

@@ -92,13 +92,6 @@ def test_where_a_machine_is_known_from_is_told_whole(launch: Launch, name: str) 
     assert f"source {' '.join(data['source'].split())}" in shown
 
 
-@pytest.mark.parametrize("words", [["machine=dgx_h100"], ["machine.snapshot=dgx_h100.json"]])
-def test_a_run_is_planned_on_the_machine_that_runs_it(launch: Launch, words: list[str]) -> None:
-    launch(*words, "--", "true").assert_error(2, "dgx_h100", "leave it out", "dry_run=true")
-    shown = launch(*words, "agent=torchrun", "dry_run=true", "--", "true")
-    assert (shown.code, "--nproc-per-node=8" in shown.out) == (0, True), shown
-
-
 def test_this_machines_device_lists_are_not_the_clusters(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,18 +128,6 @@ def test_a_device_list_of_this_machine_is_told_of_with_how_to_have_it(
             launch("plan", "machine=dgx_h100", "env.CUDA_VISIBLE_DEVICES=6,2,5", "format=json").out
         )
         assert [rank["gpu"]["index"] for rank in made["ranks"]] == [6, 2, 5]
-
-
-def test_what_is_asked_for_on_another_machine(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    made = plan(launch, "machine=dgx_h100", "nproc_per_node=2", "devices=spread")
-    assert [rank["gpu"]["index"] for rank in made["ranks"]] == [0, 4]
-    assert [rank["env"]["CUDA_VISIBLE_DEVICES"] for rank in made["ranks"]] == ["0,4", "0,4"]
-    assert {rank["omp_num_threads"] for rank in made["ranks"]} == {3}
-    assert len(plan(launch, "machine=a100_nosmt", "nproc_per_node=cpu")["ranks"]) == 48
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "\x1b[31m0")
-    told = launch("plan", "machine=dgx_h100").err
-    assert "CUDA_VISIBLE_DEVICES=\\x1b[31m0 is of this machine" in told and "\x1b" not in told
 
 
 def test_a_written_out_machine_is_planned_with_the_device_list(
