@@ -15,7 +15,7 @@ from pathlib import Path
 from launcher.cli.child import run_child
 from launcher.cli.main import Call, print_json
 from launcher.codec import DecodeError, load
-from launcher.config.program import find_program, runs_bundled
+from launcher.config.program import find_program
 from launcher.config.settings import Settings, refuse
 from launcher.config.start import plan_node
 from launcher.config.training import (
@@ -126,8 +126,8 @@ def show_fit(call: Call) -> int:
 
 def _describe_job(call: Call, config: Settings, plan: Plan) -> FitJob:
     """Return the job that is judged, without a model."""
-    nodes, is_bundled = count_plan_nodes(config.nodes, call.environ), runs_bundled(config, call.program)
-    return FitJob.of_plan(config, plan, None, nodes, call.environ, is_bundled=is_bundled)
+    config = replace(config, program={}) if call.program else config  # which is for no program of the user's
+    return FitJob.of_plan(config, plan, None, count_plan_nodes(config.nodes, call.environ), call.environ)
 
 
 def estimate_fit(call: Call, config: Settings, plan: Plan) -> FitReport | None:
@@ -180,9 +180,8 @@ def _show_steps(call: Call, plan: Plan) -> int:
         return 0
     logger.info(f"the first two steps on fake tensors, as rank 0 of {ranks}, for {device.name or 'GPU'}")
     record = _run_steps(argv, call.environ, job, device)
-    categories = dict(
-        sorted(record.peak.categories.items(), key=lambda item: [*CATEGORIES, item[0]].index(item[0]))
-    )
+    peak = record.peak.categories
+    categories = {name: peak[name] for name in CATEGORIES if name in peak}
     estimate = estimate_step(categories, device, ranks, expandable=job.expandable)
     on_gpu = device.kind == "gpu"
     predicted = (estimate.reserved if on_gpu else estimate.total).expected
@@ -255,25 +254,20 @@ def _run_steps(argv: Sequence[str], environ: Mapping[str, str], job: FitJob, dev
             raise MachineError(f"the program could not be started ({error})") from None
         output.seek(max(0, output.seek(0, os.SEEK_END) - LARGEST_END))
         lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
-        return _judge_end(result, lines[-MOST_LINES:], status, timeout)
-
-
-def _judge_end(result: Path, lines: Sequence[str], status: int | None, timeout: float) -> StepRecord:
-    """Return the result; raises MachineError if there is none."""
-    found: StepRecord | None = None
-    try:
-        found = load(StepRecord, read_file(result, LARGEST_RESULT, own=True))
-    except FileNotFoundError:
-        pass
-    except (OSError, DecodeError) as error:
-        raise MachineError(f"the program's result cannot be read ({error}): report it") from None
+        found: StepRecord | None = None
+        try:
+            found = load(StepRecord, read_file(result, LARGEST_RESULT, own=True))
+        except FileNotFoundError:
+            pass
+        except (OSError, DecodeError) as error:
+            raise MachineError(f"the program's result cannot be read ({error}): report it") from None
     if found and found.refused:
         raise refuse("fit_refused", MachineError, refused=found.refused)
     if found and not found.failed:
         return found
     if lines:
         logger.info("the end of the program's output:")
-    for line in lines:
+    for line in lines[-MOST_LINES:]:
         logger.info(f"  | {strip_sequences(line)}")
     if found and (failed := found.failed):
         subject = f"the operation {failed.operator} failed" if failed.operator else "an exception ended it"

@@ -140,10 +140,13 @@ def specify_job(
     warn_job(config, cluster, given)
     if cluster.kind != "slurm":
         warn_elsewhere(config, environ)
-    is_bundled = runs_bundled(config, program)
     fit_model = None  # no claim on memory is made
     asks_model = "model" in map(read_section, given)
-    if config.model and (config.fit.check != "off" or is_bundled) and (asks_model or not program):
+    if (
+        config.model
+        and (config.fit.check != "off" or runs_bundled(config, program))
+        and (asks_model or not program)
+    ):
         from launcher.config.training import find_fit_model
 
         fit_model = find_fit_model(config, program, given, starts=True)
@@ -167,7 +170,6 @@ def specify_job(
         run_path=run_path.path,
         run_key=run_path.key,
         fit_model=fit_model,
-        is_bundled=is_bundled,
     )
 
 
@@ -281,8 +283,7 @@ def _describe_fit(spec: JobSpec, plan: "Plan") -> "FitJob":
     """Return what is judged of a job whose nodes have this plan."""
     from launcher.config.training import FitJob
 
-    nodes, model, bundled = spec.cluster.min_nodes, spec.fit_model, spec.is_bundled
-    return FitJob.of_plan(spec.config, plan, model, nodes, spec.environ, is_bundled=bundled)
+    return FitJob.of_plan(spec.config, plan, spec.fit_model, spec.cluster.min_nodes, spec.environ)
 
 
 def _describe_agent(job: Job) -> str:

@@ -20,6 +20,7 @@ from launcher.cli.main import Call, group_words, print_json
 from launcher.cli.plan import check_target, explain, write_file
 from launcher.cli.run import plan_job, specify_job, try_again
 from launcher.config.compose import Composed, name_files, read_values
+from launcher.config.program import runs_bundled
 from launcher.config.run_path import choose_run_path
 from launcher.config.settings import refuse
 from launcher.config.words import read_key
@@ -281,7 +282,7 @@ class Tuning:
             own.append(self.search.argument(value))
         else:
             own += [f"env.{LAUNCH_NUM_WORKERS}={value}", f"env.{LAUNCH_LOADER_DEFAULT}=1"]
-        if self.spec.is_bundled:
+        if runs_bundled(config):
             # Steps of one micro-step: sequences a second do not depend on how many there are.
             own.append("program.global_batch=auto")
             own += ["program.grad_accumulation=1"] * (config.program.get("grad_accumulation") == "auto")

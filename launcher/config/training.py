@@ -68,7 +68,6 @@ class FitJob:
     model: ModelDimensions | None
     """None: there is no claim."""
     nodes: int
-    is_bundled: bool
     ranks: int
     """Of each node."""
     gpus: tuple[Gpu, ...]
@@ -76,6 +75,11 @@ class FitJob:
     node: NodeResources
     expandable: bool = True
     """Whether the ranks' allocator uses expandable segments."""
+
+    @property
+    def is_bundled(self) -> bool:
+        """Whether it is the bundled program; the configuration of another one has no section for that."""
+        return runs_bundled(self.config)
 
     @classmethod
     def of_plan(
@@ -85,8 +89,6 @@ class FitJob:
         model: ModelDimensions | None,
         nodes: int,
         environ: Mapping[str, str],
-        *,
-        is_bundled: bool,
     ) -> "FitJob":
         """Make one of nodes that have this plan; `model` is `find_fit_model`'s."""
         machine = plan.machine
@@ -100,7 +102,7 @@ class FitJob:
         merged = merge_settings(read_settings(config.allocator), environ)
         gpus = tuple(rank.gpu for rank in plan.ranks if rank.gpu)
         expandable = merged.get(EXPANDABLE, "").lower() == "true"
-        return cls(config, model, nodes, is_bundled, len(plan.ranks), gpus, node, expandable)
+        return cls(config, model, nodes, len(plan.ranks), gpus, node, expandable)
 
     def find_device(self) -> Device:
         """Return what a rank computes on: the GPU that `fit` names, the smallest of the node's, or CPUs.
@@ -179,7 +181,13 @@ def read_dimensions(section: Mapping[str, object]) -> ModelDimensions | None:
             width = hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else 1
             derived = {"kv_heads": heads, "head_width": given.get("head_dim", width)}
             model = convert(ModelDimensions, {**derived, **given, "name": str(given.get("name"))}, 0)
-        return _check_dimensions(model)
+        check_values(model, "model.")
+        experts, layers = model.experts, model.layers
+        if model.latent_attention is None and model.heads % model.kv_heads:
+            raise refuse("kv_heads", model=model)
+        if experts and (experts.per_token > experts.count or experts.dense_layers > layers):
+            raise refuse("experts", model=model, experts=experts)
+        return model
     except (OSError, ValueError, UsageError) as error:
         if path is None and isinstance(error, DecodeError):
             raise UsageError(f"model.{error}: set it, or choose a preset such as model=llama7b") from None
@@ -189,17 +197,6 @@ def read_dimensions(section: Mapping[str, object]) -> ModelDimensions | None:
         if isinstance(error, OSError | UnicodeDecodeError):
             what = f"it cannot be read ({getattr(error, 'strerror', '') or error}): give the path of a file"
         raise UsageError(f"model.config={path}: {what}") from None
-
-
-def _check_dimensions(model: ModelDimensions) -> ModelDimensions:
-    """Return dimensions that make a model; raises UsageError for others."""
-    check_values(model, "model.")
-    experts, layers, groups = model.experts, model.layers, model.kv_heads
-    if model.latent_attention is None and model.heads % groups:
-        raise refuse("kv_heads", model=model)
-    if experts and (experts.per_token > experts.count or experts.dense_layers > layers):
-        raise refuse("experts", model=model, experts=experts)
-    return model
 
 
 def count_plan_nodes(nodes: object, environ: Mapping[str, str]) -> int:

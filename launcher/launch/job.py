@@ -76,8 +76,6 @@ class JobSpec:
     """The key that decides the path: `run_dir` (an earlier run's), `new_run_dir`, or `runs_dir`."""
     fit_model: "ModelDimensions | None" = None
     """The model whose memory is to be judged; None if there is no claim, or if it was judged."""
-    is_bundled: bool = False
-    """The program is the bundled one."""
 
 
 @dataclass(frozen=True, slots=True)

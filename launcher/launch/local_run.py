@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from launcher.config.program import runs_bundled
 from launcher.errors import EXIT_MACHINE, MachineError
 from launcher.files import open_own
 from launcher.launch.ending import NodeEnd, check_success, describe_failure, post_end
@@ -155,7 +156,7 @@ def prepare_run(
         manifest = describe_start(run, ["launch", *argv], spec.choices)
         manifest["hosts"] = list(hosts)
         manifest["agent"] = spec.agent.kind
-        if spec.is_bundled:
+        if runs_bundled(spec.config):
             chosen = ("batch_size", "grad_accumulation", "activation_checkpointing", "parallel")
             manifest["training"] = {key: spec.config.program.get(key) for key in chosen}
         if hosts:  # else a job is being submitted, and hangs on no process of ours

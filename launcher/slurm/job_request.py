@@ -44,8 +44,6 @@ class JobRequest:
     max_nodes: int
     fit_model: ModelDimensions | None = None
     """The model that the job's first node judges, since the submission did not know the nodes."""
-    is_bundled: bool = False
-    """The program is the bundled one."""
     agent: str = "torchrun"
     """What starts the ranks: `direct` or `torchrun`."""
 
@@ -83,7 +81,6 @@ def make_job_request(spec: "JobSpec", argv: Sequence[str]) -> JobRequest:
         min_nodes=spec.cluster.min_nodes,
         max_nodes=spec.cluster.max_nodes,
         fit_model=spec.fit_model,
-        is_bundled=spec.is_bundled,
         agent=spec.agent.kind,
     )
 

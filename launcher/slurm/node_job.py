@@ -136,8 +136,7 @@ def check_node_fit(request: JobRequest, job: Job, *, is_first: bool) -> Job:
         return job
     from launcher.config.training import FitJob, settle_training
 
-    model, nodes, bundled = request.fit_model, job.cluster.max_nodes, request.is_bundled
-    asked = FitJob.of_plan(job.config, job.plan, model, nodes, job.environ, is_bundled=bundled)
+    asked = FitJob.of_plan(job.config, job.plan, request.fit_model, job.cluster.max_nodes, job.environ)
     config = settle_training(asked, judges=is_first)
     return replace(job, config=config, program=find_program(request.words, config, job.environ))
 

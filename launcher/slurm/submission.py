@@ -286,7 +286,7 @@ def _judge_partition(spec: JobSpec, chosen: JobOptions) -> None:
     )
     there = (Gpu(0, "", "", name=largest.name, memory_mib=largest.memory_mib),)
     ranks = parse_nproc(config.nproc_per_node, gpus) or gpus
-    job = FitJob(config, spec.fit_model, spec.cluster.min_nodes, spec.is_bundled, ranks, there, node)
+    job = FitJob(config, spec.fit_model, spec.cluster.min_nodes, ranks, there, node)
     settle_training(job, chooses=False)
 
 
@@ -297,8 +297,7 @@ def _judge_plan(spec: JobSpec, plan: "Plan", nodes: int) -> JobSpec:
     """
     from launcher.config.training import FitJob, settle_job, settle_training
 
-    bundled = spec.is_bundled
-    job = FitJob.of_plan(spec.config, plan, spec.fit_model, nodes, spec.environ, is_bundled=bundled)
+    job = FitJob.of_plan(spec.config, plan, spec.fit_model, nodes, spec.environ)
     return replace(settle_job(spec, settle_training(job)), fit_model=None)
 
 

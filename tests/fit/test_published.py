@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from launcher.codec import convert
+from launcher.config.program import BUNDLED
 from launcher.config.settings import Settings
 from launcher.config.training import FitJob, make_training, read_dimensions
 from launcher.fit.choice import FitReport, assess
@@ -99,9 +100,11 @@ def read_request(model: str | dict[str, Any], words: dict[str, Any]) -> Training
         section, _, setting = key.rpartition(".")
         sections[section][setting] = value
     top = sections.pop("")
-    config, program = convert(Settings, sections), sections["program"]
+    if sections["program"]:
+        sections["program"]["command"] = list(BUNDLED)
+    config = convert(Settings, sections)
     node, expandable = replace(REQUEST.node, num_workers=0), top.get("expandable_segments", True)
-    job = FitJob(config, None, top["nodes"], bool(program), top["nproc_per_node"], (), node, expandable)
+    job = FitJob(config, None, top["nodes"], top["nproc_per_node"], (), node, expandable)
     found = make_training(
         replace(job, model=MODELS[model] if isinstance(model, str) else read_dimensions(model))
     )

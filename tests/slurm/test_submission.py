@@ -294,7 +294,7 @@ def test_the_content_of_a_config_json_goes_with_a_job(login: LoginNode) -> None:
     assert login.submit("model.config=config.json", program=("train.py",)).code == 0
     (login.folder / "config.json").unlink()
     request = read_job_request(login.run_path, login.read_environ())
-    assert request.fit_model == expected and not request.is_bundled
+    assert request.fit_model == expected and not request.config.program
     assert expected and expected.layers == 2
 
 
