@@ -14,6 +14,7 @@ DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 ON_THE_WAY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 """For a directory in which something is to be opened, and that this user may perhaps not list."""
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+AnyPath = str | os.PathLike[str]
 CHUNK = 1 << 20
 PATIENCE = 10.0
 """Seconds after which a pipe that the user has named, and from which nothing came, is given up."""
@@ -35,9 +36,7 @@ class Descriptor(int):
         os.close(self)
 
 
-def open_directory(
-    path: str | os.PathLike[str], *, at: int | None = None, flags: int = DIRECTORY
-) -> Descriptor:
+def open_directory(path: AnyPath, *, at: int | None = None, flags: int = DIRECTORY) -> Descriptor:
     """Open a directory; a symbolic link at its end is followed if this user or root made it.
 
     People keep runs on another filesystem by such a link. Links on the way are the kernel's to judge
@@ -60,12 +59,12 @@ def is_planted(status: os.stat_result) -> bool:
     return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0)
 
 
-def open_own(path: str | os.PathLike[str], *, at: int | None = None) -> Descriptor:
+def open_own(path: AnyPath, *, at: int | None = None) -> Descriptor:
     """Open a directory that is this user's or root's, links as `open_directory` has them; raises OSError."""
     return _check(open_directory(path, at=at), str(path))
 
 
-def open_below(path: str | os.PathLike[str], *names: str) -> Descriptor:
+def open_below(path: AnyPath, *names: str) -> Descriptor:
     """Open a directory within a run's, made for its owner alone if it does not exist; raises OSError."""
     found = open_own(path)
     for name in names:
@@ -137,9 +136,7 @@ def name_user(uid: int) -> str:
         return f"uid {uid}"
 
 
-def open_file(
-    path: str | os.PathLike[str], *, at: int | None = None, follow: bool = False, own: bool = False
-) -> Descriptor:
+def open_file(path: AnyPath, *, at: int | None = None, follow: bool = False, own: bool = False) -> Descriptor:
     """Open a regular file to read, and nothing else, which could hang or never end; raises OSError.
 
     With `own`, only one of this user's or root's.
@@ -155,7 +152,7 @@ def open_file(
 
 
 def read_file(
-    path: str | os.PathLike[str], most: int, *, at: int | None = None, follow: bool = False, own: bool = False
+    path: AnyPath, most: int, *, at: int | None = None, follow: bool = False, own: bool = False
 ) -> bytes:
     """Return the bytes of a file that has `most` at most; see `open_file`. Raises OSError."""
     with open_file(path, at=at, follow=follow, own=own) as descriptor:
@@ -174,7 +171,7 @@ def read_bounded(descriptor: int, most: int, name: str) -> bytes:
     return bytes(data)
 
 
-def read_input(path: str | os.PathLike[str], most: int) -> bytes:
+def read_input(path: AnyPath, most: int) -> bytes:
     """Return the bytes of what a user has named: a file, or a pipe as of `<(command)`; raises OSError."""
     with Descriptor(os.open(path, READ)) as descriptor:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -146,9 +146,7 @@ def shorten_cpulist(numbers: Collection[int]) -> str:
         if end < 3 and step > 1:
             end = 1
         low, high = left[0], left[end - 1]
-        pieces.append(
-            (f"{low}-{high}" if low < high else f"{low}") + f":1/{step}" * (low < high and step > 1)
-        )
+        pieces.append(f"{low}-{high}" + f":1/{step}" * (step > 1) if low < high else f"{low}")
         left = left[end:]
     return ",".join(pieces) or text
 

@@ -188,6 +188,7 @@ class Trainer:
         """
         self.windows = Windows(config.data.path, config.seq_len, config.data.val_fraction)
         self.device, self.world_size = join_ranks(config.train.device), dist.get_world_size()
+        self.is_gpu = self.device.type == "cuda"
         self.config = config = replace(config, train=share_settings(config.train, self.device))
         train = config.train
         self.bf16 = train.dtype == "bf16"
@@ -213,7 +214,7 @@ class Trainer:
         self.peak = train.peak_tflops
         """TFLOPS that MFU is measured against, None if unknown: a CPU has none, since training would exceed a
         product of small matrices."""
-        if self.peak is None and self.device.type == "cuda":
+        if self.peak is None and self.is_gpu:
             gpu = find_gpu(torch.cuda.get_device_name(self.device))
             self.peak = gpu.bf16 if gpu else None
         self.sequences = train.batch_size * train.grad_accumulation * self.world_size
@@ -234,7 +235,7 @@ class Trainer:
         micro_steps = max(0, train.steps - progress.step) * train.grad_accumulation
         place = train.batch_size, dist.get_rank(), self.world_size
         schedule = Schedule(self.windows, train.seed, progress.consumed, micro_steps, *place)
-        batches = iter(schedule.make_loader(self.config.workers, pin=self.device.type == "cuda"))
+        batches = iter(schedule.make_loader(self.config.workers, pin=self.is_gpu))
         self.clock = progress.step, time.perf_counter()
         for step in range(first, train.steps + 1):
             loss = self.take_step(step, batches)
@@ -252,7 +253,7 @@ class Trainer:
                 return EXIT_RESTART
         if votes:
             votes.finish()
-        if self.device.type == "cuda":
+        if self.is_gpu:
             # In use is also what is not torch's: CUDA's context, NCCL's buffers, other processes.
             free, total = torch.cuda.mem_get_info(self.device)
             allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -380,11 +381,10 @@ class Trainer:
     def _describe(self, resumed: Path | None) -> None:
         """Print what is run, a line for each subject."""
         config, train, model, windows = self.config, self.config.train, self.config.model, self.windows
-        over = "nccl" if self.device.type == "cuda" else "gloo"
+        over = "nccl" if self.is_gpu else "gloo"
         parallel = "" if self.parallel == "none" else f" {self.parallel} over {over},"
-        name = f"{torch.get_num_threads()} threads"
-        if self.device.type == "cuda":
-            name = torch.cuda.get_device_name(self.device)
+        threads = f"{torch.get_num_threads()} threads"
+        name = torch.cuda.get_device_name(self.device) if self.is_gpu else threads
         tell(
             f"model   {model.name}: {self.parameters:,} parameters, {model.layers} layers, "
             f"hidden {model.hidden_size}, {model.heads} heads ({model.kv_heads} kv), "
