@@ -1,6 +1,10 @@
-"""What a running interpreter of ours loads; pyproject.toml's contracts say who may import whom."""
+"""What a running interpreter of ours loads, and the LAUNCH_* variables against the code that uses them.
+
+pyproject.toml's contracts say who may import whom.
+"""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,10 +12,14 @@ from pathlib import Path
 import pytest
 
 import launcher
+from launcher import protocol
 from tests.seam import PATIENCE, clean_environ, list_loaded, list_modules
 
 ROOT = Path(launcher.__file__).parents[1]
 STDLIB = sys.stdlib_module_names
+NAMES = {name for name in vars(protocol) if name.startswith("LAUNCH_")}
+OTHERS = {"LAUNCH_FAILED"}
+"""A state of SLURM's."""
 
 
 def test_the_shim_loads_the_standard_library_alone(tmp_path: Path) -> None:
@@ -69,22 +77,16 @@ assert shim.main() == 127
     assert not loaded & {"subprocess", "pathlib", "argparse", "asyncio", "shutil", "tempfile"}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["nproc_per_node=2", "dry_run=true"],
-        ["plan", "format=json"],
-        ["--cfg", "job"],
-        ["--help"],
-        ["--help-all"],
-    ],
-    ids=str,
-)
-def test_the_launcher_loads_no_torch(words: list[str], tmp_path: Path) -> None:
-    loaded = list_loaded(words, tmp_path)
-    heavy = {"torch", "numpy"} | ({"hydra", "omegaconf", "rich"} if words[0].startswith("--help") else set())
-    assert not loaded & heavy
-    assert "launcher.cli.main" in loaded
+def test_the_launcher_loads_no_torch_and_its_help_no_hydra(tmp_path: Path) -> None:
+    heavy = {"torch", "numpy"}
+    starts = (("nproc_per_node=2", "dry_run=true"), ("plan", "format=json"), ("--cfg", "job"))
+    for several, unwanted in (
+        (starts, heavy),
+        ((("--help",), ("--help-all",)), heavy | {"hydra", "omegaconf", "rich"}),
+    ):
+        runs = "".join(f"assert run_guarded({[*words]}) == 0\n" for words in several)
+        loaded = list_modules(f"from launcher.cli.main import run_guarded\n{runs}", tmp_path)
+        assert not loaded & unwanted and "launcher.cli.main" in loaded
 
 
 @pytest.mark.parametrize("words", [(), ("run_dir=run",)])
@@ -117,3 +119,15 @@ def test_the_verbs_of_runs_need_no_hydra_unless_something_is_set(tmp_path: Path)
     assert hydra <= list_loaded(["status", "runs_dir=runs"], tmp_path)
     (tmp_path / "conf").mkdir()
     assert hydra <= list_loaded(["status"], tmp_path)
+
+
+def test_every_variable_anywhere_is_listed_and_every_one_is_used() -> None:
+    """In every file that is shipped, but for the list itself."""
+    files = [path for folder in ("launcher", "slurm", "conf") for path in (ROOT / folder).rglob("*")]
+    found = set[str]()
+    for path in files:
+        if path.is_file() and path.suffix != ".pyc" and path.name != "protocol.py":
+            found |= {*re.findall(r"\bLAUNCH_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8"))}
+    assert found - OTHERS == NAMES
+    assert all(getattr(protocol, name) == name for name in NAMES)
+    assert set(protocol.OWN_VARIABLES) < NAMES, "no user sets these"

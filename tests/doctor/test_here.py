@@ -10,9 +10,9 @@ import pytest
 
 from launcher.doctor.machine import judge_run_records
 from launcher.runs.records import find_last_run, read_run
-from tests.doctor.healthy import pick, read_cases
+from tests.doctor.healthy import pick, read_cases, run_doctor
 from tests.rank.start_shim import KNOWN, forbid
-from tests.seam import Launch, drop_powers, run_outside, start, write_program
+from tests.seam import Launch, drop_powers, run_outside, run_to_end
 
 RANKS = min(2, len(os.sched_getaffinity(0)))
 
@@ -68,20 +68,22 @@ def test_a_container_that_forbids_memory_policies_is_found(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("quick_agent")
-def test_a_real_run_is_as_planned_until_it_is_tampered_with(tmp_path: Path) -> None:
-    with start(tmp_path, f"nproc_per_node={RANKS}", "--", write_program(tmp_path, "pass")) as started:
-        assert started.wait(120) == 0, started.read()
-        run = started.run_dir()
-    (passed,) = run_here(tmp_path)["run.compared"]
+def test_a_real_run_is_as_planned_until_it_is_tampered_with(here: Path) -> None:
+    run = run_to_end(here, "pass", f"nproc_per_node={RANKS}").run_dir()
+
+    def find(rule: str, *words: str) -> dict[str, Any]:
+        (finding,) = (one for one in run_doctor(f"nproc_per_node={RANKS}", *words)[1] if one["rule"] == rule)
+        return finding
+
+    passed = find("run.compared")
     assert (passed["level"], passed["values"]["ranks"]) == ("ok", RANKS)
-    assert passed["values"]["run"] == f"{run.relative_to(tmp_path)}, succeeded"
+    assert passed["values"]["run"] == f"{run.relative_to(here)}, succeeded"
 
     record = run / "rank-0.applied.json"
     data = json.loads(record.read_text())
     record.write_text(json.dumps({**data, "cpus": "4000"}))
-    (tmp_path / "elsewhere").mkdir()
-    for found in (run_here(tmp_path), run_here(tmp_path / "elsewhere", f"run_dir={run}")):
-        (differs,) = found["run.differs"]
+    for words in ((), ("runs_dir=none", f"run_dir={run}")):
+        differs = find("run.differs", *words)
         assert (differs["level"], differs["values"]["rank"]) == ("error", 0)
         assert f"rank 0 runs on CPUs 4000, planned {data['cpus']}" in differs["what"]
 

@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import logging
 import subprocess
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +22,7 @@ from launcher.runs.manifest import describe_start
 from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import mask_tree, mask_variables, mask_words
 from launcher.slurm.job_request import JobRequest, read_job_request, write_job_request
-from launcher.text import escape_text, join_words, tame_text
+from launcher.text import describe_time, escape_text, join_words, redirect_log, tame_text
 from tests.fuzzing import CONTROL, assert_harmless, scalars, texts
 from tests.runs.test_manifest import TOKENS
 
@@ -151,3 +153,33 @@ def test_what_users_name(tmp_path: Path, content: bytes) -> None:
         read_machine(config.machine)
     with contextlib.suppress(PlacementError, KeyError, TypeError, ValueError, AttributeError):
         PlanEntry(read_plan_file(str(path)))
+
+
+# Text for people
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (41.25, "41.2 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 0 s"),
+        (60, "1 min 0 s"),
+        (725, "12 min 5 s"),
+        (3599.6, "1 h 0 min"),
+        (12000, "3 h 20 min"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert describe_time(seconds) == text
+
+
+def test_what_is_logged_goes_to_a_function_for_a_while(capsys: pytest.CaptureFixture[str]) -> None:
+    logger, shown = logging.getLogger("launcher.text"), list[logging.LogRecord]()
+    restore = redirect_log(shown.append)
+    logger.warning("a")
+    restore()
+    logger.warning("b\x1b[2J")
+    assert [record.getMessage() for record in shown] == ["a"]
+    assert capsys.readouterr().err == "launch: warning: b\\x1b[2J\n"

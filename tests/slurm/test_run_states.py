@@ -71,23 +71,21 @@ def test_slurms_word_counts_if_the_manifest_tells_no_end(tmp_path: Path, environ
     assert f" --jobs={','.join(asked)} " in call
 
 
-def test_if_slurm_cannot_be_asked_the_manifests_count(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_if_slurm_cannot_be_asked_or_answers_too_late_the_manifest_counts(
+    here: Path, launch: Launch, tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", environ["PATH"])
     write_command(tmp_path, "squeue", AWAY)
-    make_run(tmp_path / "runs", state="running", slurm={"job_id": "7"})
-    done = run_outside(["status", "format=json"], tmp_path, environ)
+    path = make_run(here / "runs", state="running", slurm={"job_id": "7"})
+    done = launch("status", "format=json")
     assert [row["state"] for row in json.loads(done.out)["runs"]] == ["running"]
     assert "launch: warning: squeue: " in done.err and "Unable to contact" in done.err
-
-
-def test_a_manifest_that_was_completed_meanwhile(tmp_path: Path, environ: dict[str, str]) -> None:
-    path = make_run(tmp_path / "runs", state="running", slurm={"job_id": "7"})
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["outcome"] = {"state": "failed", "exit_code": 9, "reason": "so it is"}
     (tmp_path / "later").write_text(json.dumps(manifest))
     row = "7|COMPLETED|main|2|n[0-1]|N/A|0|0|N/A|N/A|N/A|None|"
     write_command(tmp_path, "squeue", f"cp later {path}/manifest.json; echo '{row}'")
-    done = run_outside(["status", "format=json"], tmp_path, environ)
-    (found,) = json.loads(done.out)["runs"]
+    (found,) = json.loads(launch("status", "format=json").out)["runs"]
     assert (found["state"], found["exit_code"], found["reason"]) == ("failed", 9, "so it is")
 
 
@@ -132,10 +130,10 @@ def test_a_run_directory_is_for_one_run_at_a_time(
             assert (tmp_path / "calls").exists() == case.get("asked", True), (state, said)
 
 
-def test_a_second_run_is_refused_and_leaves_all_as_it_was(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "runs", state="running", process=identify_process(os.getpid()))
+def test_a_second_run_is_refused_and_leaves_all_as_it_was(here: Path, launch: Launch) -> None:
+    path = make_run(here / "runs", state="running", process=identify_process(os.getpid()))
     before = (path / "manifest.json").read_bytes()
-    done = run_outside([f"run_dir={path}", "cluster=local", "nproc_per_node=1", "--", "true"], tmp_path)
+    done = launch(f"run_dir={path}", "cluster=local", "nproc_per_node=1", "--", "true")
     done.assert_error(2, f"belongs to process {os.getpid()}, which is running", f"launch cancel {path}")
     assert (path / "manifest.json").read_bytes() == before
 
