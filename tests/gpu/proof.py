@@ -1,11 +1,11 @@
-"""What a test with a GPU works with: it starts programs, records figures and keeps files."""
+"""What a test with a GPU works with: it starts programs, records figures and keeps files; their summary."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -119,6 +119,50 @@ class Proof:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         assert not left, left
+
+
+class Summary:
+    """Outcomes and figures as Markdown, written again after each test."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.reports: dict[str, pytest.TestReport | None] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.reports = {item.nodeid: None for item in session.items}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:
+            self.reports[report.nodeid] = report
+            self.path.with_suffix(".part").write_text("\n".join(self.render()) + "\n", encoding="utf-8")
+            self.path.with_suffix(".part").replace(self.path)
+
+    def render(self) -> Iterator[str]:
+        tables: dict[str, list[dict[str, object]]] = {"": []}
+        for name, report in self.reports.items():
+            row: dict[str, object] = {
+                "test": name.rpartition("/")[2],
+                "outcome": "not run",
+                "s": "",
+                "why": "",
+            }
+            if report:
+                told = (
+                    report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext[-600:]
+                )
+                row |= {"outcome": report.outcome, "s": f"{report.duration:.1f}", "why": told}
+            tables[""].append(row)
+            for title, value in report.user_properties if report else ():
+                tables.setdefault(title, []).append(value if isinstance(value, dict) else {"": value})
+        for title, rows in tables.items():
+            columns = list(dict.fromkeys(key for row in rows for key in row))
+            yield f"\n## {title}\n" if title else ""
+            yield f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+            yield from (f"| {' | '.join(clean(row.get(key, '')) for key in columns)} |" for row in rows)
+
+
+def clean(value: object) -> str:
+    return " ".join((f"{value:.4g}" if isinstance(value, float) else str(value)).split()).replace("|", "\\|")
 
 
 Item = TypeVar("Item")
