@@ -51,9 +51,8 @@ def start_first_node(start: dict[str, object]) -> int:
 
 def main() -> None:
     """Serve starts until stdin ends."""
-    for module, values in EAGER.items():
-        for name, value in values.items():
-            setattr(importlib.import_module(module), name, value)
+    for name, values in EAGER.items():
+        vars(importlib.import_module(name)).update(values)
     for line in sys.stdin:
         sys.stdout.write(f"{start_first_node(json.loads(line))}\n")
         sys.stdout.flush()
