@@ -189,8 +189,6 @@ ConfigStore.__deepcopy__ = lambda store, _: store  # type: ignore[attr-defined]
 
 
 STORED: Any = ConfigStore.instance().repo["hydra"]["config.yaml"]
-# Hydra copies its sources before it reads them, with each all that is stored here: a sixth of the time.
-ConfigStore.__deepcopy__ = lambda store, _: store  # type: ignore[attr-defined]
 HYDRAS_OWN: DictConfig = STORED.node
 NO_GROUPS: DictConfig = OmegaConf.structured(HydraConf(defaults=[]))
 """Hydra's settings with and without the options of its groups, which take longer to compose than ours."""

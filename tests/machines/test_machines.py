@@ -9,7 +9,6 @@ import pytest
 
 from launcher.plan.model import Request, parse_machine, plan_to_json
 from launcher.plan.planner import plan as make_plan
-from tests.cli.test_command_line import ask
 from tests.plan.lab_machines import fsroot, load, score
 from tests.probe.machine_trees import short_lived
 from tests.seam import Launch
@@ -42,13 +41,6 @@ def test_a_shipped_machine_is_planned_anywhere_and_as_well_as_it_allows(launch: 
         )
     told = plan(launch, "machine=dgx_h100")
     assert told["machine"] == json.loads((SHIPPED / "dgx_h100.json").read_text()) and len(told["ranks"]) == 8
-
-
-def test_help_and_completion_offer_the_machines(launch: Launch) -> None:
-    shown = launch("--help-all").out
-    assert all(name in shown for name in ("local", *NAMES))
-    assert max(map(len, shown.splitlines())) <= 110
-    assert ask("launch plan machine=dgx") == [f"machine={name}" for name in NAMES if name.startswith("dgx")]
 
 
 def keep_own(folder: Path, name: str) -> None:
