@@ -142,11 +142,8 @@ def specify_job(
         warn_elsewhere(config, environ)
     fit_model = None  # no claim on memory is made
     asks_model = "model" in map(read_section, given)
-    if (
-        config.model
-        and (config.fit.check != "off" or runs_bundled(config, program))
-        and (asks_model or not program)
-    ):
+    is_judged = config.fit.check != "off" or runs_bundled(config, program)
+    if config.model and is_judged and (asks_model or not program):
         from launcher.config.training import find_fit_model
 
         fit_model = find_fit_model(config, program, given, starts=True)

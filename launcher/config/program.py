@@ -15,7 +15,6 @@ from launcher.config.settings import refuse
 from launcher.config.words import read_section
 from launcher.errors import UsageError
 from launcher.files import open_file, read_input
-from launcher.rank.hook import split_options
 from launcher.text import suggest
 
 if TYPE_CHECKING:
@@ -143,6 +142,8 @@ def find_script(argv: Sequence[str]) -> str:
     first = argv[0] if argv else ""
     if first != "-m" and not Path(first).name.startswith("python"):
         return first
+    from launcher.rank.hook import split_options
+
     command = ["python", *argv] if first == "-m" else list(argv)
     options, index = split_options(command)
     last, value = options[-1] if options else ("", "")

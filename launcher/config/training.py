@@ -182,10 +182,10 @@ def read_dimensions(section: Mapping[str, object]) -> ModelDimensions | None:
             derived = {"kv_heads": heads, "head_width": given.get("head_dim", width)}
             model = convert(ModelDimensions, {**derived, **given, "name": str(given.get("name"))}, 0)
         check_values(model, "model.")
-        experts, layers = model.experts, model.layers
+        experts = model.experts
         if model.latent_attention is None and model.heads % model.kv_heads:
             raise refuse("kv_heads", model=model)
-        if experts and (experts.per_token > experts.count or experts.dense_layers > layers):
+        if experts and (experts.per_token > experts.count or experts.dense_layers > model.layers):
             raise refuse("experts", model=model, experts=experts)
         return model
     except (OSError, ValueError, UsageError) as error:
@@ -346,17 +346,15 @@ def settle_training(job: FitJob, *, judges: bool = True, chooses: bool = True) -
     if job.model is None or (check == "off" and not is_bundled):
         return config
     if is_bundled:  # it is judged as it will run, whatever `fit` and `parallel` say of a training
-        fit = FitConfig(
-            gpu=config.fit.gpu, gpu_memory_gib=config.fit.gpu_memory_gib, tokens=config.fit.tokens
-        )
+        fit = FitConfig(gpu=config.fit.gpu, gpu_memory_gib=config.fit.gpu_memory_gib)
         job = replace(job, config=replace(config, fit=fit, parallel=ParallelConfig()))
     try:
         training = make_training(job)
         report = assess(training) if training and judges else None
     except Exception as error:
+        what = str(error)
         if is_bundled and judges and isinstance(error, UsageError):
             raise
-        what = str(error)
         if not isinstance(error, UsageError):
             what = f"{type(error).__name__}: {error}: report it; what is auto is the program's own default"
         if judges:

@@ -11,6 +11,7 @@ from typing import Any
 from launcher.codec import KEY, OBJECT, ONLY, OPTIONAL, convert, parse_json, to_plain
 from launcher.cpulist import format_cpulist
 from launcher.errors import UsageError
+from launcher.fields import setting
 
 SCHEMA = 1
 """Version of the JSON form of plans and machine snapshots."""
@@ -173,10 +174,10 @@ GC_POLICIES: Mapping[str, tuple[str, ...]] = {
 class BindingConfig:
     """How ranks are placed on cores."""
 
-    policy: str = field(default="exclusive", metadata={"choices": BINDINGS})
+    policy: str = setting("exclusive", choices=BINDINGS)
     strict: bool = False
     """If the placement falls short of the policy: true ends the job, false warns."""
-    reserve_cores: int = field(default=0, metadata={"minimum": 0})
+    reserve_cores: int = setting(0, minimum=0)
     """Physical cores that are left to the system, spread over the NUMA nodes."""
     nic: bool = False
     """Set `NCCL_IB_HCA` to each rank's nearest NIC."""
@@ -188,12 +189,12 @@ class DataloaderConfig:
 
     workload: str = "text"
     """The workload that the number belongs to; empty if the command line sets the number."""
-    num_workers: int = field(default=2, metadata={"minimum": 0, "maximum": 1024})
+    num_workers: int = setting(2, minimum=0, maximum=1024)
     """Workers of each rank. A workload's number is reduced if cores or memory are too few; one that you set
     is not."""
-    worker_gib: float = field(default=0.0, metadata={"minimum": 0})
+    worker_gib: float = setting(0.0, minimum=0)
     """Memory of one worker in GiB; 0 means unknown, and memory sets no limit."""
-    worker_shm_mib: float = field(default=0.0, metadata={"minimum": 0})
+    worker_shm_mib: float = setting(0.0, minimum=0)
     """Space in /dev/shm for the batches of one worker, in MiB; 0 means unknown."""
     default: bool = False
     """Give a `DataLoader(...)` without num_workers that number."""
@@ -205,10 +206,10 @@ class DataloaderConfig:
 class GcConfig:
     """Garbage collection in the ranks. Steps are steps of the optimizer."""
 
-    policy: str = field(default="synchronized", metadata={"choices": tuple(GC_POLICIES)})
-    warmup: int = field(default=30, metadata={"minimum": 0})
+    policy: str = setting("synchronized", choices=tuple(GC_POLICIES))
+    warmup: int = setting(30, minimum=0)
     """Steps after which objects are frozen (`synchronized`, `frozen`)."""
-    every: int = field(default=50, metadata={"minimum": 0})
+    every: int = setting(50, minimum=0)
     """Steps from one full collection to the next, the same on all ranks (`synchronized`, `disabled`); 0 means
     never."""
     log: bool = False
