@@ -1,7 +1,7 @@
 """What sbatch is asked for (`options.toml`), and what is said if it refuses (`refusals.toml`)."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,19 @@ from launcher.config.settings import ClusterConfig, RequeueConfig
 from launcher.errors import LaunchError, UsageError
 from launcher.launch.job import JobSpec
 from launcher.slurm.sbatch import choose_job_options, explain_refusal
-from tests.seam import specify, write_script
+from tests.seam import enter, specify, write_script
 
 OPTIONS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("options.toml").read_text())
 REFUSALS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("refusals.toml").read_text())
 
 
-@pytest.fixture
-def plain(here: Path) -> JobSpec:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobSpec]:
     """A job that asks for nothing."""
-    spec = specify(["cluster=slurm", "name=train"], ("true",))
-    return replace(spec, config=replace(spec.config, cluster=ClusterConfig()))
+    with pytest.MonkeyPatch.context() as patch:
+        enter(tmp_path_factory.mktemp("here"), patch)
+        spec = specify(["cluster=slurm", "name=train"], ("true",))
+        yield replace(spec, config=replace(spec.config, cluster=ClusterConfig()))
 
 
 @pytest.fixture
