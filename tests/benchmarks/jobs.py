@@ -212,14 +212,12 @@ class Sample:
     def median(self) -> float:
         return statistics.median(self.times)
 
-    def list_cells(self, base: "Sample | None" = None) -> list[str]:
+    def list_cells(self, base: "Sample") -> list[str]:
         cells = [self.name, *(f"{time:.1f}" for time in (min(self.times), self.median, max(self.times)))]
         if base is self:
-            cells += ["", ""]
-        elif base is not None:
-            extra = statistics.median(a - b for a, b in zip(self.times, base.times, strict=True))
-            cells += [f"{extra:+.1f}", f"{self.median / base.median:.2f}"]
-        return cells
+            return [*cells, "", ""]
+        extra = statistics.median(a - b for a, b in zip(self.times, base.times, strict=True))
+        return [*cells, f"{extra:+.1f}", f"{self.median / base.median:.2f}"]
 
 
 def print_head(title: str, *names: str) -> None:
@@ -262,11 +260,11 @@ def measure_children() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def print_table(title: str, samples: Sequence[Sample], *, compare: bool = True) -> None:
-    """Print times; `compare` adds differences and ratios to the first row, pair by pair."""
-    print_head(title, "ms", "min", "median", "max", *(("more than the first", "ratio") if compare else ()))
+def print_table(title: str, samples: Sequence[Sample]) -> None:
+    """Print times, with differences and ratios to the first row, pair by pair."""
+    print_head(title, "ms", "min", "median", "max", "more than the first", "ratio")
     for sample in samples:
-        print_row(*sample.list_cells(samples[0] if compare else None))
+        print_row(*sample.list_cells(samples[0]))
 
 
 def print_goals(samples: Sequence[Sample], goals: Mapping[str, float | None]) -> None:

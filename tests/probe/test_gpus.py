@@ -280,12 +280,9 @@ def hold(pid: int, mib: int) -> list[SimpleNamespace]:
 
 
 def make_node_nvml(
-    changes: Mapping[str, Changes] | None = None,
-    count: int = 8,
-    links: int = 18,
-    xids: Sequence[tuple[int, int]] = (),
+    changes: Mapping[str, Changes] | None = None, xids: Sequence[tuple[int, int]] = ()
 ) -> ModuleType:
-    """NVML with `count` GPUs, whose handles are their numbers; `changes` are by function, then by GPU.
+    """NVML with eight GPUs, whose handles are their numbers; `changes` are by function, then by GPU.
 
     `xids` come one by one, each of a GPU. A GPM sample is a number, and there are eight SMs.
     """
@@ -295,7 +292,7 @@ def make_node_nvml(
         setattr(module, name, getattr(pynvml, name))
 
     def read_link(_: int, link: int) -> int:
-        if link >= links:
+        if link >= 18:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return 1
 
@@ -309,7 +306,7 @@ def make_node_nvml(
     for name, value in answers.items():
         setattr(module, name, make_function(value, changes.get(name, {})))
     module.nvmlInit = module.nvmlShutdown = lambda: None
-    module.nvmlDeviceGetCount = lambda: count
+    module.nvmlDeviceGetCount = lambda: 8
     module.nvmlSystemGetCudaDriverVersion_v2 = lambda: 12080
     events, samples = iter(xids), itertools.count(1)
 

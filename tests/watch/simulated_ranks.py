@@ -176,42 +176,40 @@ HEALTHY = {
 
 
 def make_reports(
-    reports: list[dict[str, Any]], number: int, ranks: Mapping[int, Mapping[str, Any]] = {}, **node: Any
+    reports: list[dict[str, Any]], number: int, ranks: Mapping[int, Mapping[str, Any]] = {}
 ) -> list[NodeReport]:
-    """Return the reports with this number, with more of some ranks and of their nodes."""
+    """Return the reports with this number, with more of some ranks."""
     found = []
     for report in reports:
         own = [{**rank, **ranks.get(rank["rank"], {})} for rank in report["ranks"]]
-        more = node if ranks.keys() & {rank["rank"] for rank in own} else {}
         rest = {"attempt": 0, "time": 5.0 * number, "number": number, "interval": 5.0}
         plain = {key: value for key, value in report.items() if key != "collectives"}
-        made = convert(NodeReport, {**plain, **rest, **more, "ranks": own})
+        made = convert(NodeReport, {**plain, **rest, "ranks": own})
         found.append(replace(made, collectives=tuple(report["collectives"])))
     return found
 
 
-def draw_noise(rng: random.Random, kind: str, sigma: float, before: float) -> float:
-    """Return a step's noise of a rank, as a share of the step; `before` is that of the step before."""
+def draw_noise(rng: random.Random, kind: str, sigma: float) -> float:
+    """Return a step's noise of a rank, as a share of the step."""
     if kind == "heavy tails":  # Student's t with two degrees of freedom
         student = rng.gauss(0, 1) / math.sqrt(rng.gammavariate(1.0, 1.0))
         return max(-0.5, min(20.0, student * sigma * 0.7))
     if kind == "one-sided":
         return rng.expovariate(1 / sigma)
-    if kind == "drift":  # half of it lasts 20 steps
-        drifted: float = 0.95 * before + 0.3 * rng.gauss(0, sigma)
-        return drifted
     return max(-0.9, rng.gauss(0, sigma))
 
 
 def simulate_excess(
-    ranks: int, steps: int, kind: str, sigma: float, *, slow: int | None, excess: float = 0.1, seed: int = 0
+    ranks: int, steps: int, kind: str, sigma: float, *, slow: int | None, seed: int = 0
 ) -> Any:
-    """Return the steps of ranks that wait for each other once a step, as `measure_steps` does."""
+    """Return the steps of ranks that wait for each other once a step, as `measure_steps` does.
+
+    One may be slower by a tenth.
+    """
     rng = random.Random(seed)
-    noise, found = [0.0] * ranks, []
+    found = []
     for step in range(1, steps + 1):
-        noise = [draw_noise(rng, kind, sigma, before) for before in noise]
-        own = [1 + value + (excess if rank == slow else 0.0) for rank, value in enumerate(noise)]
+        own = [1 + draw_noise(rng, kind, sigma) + (0.1 if rank == slow else 0.0) for rank in range(ranks)]
         others = [np.median(own if ranks > 16 else np.delete(own, rank)) for rank in range(min(ranks, 17))]
         found.append([step, max(own) + 0.02, *np.subtract(own, others if ranks <= 16 else others[0])])
     return np.array(found)

@@ -8,7 +8,7 @@ import threading
 import time
 import tomllib
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -194,10 +194,10 @@ def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "*")
 
 
-def post(folder: Path, outcome: Mapping[str, object] = FAILED, **settings: Any) -> None:
+def post(folder: Path, **settings: Any) -> None:
     run = folder / "gpt" / "7"
     run.mkdir(parents=True, exist_ok=True)
-    post_end(NotifyConfig(**settings), RunDir(run), "n1", outcome, job_id="4711")
+    post_end(NotifyConfig(**settings), RunDir(run), "n1", FAILED, job_id="4711")
 
 
 @pytest.mark.usefixtures("no_delays")

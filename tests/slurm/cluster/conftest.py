@@ -203,10 +203,10 @@ def nothing_is_left(sandbox: Sandbox, tmp_path: Path) -> Iterator[None]:
         sandbox.run("scancel", "--me")
 
 
-def await_nothing(word: str, timeout: float = 15) -> None:
+def await_nothing(word: str) -> None:
     """Wait until no process is there whose command line or environment holds a word; they must go."""
     left = partial(find_processes, word)
-    wait_for(lambda: not left(), "the processes' end", timeout, lambda: str(left()))
+    wait_for(lambda: not left(), "the processes' end", 15, lambda: str(left()))
 
 
 @pytest.fixture

@@ -76,9 +76,9 @@ class Run:
         """The loss of each step; of a step that was done twice, the last."""
         return read_losses(self.read_rank())
 
-    def await_step(self, step: int, timeout: float = 90) -> None:
+    def await_step(self, step: int) -> None:
         """Wait until rank 0 has printed a step."""
-        self.wait_for(lambda: max(self.read_losses(), default=0) >= step, f"step {step}", timeout)
+        self.wait_for(lambda: max(self.read_losses(), default=0) >= step, f"step {step}", 90)
 
     def await_end(self, timeout: float = 150) -> str:
         """Wait until the run says that it is over and SLURM that the job is; return the run's state."""

@@ -132,8 +132,8 @@ def start(sandbox: Sandbox, tmp_path: Path, *words: str, steps: int = 400) -> Ru
     return submit(sandbox, tmp_path, "nproc_per_node=1", *words, "--", program, str(steps))
 
 
-def await_line(run: Run, words: str, rank: int = 0, timeout: float = 90) -> None:
-    run.wait_for(lambda: words in run.read_rank(rank), words, timeout)
+def await_line(run: Run, words: str, rank: int = 0) -> None:
+    run.wait_for(lambda: words in run.read_rank(rank), words, 90)
 
 
 def test_a_node_that_dies_is_replaced(sandbox: Sandbox, tmp_path: Path) -> None:

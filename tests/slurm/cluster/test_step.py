@@ -73,8 +73,8 @@ def allocate(
     )
 
 
-def finish(process: "subprocess.Popen[bytes]", timeout: float = 120) -> Result:
-    out, err = process.communicate(timeout=timeout)
+def finish(process: "subprocess.Popen[bytes]") -> Result:
+    out, err = process.communicate(timeout=120)
     return Result(process.returncode, out.decode(), err.decode())
 
 
