@@ -84,11 +84,12 @@ class Sandbox:
 
     def wait_empty(self, timeout: float = 60) -> None:
         """Wait until no job has left a process behind."""
-        end = time.monotonic() + timeout
-        while left := self.list_processes():
-            if time.monotonic() > end:
-                pytest.fail(f"processes of jobs are left: {left}")
-            time.sleep(0.1)
+        wait_for(
+            lambda: not self.list_processes(),
+            "the end of jobs' processes",
+            timeout,
+            lambda: self.break_it("ps"),
+        )
 
     def list_states(self, job_id: str) -> list[str]:
         """The states of a job, or of all members of an array."""

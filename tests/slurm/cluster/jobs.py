@@ -13,20 +13,10 @@ from tests.seam import find_processes, wait_for
 from tests.slurm.cluster.conftest import ENDED, Sandbox
 
 SHRUNK = (
-    "+model=llama7b",
-    "model.vocab_size=256",
-    "model.layers=1",
-    "model.hidden_size=32",
-    "model.heads=4",
-    "model.kv_heads=4",
-    "model.intermediate_size=64",
-    "model.max_seq_len=32",
-    "program.batch_size=4",
-    "program.log_every=1",
-    "program.eval_batches=2",
-    "program.num_workers=0",
-    "program.peak_tflops=0.1",
-    "program.checkpoint_every=10",
+    *("+model=llama7b", "model.vocab_size=256", "model.layers=1", "model.hidden_size=32", "model.heads=4"),
+    *("model.kv_heads=4", "model.intermediate_size=64", "model.max_seq_len=32"),
+    *("program.batch_size=4", "program.log_every=1", "program.eval_batches=2", "program.num_workers=0"),
+    *("program.peak_tflops=0.1", "program.checkpoint_every=10"),
 )
 """A llama7b that takes milliseconds a step."""
 

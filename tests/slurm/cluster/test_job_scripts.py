@@ -1,4 +1,4 @@
-"""The job scripts of slurm/: the same before and after but for one line, and each on a real SLURM."""
+"""The job scripts of slurm/, the same before and after but for one line, and a dry run's, on a real SLURM."""
 
 import json
 import os
@@ -14,6 +14,7 @@ import pytest
 from tests.seam import LAUNCH, clean_environ, write_script
 
 from .conftest import Sandbox
+from .jobs import SHRUNK, Run
 
 SLURM = Path(__file__).parents[3] / "slurm"
 PAIRS = {"torchrun": ["--no-python", "--", "launch-rank"], "srun": ["--cpu-bind=none", "launch-rank"]}
@@ -112,16 +113,8 @@ def test_srun_ends_the_step_with_its_first_failure() -> None:
         assert {"--kill-on-bad-exit=1", "--wait=60"} <= set(read_step(name))
 
 
-ARGUMENTS = [
-    "--lr",
-    "3e 4",
-    "",
-    'it\'s "quoted"',
-    "$(touch broken) `touch broken`",
-    "grüße 日本 *",
-    "a\nb",
-    "--",
-]
+QUOTED = ["", 'it\'s "quoted"', "$(touch broken) `touch broken`", "grüße 日本 *", "a\nb", "--"]
+ARGUMENTS = ["--lr", "3e 4", *QUOTED]
 SMALL = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=4", "--exclusive=user")
 """In place of what the scripts ask for; an exclusive job has all GPUs of its nodes."""
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -222,3 +215,66 @@ def test_srun_and_launch_rank_alone_make_ranks_that_meet(sandbox: Sandbox, tmp_p
     assert [environ["LOCAL_RANK"] for environ in environs] == ["0", "1", "0", "1"]
     assert {environ["MASTER_ADDR"] for environ in environs} == {environs[0]["SLURMD_NODENAME"]}
     assert not [name for environ in environs for name in environ if name.startswith("TORCHELASTIC")]
+
+
+# `launch … dry_run=true > job.sh; sbatch job.sh`: the script runs its job, and requeues it
+
+SHOW = """
+import json, os, sys
+from pathlib import Path
+rank = int(os.environ["RANK"])
+names = ("A", "HF_TOKEN", "OUT", "WORLD_SIZE")
+seen = {"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}}
+Path(f"rank-{rank}.json").write_text(json.dumps(seen))
+"""
+SECRET = ["--api-key", "sesame"]
+
+
+def submit_shown(sandbox: Sandbox, folder: Path, *words: str, env: dict[str, str] | None = None) -> str:
+    """Write the script of a dry run, submit it, and return the job's number."""
+    (folder / "show.py").write_text(SHOW)
+    done = sandbox.launch("dry_run=true", *words, cwd=folder)
+    assert done.code == 0, done
+    (folder / "job.sh").write_text(done.out)
+    assert not (folder / "runs").exists()
+    return sandbox.run("sbatch", "--parsable", folder / "job.sh", env=env).strip()
+
+
+@pytest.mark.slurm
+def test_a_script_runs_the_job_with_its_words_and_secrets(sandbox: Sandbox, tmp_path: Path) -> None:
+    words = ("nodes=2", "nproc_per_node=1", "env.A='1 2'", "env.HF_TOKEN=sesame", "env.OUT='${run_dir}/out'")
+    more = ("cluster.time=10", "--", "show.py", *ARGUMENTS, *SECRET)
+    secrets = {"HF_TOKEN": "sesame", "SECRET_2": "sesame"}
+    job = submit_shown(sandbox, tmp_path, *words, *more, env=secrets)
+    sandbox.wait(job, "COMPLETED")
+    run = Run(tmp_path / "runs" / "show" / f"job-{job}", sandbox)
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert seen == {
+            "argv": [*ARGUMENTS, *SECRET],
+            "A": "1 2",
+            "HF_TOKEN": "sesame",
+            "OUT": f"{run.path}/out",
+            "WORLD_SIZE": "2",
+        }
+    assert run.outcome["state"] == "succeeded" and run.job_id == job
+    assert "launch: succeeded after" in (tmp_path / f"show-{job}.out").read_text()
+    text = (tmp_path / "job.sh").read_text()
+    assert "sesame" not in text and "sesame" not in (run.path / "job.json").read_text()
+    status = sandbox.launch("status", job, cwd=tmp_path)
+    assert status.code == 0 and "succeeded" in status.out, status
+
+
+@pytest.mark.slurm
+def test_a_requeued_script_goes_on_in_its_directory(sandbox: Sandbox, tmp_path: Path) -> None:
+    words = (*SHRUNK, "nodes=1", "nproc_per_node=1", "program.steps=40", "program.checkpoint_every=5")
+    job = submit_shown(sandbox, tmp_path, *words, "cluster.kind=slurm")
+    run = Run(tmp_path / "runs" / "llama7b" / f"job-{job}", sandbox)
+    run.wait_for(
+        lambda: (run.path / "manifest.json").is_file() and max(run.read_losses(), default=0) >= 10, "step 10"
+    )
+    sandbox.run("scontrol", "requeue", job)
+    assert run.await_end() == "succeeded", run.describe()
+    assert len(run.causes) == 2
+    assert sorted(run.read_losses()) == list(range(1, 41))
+    assert [path.name for path in run.path.parent.iterdir()] == [run.path.name]
