@@ -59,23 +59,6 @@ def test_the_first_failure_is_named(tmp_path: Path, restarts: int, deed: str) ->
     assert outcome["state"] == "failed"
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (("--", "no-such-program"), "no such program: no-such-program"),
-        (("--", "gone.py"), "no such program: gone.py"),
-        (("--", "-m", "no_such_module"), "no module 'no_such_module'"),
-        (("--", "./data.txt"), "is not executable"),
-        (("--", "."), "is a folder"),
-        (("--", "--lr", "3"), "is no program"),
-    ],
-)
-def test_program_that_never_starts(here: Path, launch: Launch, words: tuple[str, ...], text: str) -> None:
-    (here / "data.txt").write_text("no program")
-    launch(*words).assert_error(2, text)
-    assert not (here / "runs").exists()
-
-
 def test_program_that_cannot_be_executed(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.write_text("#!/no/such/interpreter\n")
@@ -300,16 +283,17 @@ def test_a_launch_that_was_killed_is_not_running(tmp_path: Path) -> None:
 
 # What follows a hang: a restart of the ranks, or the end of the job
 
-HANGING = """
+STEPS = """
 import os, time
 import launcher
 
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 for _ in range(5):
     time.sleep(0.05)
     launcher.step()
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    time.sleep(600)
 """
+HANGING = STEPS + "time.sleep(600 if attempt == '0' else 0)"
+LEFT = STEPS + "if attempt == '0':\n    time.sleep(600) if rank == '0' else os._exit(0)"
 WATCHED = ("nproc_per_node=2", "binding=none", "watch.hang_seconds=2", "watch.interval=1")
 
 
@@ -323,19 +307,6 @@ def test_restart_starts_the_ranks_anew(agent: str, tmp_path: Path) -> None:
     (hang,) = job.manifest()["hangs"]
     assert hang["action"] == "restart" and hang["step"] == 5
     assert (job.run_dir() / "hang-1/verdict.json").exists()
-
-
-LEFT = """
-import os, time
-import launcher
-
-rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-for _ in range(5):
-    time.sleep(0.05)
-    launcher.step()
-if attempt == "0":
-    time.sleep(600) if rank == "0" else os._exit(0)
-"""
 
 
 @pytest.mark.slow

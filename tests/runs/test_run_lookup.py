@@ -262,9 +262,12 @@ held = bytearray(200 << 20)
 held[::4096] = b"x" * len(held[::4096])
 del held
 assert "LAUNCH_MEMORY" not in os.environ
-subprocess.run([sys.executable, "-c", "import torch.version"], check=True)
+child = "import sys; sys.path.insert(0, 'quick'); import torch.version"
+subprocess.run([sys.executable, "-c", child], check=True)
 assert not os.path.exists("rank-3.memory.json")
 """
+    (tmp_path / "quick/torch").mkdir(parents=True)
+    (tmp_path / "quick/torch/version.py").touch()
     environ = {**clean_environ(), "PYTHONPATH": str(INPROCESS), "LAUNCH_MEMORY": str(tmp_path), "RANK": "3"}
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environ, check=True, timeout=120)
     record = json.loads((tmp_path / "rank-3.memory.json").read_text())
