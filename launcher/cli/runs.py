@@ -19,7 +19,6 @@ from launcher.config.settings import Settings, refuse
 from launcher.errors import EXIT_MACHINE, MachineError, SchedulerError, UsageError
 from launcher.files import LARGEST, read_file
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
-from launcher.report.viewer import open_stream
 from launcher.runs.manifest import (
     OPEN,
     check_process,
@@ -355,6 +354,8 @@ def show_logs(call: Call) -> int:
 
 def _follow_output(path: Path, tail: RunOutputReader, writer: "OutputWriter") -> None:
     """Print what comes, over all attempts, until the run has ended; Ctrl-C ends it earlier."""
+    from launcher.report.viewer import open_stream  # which no other verb of runs has a use for
+
     said, changed, lived = "", time.monotonic(), False
     watch = RunWatch([path])
     while True:
