@@ -28,13 +28,16 @@ from tests.seam import (
 
 LONG = 8 << 20
 ANYTHING = f"""
-import os
+import os, time
 lines = "".join(f"line {{number}}\\n" for number in range(20_000)).encode()
 anything = b"0123456789" * {LONG // 10} + b"\\n" + bytes(range(256)) * 12288
+while os.environ["RANK"] == "1" and not os.path.exists("written"):
+    time.sleep(0.02)
 os.write(1, (lines if os.environ["RANK"] == "1" else anything) + b"no end")
+open("written", "w").close()
 os.write(2, b"\\xff error\\n")
 """
-"""Each at once: of several ranks, a line that is not whole after a second is shown as it is."""
+"""One after the other: a long line is shown before it is whole, and what another rank prints then ends it."""
 WHOLE = b"0123456789" * (LONG // 10) + b"\n" + bytes(range(256)) * 12288 + b"no end"
 
 
