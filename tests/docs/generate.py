@@ -17,8 +17,6 @@ from typing import Any
 
 from launcher import protocol
 from launcher.config import settings
-from launcher.fit import settings as fit_settings
-from launcher.plan import model
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -47,7 +45,7 @@ HELPED = {"tune": "`launch tune --help` says what each is."}
 def list_docstrings() -> dict[tuple[str, str], str]:
     """The docstrings below the fields of the settings' classes, on one line, by class and field."""
     found = {}
-    files = [Path(module.__file__ or "") for module in (settings, fit_settings, model)]
+    files = [ROOT / "launcher" / name for name in ("config/settings.py", "fit/settings.py", "plan/model.py")]
     for node in (node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body):
         body = node.body if isinstance(node, ast.ClassDef) else []
         for before, after in itertools.pairwise(body):

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from launcher.codec import convert
-from launcher.config.program import BUNDLED
 from launcher.config.settings import Settings
 from launcher.config.training import FitJob, make_training, read_dimensions
 from launcher.fit.choice import FitReport, assess
@@ -101,7 +100,7 @@ def read_request(model: str | dict[str, Any], words: dict[str, Any]) -> Training
         sections[section][setting] = value
     top = sections.pop("")
     if sections["program"]:
-        sections["program"]["command"] = list(BUNDLED)
+        sections["program"]["command"] = ["-m", "launcher.programs.train"]
     config = convert(Settings, sections)
     node, expandable = replace(REQUEST.node, num_workers=0), top.get("expandable_segments", True)
     job = FitJob(config, None, top["nodes"], top["nproc_per_node"], (), node, expandable)
