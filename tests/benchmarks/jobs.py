@@ -1,7 +1,6 @@
 """How all benchmarks run a job: start it by a tool with settings, wait, read its run directory."""
 
 import contextlib
-import getpass
 import json
 import os
 import re
@@ -188,9 +187,10 @@ def start_job(
         if sandbox:
             manifests = [json.loads(path.read_text()) for path in folder.glob("runs/*/*/manifest.json")]
             ids = [str(one["slurm"]["job_id"]) for one in manifests if one.get("slurm")]
+            ids += re.findall(r"Submitted batch job (\d+)", "".join(line for _, line in job.lines))
             for words in (["--signal=KILL", "--full"], []):
                 with contextlib.suppress(AssertionError):  # the job is over
-                    sandbox.run("scancel", *words, *(ids or [f"--user={getpass.getuser()}"]))
+                    sandbox.run("scancel", *words, *ids)
         for pid in find_processes(mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
