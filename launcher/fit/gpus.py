@@ -39,7 +39,7 @@ class GpuType:
     """The GPU whose published runs say how much of the peak is reached; empty if there are none."""
 
     def find_precision_peak(self, precision: str) -> float:
-        """Give the TFLOPS at a precision of `TrainingSettings`; without fp8, bf16 is what is computed in."""
+        """Give the TFLOPS at a precision of `FitConfig`; without fp8, bf16 is what is computed in."""
         if precision == "fp32":
             return self.fp32
         return self.fp8 or self.bf16 if precision == "fp8" else self.bf16
