@@ -18,14 +18,11 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from launcher.codec import DecodeError, parse_json
 from launcher.watch.model import Call, CollectiveTimes, GroupState, Heartbeat
@@ -206,7 +203,7 @@ def _as_mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-# When ranks came to their collectives and to the ends of their steps: packed into reports, and unpacked.
+# When ranks came to their collectives and to the ends of their steps: packed into reports, for excess.py.
 # A mark is a row of four integers: the step in which it is (the first one is 1), the number of the group, the
 # collective's sequence number in it, which is the same on all ranks, and the time in microseconds.
 
@@ -214,29 +211,15 @@ DURATION, ENQUEUED = "duration", "enqueued"
 """What marks have for the time of a collective: minus its duration, or when it was enqueued."""
 STEP_ENDS = ""
 """The group that stands for ends of steps; their sequence numbers are the steps'."""
-_LARGEST_PACKED = 1 << 20
-"""Bytes of a rank's marks; more are not believed."""
 
 
 def _pack_marks(rank: int, measure: str, marks: Sequence[tuple[int, str, int, float]]) -> CollectiveTimes:
     """Pack marks (step, group, sequence, seconds): differences from one to the next, compressed."""
     groups = tuple(dict.fromkeys(group for _, group, _, _ in marks))
     rows = [(step, groups.index(group), number, round(time * 1e6)) for step, group, number, time in marks]
-    data = np.diff(np.array(rows, "<i8"), axis=0, prepend=0).T.tobytes()
+    changes = (new - old for column in zip(*rows, strict=True) for old, new in pairwise((0, *column)))
+    data = b"".join(one.to_bytes(8, "little", signed=True) for one in changes)
     return CollectiveTimes(rank, measure, groups, base64.b85encode(zlib.compress(data)).decode())
-
-
-def unpack_marks(times: CollectiveTimes) -> NDArray[np.int64]:
-    """Return the marks of a rank; raises ValueError for damaged ones."""
-    unzip = zlib.decompressobj()
-    try:
-        data = unzip.decompress(base64.b85decode(times.marks), _LARGEST_PACKED)
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
-    table = np.frombuffer(data, "<i8").reshape(4, -1).T.cumsum(axis=0)
-    if not unzip.eof or not len(table) or not 0 <= table[:, 1].min() <= table[:, 1].max() < len(times.groups):
-        raise ValueError("marks are cut off, too many, or of an unknown group")
-    return table
 
 
 # Reading

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from launcher.watch.evidence import gather_node
-from launcher.watch.flight_recorder import CollectiveReader, condense, unpack_marks
+from launcher.watch.excess import unpack_marks
+from launcher.watch.flight_recorder import CollectiveReader, condense
 from launcher.watch.model import Heartbeat, Rank
 
 TABLES = json.loads(Path(__file__).with_name("traces.json").read_text())

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from launcher.watch.stragglers import ExcessHistory, StragglerFinder
+from launcher.watch.excess import ExcessHistory
+from launcher.watch.stragglers import StragglerFinder
 from tests.watch.simulated_ranks import PROGRAMS, Simulation, make_reports, simulate_excess
 
 CAUSES = tomllib.loads(Path(__file__).with_name("causes.toml").read_text())["cause"]

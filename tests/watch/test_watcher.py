@@ -23,7 +23,16 @@ from launcher.watch.__main__ import NodeWatcher
 from launcher.watch.metrics import MetricsEvent, MetricsLog, read_metrics
 from launcher.watch.model import JobState, NodeEvidence, NodeReport, WatcherSettings
 from launcher.watch.run_files import Found, SharedFiles, write_value
-from tests.seam import PATIENCE, QUICK_AGENT, Started, find_run, start, wait_for, write_program
+from tests.seam import (
+    PATIENCE,
+    QUICK_AGENT,
+    Started,
+    find_run,
+    list_modules,
+    start,
+    wait_for,
+    write_program,
+)
 
 PROGRAMS = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
 
@@ -53,6 +62,28 @@ def test_the_console_names_the_rank_the_collective_and_the_line(tmp_path: Path) 
 
 
 # What happens to it
+
+
+def make_settings(folder: Path, node: int) -> dict[str, Any]:
+    where = {"run_dir": str(folder), "run": "job/1", "folder": str(folder)}
+    rest = {"nodes": 2, "attempt": 0, "ranks": 1, "watch": {"interval": 0.1}, "notify": {}}
+    return {**where, **rest, "host": f"n{node}", "node_rank": node}
+
+
+def test_numpy_is_not_loaded_before_collectives_come(tmp_path: Path) -> None:
+    """Its import would be beside that of torch by the ranks; what they have called needs it."""
+    script = f"""
+import time
+from launcher.codec import convert
+from launcher.watch.__main__ import NodeWatcher
+from launcher.watch.model import WatcherSettings
+watcher = NodeWatcher(convert(WatcherSettings, {make_settings(tmp_path, 0)}))
+watcher.tick(time.monotonic())
+watcher.stragglers.thread.join()
+assert watcher.is_judge"""
+    ours = list_modules(script, tmp_path)
+    assert "launcher.watch.stragglers" in ours and "numpy" not in ours
+
 
 WORDS = ("nproc_per_node=1", "binding=none", "watch.interval=1")
 
@@ -179,9 +210,7 @@ def test_late_evidence_does_not_take_the_place_of_that_for_a_later_question(
         return NodeEvidence(host, node, number, 100.0, 1.0, ())
 
     monkeypatch.setattr("launcher.watch.__main__.gather_node", gather)
-    where = {"run_dir": str(tmp_path), "run": "job/1", "folder": str(tmp_path), "host": "n1", "node_rank": 1}
-    rest = {"nodes": 2, "attempt": 0, "ranks": 1, "watch": {"interval": 0.1}, "notify": {}}
-    watcher = NodeWatcher(convert(WatcherSettings, {**where, **rest}))
+    watcher = NodeWatcher(convert(WatcherSettings, make_settings(tmp_path, 1)))
 
     def is_asked(number: int) -> bool:
         write_value(tmp_path, replace(STATE, asks=number))
