@@ -80,12 +80,14 @@ def gather_node(
 
     `folder` has the ranks' stacks and sockets; `heartbeats` are by rank.
     """
-    start = time.monotonic()
+    start, now = time.monotonic(), time.time()
     looks = []
     for rank in ranks:
         beat = heartbeats.get(rank.rank)
         unseen = ProcessState(rank.pid, "S" if rank.exit_code is None else "X")
-        evidence = RankEvidence(**list_fields(rank), host=host, process=unseen)
+        # Progress alone counts here: before its first step, a report has it that activity is progress.
+        idle = max(now - max(beat.activity_time, beat.phase_since), 0.0) if beat else rank.idle
+        evidence = RankEvidence(**{**list_fields(rank), "idle": idle}, host=host, process=unseen)
         look = _RankLook(evidence, folder, start + deadline, can_dump=bool(beat and beat.can_dump))
         look.start()
         looks.append(look)

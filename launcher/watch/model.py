@@ -139,7 +139,8 @@ class Rank(RankSample):
     notes: tuple[str, ...] = ()
     """What of its hook, or of its evidence, could not be had, and why."""
     idle: float | None = None
-    """Seconds without progress, as its node saw it; None if it is not watched."""
+    """Seconds without progress, as its node saw it; None if it is not watched. Before the first step,
+    activity is progress in a report, but not in evidence."""
     quiet: float = 0.0
     """Seconds without activity of its process tree; what cannot be seen counts as activity."""
 

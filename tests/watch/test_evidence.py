@@ -97,6 +97,7 @@ def gather_one(
         "pid": pid,
         "attempt": 0,
         "phase": "training",
+        "idle": 0.0,
         "quiet": 30.0,
     }
     who["gpu"] = {"index": 3}
@@ -130,7 +131,7 @@ def test_where_a_program_stands_and_what_it_does(case: dict[str, Any], tmp_path:
     text, frame = verdict.sentence, verdict.frame
     assert f": it {doing}" in text and " at program.py:" in text and text.endswith(", hang")
     assert frame and frame.function == "hang" and found.process.stacks
-    assert found.step == 7 and found.step_age and found.step_age >= 40
+    assert found.step == 7 and 40 <= found.idle < 60 and found.step_age and found.step_age >= 40
     assert verdict.is_final is case.get("deadlocked", False)
     if threads := case.get("threads"):
         assert [stack.is_current for stack in found.process.stacks] == [False, True]
