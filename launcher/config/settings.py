@@ -48,48 +48,48 @@ def refuse(rule: str, kind: type[LaunchError] = UsageError, /, **values: object)
 
 @dataclass
 class RequeueConfig:
-    """How often a job goes back into the queue, for each reason why it ended; 0 means never."""
+    """How often a job is requeued, for each reason why it ended; 0: never."""
 
     preempted: int = setting(100, minimum=0)
     """A job of higher priority took its nodes."""
     timeout: int = setting(100, minimum=0)
-    """The job reached its time limit while ranks were running."""
+    """The job reached its time limit."""
     node_failure: int = setting(10, minimum=0)
     """A node was lost; the next attempt excludes it."""
     sick_node: int = setting(3, minimum=0)
     """A node was sick, and `preflight.on_failure=exclude` could not do without it."""
     stopped: int = setting(10, minimum=0)
-    """A SIGTERM came that neither launch nor SLURM's queue sent."""
+    """A SIGTERM from neither launch nor SLURM's queue."""
     requested: int = setting(100, minimum=0)
-    """The first rank that failed ended with one of `exit_codes`, and nobody had asked for a stop."""
+    """The first rank that failed ended with one of `exit_codes`."""
     hang: int = setting(3, minimum=0)
     """`watch.on_hang=stop` ended the ranks."""
     crash: int = setting(0, minimum=0)
     """The program failed."""
     exit_codes: list[int] = setting([75], minimum=1, maximum=255)
-    """Exit codes by which a program asks to be started again; 75 is EX_TEMPFAIL."""
+    """Exit codes that ask for another start; 75 is EX_TEMPFAIL."""
     no_progress: int = setting(3, minimum=0)
-    """Attempts in a row without a later step or a newer checkpoint, after which the job stops."""
+    """Attempts in a row without a later step or newer checkpoint before the job stops."""
     limit: int = setting(200, minimum=1)
     """Attempts in all."""
     allocation: bool = False
-    """In an allocation, requeue the job like a submitted one: for a script that ends with `exec launch`."""
+    """Also in an allocation: for a script that ends with `exec launch`."""
 
 
 @dataclass
 class ContainerConfig:
-    """The container that ranks run in; without an image there is none."""
+    """The container of the ranks, if `image` is set."""
 
     runtime: str = one_of("pyxis", "apptainer")
-    """`pyxis` (srun's --container-* options) or `apptainer`."""
+    """`pyxis` (srun's --container-*) or `apptainer`."""
     image: str | None = None
-    """The image, in the runtime's notation."""
+    """The image, as the runtime writes it."""
     mounts: list[str] = field(default_factory=list)
-    """`SRC:DST[:OPTIONS]`, in addition to the run directory and the working directory."""
+    """`SRC:DST[:OPTIONS]`, besides run and working directory."""
     python: str = "python3"
-    """The container's Python, in which launch is installed."""
+    """The container's Python, with launch installed."""
     args: list[str] = field(default_factory=list)
-    """Further arguments of the runtime."""
+    """More arguments of the runtime."""
 
 
 @dataclass
@@ -97,50 +97,49 @@ class ClusterConfig:
     """Where the job runs. SLURM's options have SLURM's names; null leaves an option to SLURM."""
 
     kind: str = one_of("auto", "local", "slurm", "allocation", "manual")
-    """`local` (this machine), `slurm` (sbatch), `allocation` (a step in the surrounding SLURM job), `manual`
-    (started by hand on each node), or `auto`: `allocation` in a job, else `slurm` for several nodes, else
-    `local`."""
+    """`local` (this machine), `slurm` (sbatch), `allocation` (a step in this SLURM job), `manual` (by hand on
+    each node), or `auto`: `allocation` in a job, else `slurm` for several nodes, else `local`."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     time: str | None = None
-    """As SLURM writes it: minutes, MM:SS, HH:MM:SS, DD-HH, DD-HH:MM, DD-HH:MM:SS."""
+    """Minutes, MM:SS, HH:MM:SS, DD-HH, DD-HH:MM or DD-HH:MM:SS."""
     gpus_per_node: Any = "auto"
-    """A number, `TYPE:NUMBER`, or `auto`: one for each rank, or all if nproc_per_node is auto."""
+    """A number, `TYPE:NUMBER`, or `auto`: one a rank, or all if nproc_per_node is auto."""
     cpus_per_task: Any = "auto"
-    """CPUs of each node; `auto`: the share that belongs to the GPUs."""
+    """CPUs of each node; `auto`: the GPUs' share."""
     mem: Any = "auto"
-    """Memory of each node (`200G`); `auto`: the share that belongs to the GPUs."""
+    """Memory of each node (`200G`); `auto`: the GPUs' share."""
     constraint: str | None = None
     exclude: str | None = None
     nodelist: str | None = None
     reservation: str | None = None
     switches: str | None = None
     segment: int | None = setting(None, minimum=1)
-    """Nodes in one block of the network, such as an NVLink domain (`--segment`); divides the number of nodes,
-    spare ones included."""
+    """Nodes in one block of the network (`--segment`), such as an NVLink domain; divides all nodes, spares
+    included."""
     exclusive: Any = setting(None, choices=("true", "false", "user", "mcs", "topo"))
-    """`true`: the job has its nodes whole; `user`, `mcs` or `topo` as with SLURM's `--exclusive`."""
+    """`true`: whole nodes; others as for SLURM's `--exclusive`."""
     spares: int = setting(0, minimum=0, maximum=1000)
-    """Nodes beside `nodes` that are checked, wait idle, and replace lost ones."""
+    """Nodes beside `nodes` that wait idle to replace lost ones."""
     node_order: str = "auto"
-    """The order of the nodes: `topology` (SLURM's switches), `slurm`, a file with one node a line, or `auto`:
-    `topology` if SLURM knows of switches, else `slurm`."""
+    """`topology` (SLURM's switches), `slurm`, a file with a node a line, or `auto`: `topology` if SLURM knows
+    switches, else `slurm`."""
     array_parallelism: int = setting(256, minimum=1)
-    """How many jobs of a sweep run at the same time."""
+    """Jobs of a sweep that run at once."""
     dependency: str | None = None
     mail_user: str | None = None
     mail_type: str | None = None
     signal: str = "USR2@120"
-    """The checkpoint signal, and how many seconds before the time limit the ranks get it."""
+    """The ranks' checkpoint signal, and its seconds before the time limit."""
     setup: list[str] = field(default_factory=list)
-    """Shell lines before the start: module loads, environment activation."""
+    """Shell lines before the start, such as module loads."""
     additional: dict[str, Any] = field(default_factory=dict)
     """Any other option of sbatch; true means one without a value."""
     srun: dict[str, Any] = field(default_factory=dict)
     """Any other option of srun."""
     machine: str | None = None
-    """A shipped machine or a snapshot; `dry_run=true` shows the plan for it."""
+    """Shipped machine or snapshot, for the plan of `dry_run=true`."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
 
@@ -174,28 +173,27 @@ class MachineConfig:
     """The machine that `launch plan` and `launch topo` read."""
 
     root: str = "/"
-    """The folder that holds the machine's `sys` and `proc`."""
+    """Folder with the machine's `sys` and `proc`."""
     snapshot: str | None = None
-    """A file that `launch topo save=FILE` or `launch plan format=json` wrote, here or in a folder `machine/`
-    of the configuration."""
+    """A file from `launch topo save=FILE` or `launch plan format=json`, here or in the configuration's
+    `machine/`."""
 
 
 @dataclass
 class LogsConfig:
-    """What the console shows of the ranks' output. The run directory has all of it."""
+    """What the console shows of the ranks' output; the run directory has all."""
 
     console: str = one_of("rank0", "all", "none")
     tail: int = setting(20, minimum=1)
-    """Last lines of the first failed rank's log that are shown."""
+    """Last lines shown of the first failed rank's log."""
 
 
 @dataclass
 class ProgressConfig:
-    """What counts as progress, besides the steps that rank 0 prints and files below RUN_DIR/checkpoints."""
+    """What counts as progress, besides steps that rank 0 prints and RUN_DIR/checkpoints."""
 
     paths: list[str] = setting([], pattern=".+", give="paths that are not empty")
-    """Patterns of checkpoints elsewhere, such as `/scratch/me/ckpt/*`, with `**` for any depth; relative
-    to the working directory."""
+    """Patterns of checkpoints elsewhere, such as `/scratch/me/ckpt/*`; `**` is any depth."""
 
 
 @dataclass
@@ -214,7 +212,7 @@ class TorchrunConfig:
     event_log_handler: str | None = None
     signals_to_handle: str | None = None
     shutdown_timeout: int = setting(30, minimum=0)
-    """Seconds that ranks have to end after a signal, before the next signal."""
+    """Seconds between the signals to ranks that are to end."""
 
 
 @dataclass
@@ -222,39 +220,39 @@ class WatchConfig:
     """How running ranks are watched."""
 
     enabled: bool = True
-    """Watch the ranks. Their program is not changed, and nothing ends them but `on_hang`."""
+    """Watch the ranks; nothing ends them but `on_hang`."""
     hang_seconds: Any = setting("auto", minimum=1, words=("auto",), give="a number of seconds")
-    """Seconds without activity of a rank that others wait for; `auto`: 60, or three times the longest pause
-    so far."""
+    """Seconds without activity of a rank that others wait for; `auto`: 60, or three times the longest
+    pause."""
     on_hang: str = one_of("report", "restart", "stop")
-    """`restart` starts the ranks again, as often as `restarts` says, else 3 times; `stop` ends the job with
-    exit code 124, under SLURM with the cause `hang` of cluster.requeue."""
+    """`restart` starts all ranks again, `restarts` times, else 3; `stop` ends the job with exit code 124,
+    under SLURM with the cause `hang`."""
     interval: float = setting(5.0, minimum=0.5, maximum=3600, give="a number of seconds")
-    """Seconds from one report of a node to the next."""
+    """Seconds between a node's reports."""
     metrics_interval: float = setting(30.0, minimum=0, maximum=3600, give="a number of seconds")
-    """Seconds from one line of `metrics-HOST.jsonl` to the next, fewer at first; 0 writes none."""
+    """Seconds between lines of `metrics-HOST.jsonl`, fewer at first; 0: none."""
     prometheus_port: int | None = setting(
         None, minimum=0, maximum=65535, give="a port, or 0 for any free one,"
     )
-    """Port on which each node serves its metrics to Prometheus."""
+    """Port of each node's metrics for Prometheus."""
     prometheus_address: str = "127.0.0.1"
-    """Address that it listens on."""
+    """Address of that port."""
     textfile: str | None = setting(None, pattern=".+", give="a folder, or leave it out")
-    """Folder of node_exporter's textfile collector, into which each node writes its metrics."""
+    """Folder of node_exporter's textfile collector, for each node's metrics."""
 
 
 @dataclass
 class NotifyConfig:
-    """Whom a job tells how it goes. A message that cannot be sent is a warning."""
+    """Whom a job tells how it goes."""
 
     url: str | None = None
-    """Gets a POST with JSON for each of the events."""
+    """Gets a POST with JSON for each event."""
     format: str = one_of("auto", "json", "slack")
     """`json`, `slack`, or `auto`: Slack's form for hooks.slack.com."""
     events: list[str] = setting(list(EVENTS), choices=EVENTS)
     """Which to tell."""
     ping_url: str | None = None
-    """Gets a GET every `ping_interval` seconds as long as steps are made."""
+    """Gets a GET every `ping_interval` seconds while steps are made."""
     ping_interval: float = setting(60.0, minimum=1, give="a number of seconds")
 
 
@@ -263,26 +261,26 @@ class PreflightConfig:
     """Checks of every node before the program starts."""
 
     kind: str = one_of("auto", "off", "light", "deep")
-    """`off`; `light` (10 s at most); `deep` (60 s); `auto`: light for SLURM jobs with GPUs, else off."""
+    """`off`, `light` (10 s), `deep` (60 s), or `auto`: light for SLURM jobs with GPUs, else off."""
     on_failure: str = one_of("report", "stop", "exclude")
-    """If a node is sick: `report` it and go on; `stop` (exit code 3); `exclude` it."""
+    """For a sick node: `report` it, `stop` (exit code 3) or `exclude` it."""
     paths: list[str] = setting([], pattern=".+", give="paths that are not empty")
-    """Further paths that have to answer on every node."""
+    """More paths that must answer."""
     min_free_gib: float = setting(1.0, minimum=0)
-    """Free space for the run directory and the temporary directory."""
+    """Free space for run and temporary directory."""
     tolerance: float = setting(0.93, above=0, maximum=1)
-    """Share of the devices' median below which one is slow."""
+    """Share of the median below which a device is slow."""
 
 
 @dataclass
 class StartConfig:
-    """How ranks of `agent=direct` come to run."""
+    """How `agent=direct` starts ranks."""
 
     warm: str = one_of("auto", "off")
-    """`auto`: fork the ranks from a process that has imported torch, if the program then runs the same;
-    `off`: exec each rank's interpreter."""
+    """`auto`: fork the ranks from a process with torch, if the program then runs the same; `off`: exec each
+    rank's interpreter."""
     preload: list[str] = field(default_factory=list)
-    """Further modules for that process to import, such as `transformers`."""
+    """More modules for that process, such as `transformers`."""
     read_ahead: str = one_of("auto", "on", "off")
     """Read torch's files into the page cache first; `auto`: if they are not there."""
 
@@ -294,60 +292,60 @@ class Settings:
     nodes: Any = "auto"
     """A number, `min:max` for an elastic job, or `auto`: the allocation's, else 1."""
     nproc_per_node: Any = "auto"
-    """Ranks on each node; `auto`: one for each visible GPU, else for each NUMA node."""
+    """Ranks of a node; `auto`: one for each visible GPU, else each NUMA node."""
     name: str | None = None
-    """The run's name; by default the model's or the program's."""
+    """The run's name; by default the model's or program's."""
     runs_dir: str = "runs"
-    """The folder for run directories: RUNS_DIR/NAME/ID."""
+    """Where runs are: RUNS_DIR/NAME/ID."""
     run_dir: str | None = None
     """An earlier run's directory, to go on with it."""
     new_run_dir: str | None = None
-    """A new run's directory, in place of RUNS_DIR/NAME/ID; `${run_dir}` refers to it."""
+    """A new run's, in place of RUNS_DIR/NAME/ID; `${run_dir}` is either."""
     node_rank: int | None = None
-    """The number of this node, for `cluster=manual`."""
+    """This node's number, for `cluster=manual`."""
     rdzv_endpoint: str | None = None
-    """HOST:PORT of the rendezvous, on the node with `node_rank=0`, for `cluster=manual`."""
+    """HOST:PORT on the node with `node_rank=0`, for `cluster=manual`."""
     devices: str = one_of("all", "own", "spread")
-    """What a rank sees: `all` of the job's GPUs, its `own` alone, or `spread`: of more GPUs than ranks, those
-    that are spread over packages and NICs."""
+    """A rank sees `all` GPUs of the job, its `own`, or `spread`: of more GPUs than ranks, as many, over all
+    packages and NICs."""
     agent: str = one_of("auto", "direct", "torchrun")
-    """What starts the ranks: `direct` (launch itself) or `torchrun`; `auto`: `torchrun` for elastic jobs,
+    """What starts ranks: `direct` (launch itself), `torchrun`, or `auto`: `torchrun` for elastic jobs,
     `cluster=manual` or its options, else `direct`."""
     restarts: int | None = setting(None, minimum=0)
-    """How often all ranks are started again after one has failed; null: never, but 3 times with
+    """How often all ranks start again after one has failed; null: never, or 3 times with
     `watch.on_hang=restart`."""
     follow: bool = False
-    """Stay with a submitted job: show why it waits and its output, and end with its exit code."""
+    """Stay with a submitted job: show why it waits, its output, and end with its exit code."""
     rank: int | None = setting(None, minimum=0)
-    """The rank that `launch logs` or `launch watch` shows; null means all."""
+    """The rank that `launch logs` or `watch` shows; null: all."""
     yes: bool = False
     """`launch cancel` does not ask; `launch tune` replaces a file that it did not write."""
     dry_run: bool = False
-    """Show the plan and the command, and start nothing."""
+    """Show plan and command, start nothing."""
     format: str = one_of("table", "json")
     """What `launch plan`, `topo`, `doctor`, `status`, `watch` and `tune` print."""
     explain: bool = False
-    """Say for each rank why it runs where it does, and list its variables."""
+    """Say why each rank runs where it does, and list its variables."""
     save: str | None = None
-    """The file for a machine's snapshot (`launch topo`) or the choice (`launch tune`)."""
+    """File for a snapshot (`launch topo`), the choice (`tune`), or the page (`report`)."""
     image: str | None = None
-    """The file for a picture of the machine (`launch topo`): `FILE.svg`, `.png` or `.pdf`."""
+    """File for a picture of the machine (`launch topo`): .svg, .png or .pdf."""
     objective: str = one_of("loss", "file")
-    """What a sweeper optimizes: the last `loss` that rank 0 prints, or the `file` RUN_DIR/objective.txt."""
+    """A sweeper optimizes the last `loss` that rank 0 prints, or the `file` RUN_DIR/objective.txt."""
     env: dict[str, Any] = field(default_factory=dict)
-    """Variables for the program; `env.from_file` names dotenv files with more."""
+    """Variables for the program; `env.from_file`: those of dotenv files."""
     model: dict[str, Any] = field(default_factory=dict)
-    """The model of the bundled program; `model.config` is a Hugging Face config.json for `launch plan`."""
+    """The bundled program's model; `model.config`: a Hugging Face config.json for `launch plan`."""
     data: dict[str, Any] = field(default_factory=dict)
-    """The text for the bundled program: `data.path` and `data.val_fraction`."""
+    """The bundled program's text: `data.path`, `data.val_fraction`."""
     program: dict[str, Any] = field(default_factory=dict)
     """The program and its arguments."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     binding: BindingConfig = field(default_factory=BindingConfig)
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     allocator: dict[str, Any] = field(default_factory=dict)
-    """PyTorch's allocator settings, by their names in PYTORCH_CUDA_ALLOC_CONF. `allocator.host` serves
-    malloc: `system`, `tcmalloc` or `jemalloc`."""
+    """PyTorch's, by their names in PYTORCH_CUDA_ALLOC_CONF; `allocator.host` serves malloc: `system`,
+    `tcmalloc` or `jemalloc`."""
     gc: GcConfig = field(default_factory=GcConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)

@@ -30,14 +30,13 @@ LARGEST_AMOUNT = 1e20
 
 @dataclass
 class ParallelConfig:
-    """How the program splits its work over the GPUs: a description, which changes nothing in it.
+    """How the program splits its work over the GPUs: a description that changes nothing.
 
-    `auto` is what the options of the bundled program say. For another program, dp is what is left of the
-    GPUs, and zero is 0.
+    `auto`: as the bundled program's options say; for another program, zero is 0.
     """
 
     tp: int = setting(1, minimum=1, maximum=LARGEST_COUNT)
-    """GPUs that share each layer (tensor parallelism)."""
+    """GPUs that share a layer (tensor parallelism)."""
     pp: int = setting(1, minimum=1, maximum=LARGEST_COUNT)
     """Pipeline stages."""
     dp: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_COUNT, words=("auto",))
@@ -47,14 +46,13 @@ class ParallelConfig:
     ep: int = setting(1, minimum=1, maximum=LARGEST_COUNT)
     """GPUs that share the experts."""
     zero: Any = setting("auto", choices=("auto", "fsdp", "0", "1", "2", "3"))
-    """What is sharded over the replicas: 0 nothing, 1 optimizer states, 2 gradients too, 3 (or `fsdp`)
-    weights too."""
+    """What replicas shard: 0 nothing, 1 optimizer states, 2 gradients too, 3 (or `fsdp`) weights too."""
     framework: str = one_of("auto", "ddp", "fsdp", "zero", "megatron")
     """`zero` is DeepSpeed."""
     shard_size: int | None = setting(None, minimum=1, maximum=LARGEST_COUNT)
-    """GPUs over which states are sharded; null is all replicas."""
+    """GPUs over which states are sharded; null: all replicas."""
     sequence_parallel: bool = True
-    """With tp: activations between the matrices are split along the sequence."""
+    """With tp: activations between matrices are split along the sequence."""
     virtual_stages: int = setting(1, minimum=1, maximum=LARGEST_COUNT)
     """Model chunks of each pipeline stage (interleaved schedule)."""
 
@@ -71,14 +69,14 @@ class ParallelConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters that are trained in place of the model; their alpha does not change memory."""
+    """Low-rank adapters, trained in place of the model; alpha changes no memory."""
 
     rank: int | None = setting(None, minimum=1, maximum=1 << 16)
-    """null: the model itself is trained."""
+    """null: no adapters."""
     targets: list[str] = setting(
         [ALL_LINEAR], choices=(ALL_LINEAR, *ATTENTION_MATRICES, *MLP_MATRICES, "lm_head")
     )
-    """Matrices with an adapter; `all-linear` is all of them but lm_head."""
+    """`all-linear` is all but lm_head."""
 
     @property
     def matrices(self) -> frozenset[str]:
@@ -89,60 +87,59 @@ class LoraConfig:
 
 @dataclass
 class FitConfig:
-    """What is assumed of the training, to say before the start whether it fits and how fast it will be.
+    """What is assumed of the training, to tell its memory and speed.
 
-    `auto` is what the options of the bundled program say.
+    `auto`: as the bundled program's options say.
     """
 
     check: str = one_of("error", "warn", "off")
-    """What becomes of a job of the bundled program that cannot fit; others are never refused."""
+    """If a job of the bundled program cannot fit; others are never refused."""
     precision: str = one_of("auto", "fp32", "bf16", "mixed", "fp8")
     """`mixed` is bf16 with fp32 weights."""
     optimizer: str = one_of("adamw", "adamw8bit", "adafactor", "lion", "sgd", "muon")
     checkpointing: str = one_of("auto", "none", "selective", "full")
     """Activation checkpointing."""
     offload: str = one_of("none", "optimizer", "parameters")
-    """What is in CPU memory; with `parameters`, the optimizer too."""
+    """What is in CPU memory; `parameters`: the optimizer too."""
     micro_batch: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_BATCH, words=("auto",))
-    """Sequences of a replica in a micro-step."""
+    """Sequences in a replica's micro-step."""
     accumulation: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_BATCH, words=("auto",))
-    """Micro-steps of an optimizer step; `auto`: from global_batch if that is set, else 1."""
+    """Micro-steps of an optimizer step; `auto`: from global_batch, else 1."""
     global_batch: int | None = setting(None, minimum=1, maximum=LARGEST_BATCH)
     """Sequences of an optimizer step: micro_batch * dp * accumulation."""
     seq_len: Any = setting("auto", whole=True, minimum=1, maximum=LARGEST_BATCH, words=("auto",))
-    """Tokens of a sequence; `auto`: the program's, else the model's max_seq_len, at most 4096."""
+    """Tokens of a sequence; `auto`: the program's, else max_seq_len, at most 4096."""
     flash_attention: bool = True
     loss: str = one_of("auto", "plain", "compiled", "chunked", "fused")
-    """`plain`: all logits at once, with fp32 copies; `compiled`: without copies; `chunked`; `fused`: Liger's
-    or cut cross-entropy; `auto`: not known."""
+    """`plain`: all logits at once, with fp32 copies; `compiled`: without; `chunked`; `fused`: Liger's or cut
+    cross-entropy; `auto`: unknown."""
     compile: Any = setting("auto", choices=("auto", "true", "false"))
-    """torch.compile; `auto` is not known."""
+    """torch.compile; `auto`: unknown."""
     optimizer_fused: Any = setting("auto", choices=("auto", "true", "false"))
     """The optimizer's `fused=True`."""
     gradients: str = one_of("auto", "fp32", "bf16")
-    """`bf16` in recipes of Megatron Bridge; `auto` is the framework's."""
+    """`bf16` as in Megatron Bridge; `auto`: the framework's."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     quantization: str = one_of("none", "nf4", "int8")
-    """Of the weights that LoRA freezes: 4 bits (QLoRA, bitsandbytes, torchao), or 8 (LLM.int8)."""
+    """Of weights that LoRA freezes: 4 bits (QLoRA), or 8 (LLM.int8)."""
     optimizer_in_backward: bool = False
-    """Each parameter is updated, and its gradient freed, as soon as it has one."""
+    """The backward pass applies and frees each gradient."""
     activation_offload: bool = False
-    """Activations are in CPU memory between forward and backward."""
+    """Activations are in CPU memory until the backward pass."""
     recompute_modules: list[str] = setting([], choices=BLOCK_PARTS)
-    """What checkpointing=selective computes again, in Megatron Core's words; []: by operator, or Megatron's
-    default."""
+    """What checkpointing=selective computes again, in Megatron Core's words; []: the framework's default."""
     gpu: str | None = setting(None, pattern=r".*\S.*", give="a name such as H100, or leave it out")
-    """A GPU by name (`H100`, `A100-40GB`), in place of the machine's."""
+    """A GPU's name (`H100`, `A100-40GB`), in place of the machine's."""
     gpu_memory_gib: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
-    """Memory of a GPU in GiB, in place of the machine's."""
+    """In place of the machine's."""
     tokens: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
-    """Tokens to train on in all, for time and GPU-hours."""
+    """Tokens in all, for time and GPU-hours."""
     step_seconds: float | None = setting(None, above=0, maximum=LARGEST_AMOUNT)
-    """Measured seconds of an optimizer step, for TFLOPS, MFU and HFU."""
+    """Measured, for TFLOPS, MFU and HFU."""
     grid: bool = False
     """`launch plan` shows micro-batches by checkpointing by sharding."""
     timeout: float = 600.0
-    """Seconds that `launch fit` gives a program."""
+    """Seconds for a program in `launch fit`."""
 
     @property
     def width(self) -> int:

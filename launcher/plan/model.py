@@ -176,9 +176,9 @@ class BindingConfig:
 
     policy: str = setting("exclusive", choices=BINDINGS)
     strict: bool = False
-    """If the placement falls short of the policy: true ends the job, false warns."""
+    """If the placement falls short: true ends the job, false warns."""
     reserve_cores: int = setting(0, minimum=0)
-    """Physical cores that are left to the system, spread over the NUMA nodes."""
+    """Cores left to the system, spread over NUMA nodes."""
     nic: bool = False
     """Set `NCCL_IB_HCA` to each rank's nearest NIC."""
 
@@ -188,32 +188,30 @@ class DataloaderConfig:
     """How many DataLoader workers a rank gets."""
 
     workload: str = "text"
-    """The workload that the number belongs to; empty if the command line sets the number."""
+    """What the number is for; empty if the command line sets it."""
     num_workers: int = setting(2, minimum=0, maximum=1024)
-    """Workers of each rank. A workload's number is reduced if cores or memory are too few; one that you set
-    is not."""
+    """Workers of a rank. A workload's number is reduced if cores or memory are too few; yours is not."""
     worker_gib: float = setting(0.0, minimum=0)
-    """Memory of one worker in GiB; 0 means unknown, and memory sets no limit."""
+    """Memory of a worker; 0: unknown, and no limit."""
     worker_shm_mib: float = setting(0.0, minimum=0)
-    """Space in /dev/shm for the batches of one worker, in MiB; 0 means unknown."""
+    """Space in /dev/shm for a worker's batches; 0: unknown."""
     default: bool = False
-    """Give a `DataLoader(...)` without num_workers that number."""
+    """A `DataLoader(...)` without num_workers gets that number."""
     measured: bool = False
-    """`num_workers` was measured, as by `launch tune dataloader`, and nothing reduces it."""
+    """The number was measured, as by `launch tune dataloader`: nothing reduces it."""
 
 
 @dataclass
 class GcConfig:
-    """Garbage collection in the ranks. Steps are steps of the optimizer."""
+    """Garbage collection in the ranks, by steps of the optimizer."""
 
     policy: str = setting("synchronized", choices=tuple(GC_POLICIES))
     warmup: int = setting(30, minimum=0)
-    """Steps after which objects are frozen (`synchronized`, `frozen`)."""
+    """Steps before objects are frozen (`synchronized`, `frozen`)."""
     every: int = setting(50, minimum=0)
-    """Steps from one full collection to the next, the same on all ranks (`synchronized`, `disabled`); 0 means
-    never."""
+    """Steps between full collections, the same on all ranks (`synchronized`, `disabled`); 0: never."""
     log: bool = False
-    """Each rank reports its collections on stderr."""
+    """Ranks report collections on stderr."""
 
 
 @dataclass(frozen=True, slots=True)

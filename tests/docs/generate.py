@@ -25,15 +25,15 @@ END = "<!-- end of the generated part -->"
 LARGE = 100_000
 """A maximum from here on keeps arithmetic finite, and tells a reader nothing."""
 GROUPS = {
-    "allocator": "see [Allocator](allocator.md)",
-    "binding": "see [Bindings](placement.md#bindings)",
-    "cluster": "see [SLURM](slurm.md), and `cluster.kind` above",
-    "dataloader": "see [DataLoader](dataloader.md)",
-    "gc": "see [Garbage collection](garbage-collection.md)",
-    "machine": "as `launch topo machine=dgx_h100` shows",
-    "model": "with the parameters that `launch plan +model=gpt2` shows",
-    "preflight": "see [Preflight](doctor.md#before-a-job)",
-    "program": "see [The bundled program](quickstart.md#the-bundled-program)",
+    "allocator": "[Allocator](allocator.md)",
+    "binding": "[Bindings](placement.md#bindings)",
+    "cluster": "[SLURM](slurm.md), and `cluster.kind` above",
+    "dataloader": "[DataLoader](dataloader.md)",
+    "gc": "[Garbage collection](garbage-collection.md)",
+    "machine": "[Other machines](placement.md#other-machines)",
+    "model": "[The bundled program](quickstart.md#the-bundled-program)",
+    "preflight": "[Preflight](doctor.md#before-a-job)",
+    "program": "[Your program](#your-program-as-a-group), [the bundled one](#the-bundled-programs-keys)",
 }
 """The groups of conf/, and where their options are described."""
 
@@ -54,6 +54,14 @@ def list_docstrings() -> dict[tuple[str, str], str]:
     return found
 
 
+def render_setting(path: str, field: Field[Any], default: object, meaning: str) -> str:
+    """A setting with its default, and after it the other words that it takes, unless its meaning has them."""
+    choices = field.metadata.get("choices", ())
+    told = all(f"`{word}`" in meaning for word in choices if word != default)
+    others = [] if told or isinstance(default, list) else [word for word in choices if word != default]
+    return f"`{'|'.join([f'{path}={render_default(default)}', *others])}`"
+
+
 def render_default(default: object) -> str:
     """A default as a command line has it."""
     if isinstance(default, list):
@@ -62,20 +70,15 @@ def render_default(default: object) -> str:
     return text or repr("")
 
 
-def render_limits(field: Field[Any], meaning: str) -> str:
-    """What a field takes, as far as its default and meaning do not show it."""
-    takes, is_list = field.metadata, str(field.type).startswith("list")
-    if choices := takes.get("choices"):
-        words = [f"`{word}`" for word in choices]
-        is_told = all(word in meaning for word in words)
-        return "" if is_told else f"{'Any' if is_list else 'One'} of {', '.join(words)}."
-    bounds = [f"> {takes['above']:.12g}"] if "above" in takes else []
-    if "minimum" in takes and (is_list or takes["minimum"] not in (0, 1)):
-        bounds.append(f"≥ {takes['minimum']:.12g}")
+def render_limits(field: Field[Any], default: object) -> str:
+    """What a field takes, as far as `render_setting` does not show it."""
+    takes = field.metadata
+    choices = takes.get("choices", ()) if isinstance(default, list) else ()
+    if left := [word for word in choices if word not in default]:  # type: ignore[operator]
+        return f"{'Also' if default else 'Any of'} {', '.join(f'`{word}`' for word in left)}."
+    bounds = [f"≥ {least:.12g}"] if (least := takes.get("minimum", 0)) not in (0, 1) else []
     if takes.get("maximum", LARGE) < LARGE:
         bounds.append(f"≤ {takes['maximum']:.12g}")
-    if not bounds and field.default is None and re.search("int|float", str(field.type)):
-        bounds = ["number"]
     return f"({', '.join(bounds)})" if bounds else ""
 
 
@@ -96,9 +99,9 @@ def render_keys(section: Any, prefix: str, docstrings: Mapping[tuple[str, str], 
         if is_dataclass(value):
             inner.append((path, value))
             continue
-        shown = f"[`{path}=`](#groups)" if path in GROUPS else f"`{path}={render_default(value)}`"
         meaning = docstrings.get((kind.__name__, field.name), "")
-        limits = render_limits(field, meaning)
+        shown = f"[`{path}=`](#groups)" if path in GROUPS else render_setting(path, field, value, meaning)
+        limits = render_limits(field, value)
         if prefix in HELPED:
             meaning = limits = ""
         if meaning:
@@ -116,33 +119,22 @@ def escape(text: str) -> str:
 
 
 def render_groups() -> str:
-    """A table of the groups with their options."""
-    rows = ["| group | options | |", "|---|---|---|"]
+    """A list of the groups with their options."""
+    lines = []
     for group, described in GROUPS.items():
         names = sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
-        rows.append(f"| `{group}=` | {', '.join(f'`{name}`' for name in names)} | {described} |")
-    return "\n".join(rows)
-
-
-def render_file(path: Path, prefix: str) -> str:
-    """A list of a file's own keys."""
-    lines = re.findall(r"^(\w+): (.*?)(?:  # .*)?$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    settings = (f"`{prefix}.{key}={value}`" for key, value in lines if key not in {"command", "sections"})
-    return f"- {', '.join(settings)}"
+        lines.append(f"- `{group}=`: {', '.join(f'`{name}`' for name in names)} ({described})")
+    return "\n".join(lines)
 
 
 def render_configuration() -> str:
-    """All keys of the schema, the groups, and the keys of the bundled program."""
+    """All keys of the schema, and the groups."""
     parts = [
         "## Keys",
-        "Each with its default. Counts are at least 0 or 1.",
+        "Each with its default, and after `|` the other words that it takes. Counts are at least 0 or 1.",
         *render_keys(settings.Settings(), "", list_docstrings()),
     ]
     parts += ["## Groups", render_groups()]
-    parts += ["## The bundled program's keys", "conf/program/train.yaml says what each is."]
-    parts += [render_file(ROOT / "conf/program/train.yaml", "program")]
-    parts += ["The values of `model` are those of `model=tiny`:"]
-    parts += [render_file(ROOT / "conf/model/tiny.yaml", "model")]
     return "\n\n".join(parts)
 
 
