@@ -33,7 +33,7 @@ from launcher.text import clean_text
 GIB, MIB = 1 << 30, 1 << 20
 LEAST_SPREAD = 0.02
 """Half of the range that remains of a measured program: what differs from run to run."""
-Measure = Callable[[Training], Range]
+Estimator = Callable[[Training], Estimate]
 """Gives the memory of a GPU, corrected by what runs have measured."""
 
 
@@ -93,21 +93,18 @@ def assess(training: Training, learned: Learned | None = None, *, grid: bool = F
     def estimate(one: Training) -> Estimate:
         return correct_estimate(estimate_memory(one), learned, on_gpu=one.on_gpu)
 
-    def measure(one: Training) -> Range:
-        return estimate(one).total
-
     found = estimate(training)
     verdict = judge_total(found.total, training.capacity)
     return FitReport(
         training,
         found,
         verdict,
-        () if verdict in ("", "fits") else find_changes(training, measure),
+        () if verdict in ("", "fits") else find_changes(training, estimate),
         budget_node(training),
         advise(training),
         estimate_speed(training),
         describe_learned(learned),
-        tuple(_list_grid(training, measure)) if grid else (),
+        tuple(_list_grid(training, estimate)) if grid else (),
     )
 
 
@@ -161,29 +158,26 @@ def estimate_to_json(estimate: Estimate) -> dict[str, object]:
 
 
 def fit_to_json(report: FitReport) -> dict[str, object]:
-    """Return a report as JSON has it; keys are only ever added. Bytes are integers, times are seconds."""
+    """Return a report as JSON has it. Bytes are integers, times are seconds.
+
+    `layout` has the keys of `parallel`, `settings` those of `fit` that describe a training.
+    """
     training, estimate, found = report.request, report.estimate, asdict(report)
     del found["estimate"]
     request = found.pop("request")
-    layout, settings = request["layout"], request["settings"]
-    for name in (*ASKING, "global_batch"):
-        del settings[name]
-    settings |= {"framework": layout.pop("framework"), "autocast": training.autocast}
-    settings["expandable_segments"] = training.expandable_segments
-    if training.settings.lora.rank is None:
-        settings["lora"] = None
     if not report.grid:
         del found["grid"]
+    shown = ("model", "device", "nodes", "is_bundled", "expandable_segments")
     return {
         **found,
-        **{name: request[name] for name in ("model", "settings", "device")},
+        **{name: request[name] for name in shown},
+        "settings": {key: value for key, value in request["settings"].items() if key not in ASKING},
+        "layout": {**request["layout"], "world_size": training.layout.world_size},
+        "autocast": training.autocast,
         "capacity": training.capacity,
         "headroom": training.capacity - estimate.total.expected,
         "memory": estimate_to_json(estimate),
-        "layout": {**layout, "world_size": training.layout.world_size},
-        "nodes": training.nodes,
         "ranks_per_node": training.gpus_per_node,
-        "is_bundled": training.is_bundled,
         "chosen": describe_choice(training, estimate.total) if training.free else "",
     }
 
@@ -242,9 +236,7 @@ LADDER = ("none", "selective", "full")
 """From the fastest to the one that keeps least: about 3% and 30% slower (arXiv:2205.05198)."""
 
 
-def choose_settings(
-    training: Training, measure: Measure = lambda one: estimate_memory(one).total
-) -> Training:
+def choose_settings(training: Training, estimate: Estimator = estimate_memory) -> Training:
     """Return a training with what is free chosen; what is not keeps its value.
 
     As little recomputation as lets ENOUGH_TOKENS fit, or all that the global batch asks for, with DDP before
@@ -260,7 +252,7 @@ def choose_settings(
     fitting = []
     for checkpointing, framework in product(ladder, frameworks):
         every = (_set_up(training, size, checkpointing, framework) for size in sizes)
-        largest = next((one for one in every if measure(one).high <= capacity), None)
+        largest = next((one for one in every if estimate(one).total.high <= capacity), None)
         if largest:
             size = largest.settings.micro_batch
             if size == sizes[0] or size * settings.seq_len >= ENOUGH_TOKENS:
@@ -300,7 +292,7 @@ def _set_up(training: Training, size: int, checkpointing: str, framework: str) -
     )
 
 
-def _list_grid(training: Training, measure: Measure) -> Iterator[GridCell]:
+def _list_grid(training: Training, estimate: Estimator) -> Iterator[GridCell]:
     """Give micro-batches by checkpointing by sharding, with the global batch of a training."""
     settings, layout, batch = training.settings, training.layout, training.step_sequences
     frameworks = [layout.framework]
@@ -316,7 +308,7 @@ def _list_grid(training: Training, measure: Measure) -> Iterator[GridCell]:
         if speed.step_seconds:
             low, high = speed.step_seconds
             tokens = (speed.tokens_per_step / high, speed.tokens_per_step / low)
-        yield GridCell(*cell, measure(one), tokens, cell == current)
+        yield GridCell(*cell, estimate(one).total, tokens, cell == current)
 
 
 OPTIONS = {
@@ -382,28 +374,27 @@ class _Step(NamedTuple):
     why: str
 
 
-def find_changes(training: Training, measure: Measure) -> tuple[Change, ...]:
+def find_changes(training: Training, estimate: Estimator) -> tuple[Change, ...]:
     """Return at most three changes with which the high estimate is within the capacity, the cheapest first.
 
     Single settings come before combinations of them.
     """
     left = MOST_ESTIMATES
 
-    def measure_one(one: Training) -> Range:
+    def estimate_one(one: Training) -> Estimate:
         nonlocal left
         left -= 1
-        return measure(one)
+        return estimate(one)
 
     def judge(steps: Sequence[_Step]) -> Change | None:
         """Return the change that steps make, None if the job does not fit with them or cannot have them."""
         changed = _apply_steps(training, steps) if left > 0 else None
         if changed and changed.free:
-            changed = choose_settings(changed, measure_one)
-        if changed is None or (total := measure_one(changed)).high > training.capacity:
+            changed = choose_settings(changed, estimate_one)
+        if changed is None or (total := estimate_one(changed).total).high > training.capacity:
             return None
-        return Change(
-            _render_change(training, changed), "; ".join(step.why.format(step.cost) for step in steps), total
-        )
+        why = "; ".join(step.why.format(step.cost) for step in steps)
+        return Change(_render_change(training, changed), why, total)
 
     def add_costs(steps: Sequence[_Step]) -> float:
         return sum(step.cost for step in steps)
@@ -423,7 +414,7 @@ def find_changes(training: Training, measure: Measure) -> tuple[Change, ...]:
                         fewer = [steps[0]._replace(value=nodes) for nodes in numbers]
                         fewer = [step for step in fewer if _apply_steps(training, [step])]
                         index = bisect_left(fewer, True, key=lambda step: judge([step]) is not None)
-                        change = judge(fewer[index : index + 1]) or change
+                        change = judge([[*fewer, *steps][index]]) or change
                     found.append((add_costs(steps), change))
                     enough.append(subjects)
                     break

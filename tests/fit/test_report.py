@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UsageError
-from launcher.fit.choice import assess, correct_estimate, estimate_step, judge_total
+from launcher.fit.choice import assess, choose_settings, correct_estimate, estimate_step, judge_total
 from launcher.fit.training import Learned, Training, check_layout, solve_batch
 from launcher.runs.records import fingerprint_ranks
 from tests.fit.made_requests import MODELS, REQUEST, TABLES, ask, change
@@ -141,6 +141,15 @@ def test_the_bundled_programs_changes_are_its_own_options() -> None:
         keys = [setting.partition("=")[0] for setting in settings]
         assert {key.partition(".")[0] for key in keys} <= {"program", "nodes"}
     assert ("program.parallel=fsdp", "program.activation_checkpointing=full") in propose(bundled, 50)
+
+
+@pytest.mark.parametrize("gib", [24, 48, 63])
+def test_a_change_sets_something_where_the_choice_was_made_before_runs_measured_more(gib: int) -> None:
+    device = replace(H100, memory_mib=gib * 1024)
+    free = frozenset({"fit.micro_batch", "fit.checkpointing", "parallel.framework", "fit.accumulation"})
+    asked = replace(REQUEST, is_bundled=True, free=free, sequences=512, device=device)
+    report = assess(choose_settings(asked), Learned(1.15, 0.0, 1))
+    assert report.verdict != "fits" and report.changes and all(one.settings for one in report.changes)
 
 
 def test_a_set_global_batch_is_kept_and_micro_batches_divide_it() -> None:

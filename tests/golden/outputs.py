@@ -45,7 +45,7 @@ def render_fit() -> dict[str, Any]:
 
 def _describe_fit(fit: dict[str, Any]) -> dict[str, str]:
     settings, layout = fit["settings"], fit["layout"]
-    names = ("framework", "precision", "optimizer", "checkpointing", "micro_batch", "accumulation", "seq_len")
+    names = ("precision", "optimizer", "checkpointing", "micro_batch", "accumulation", "seq_len")
     shares = {name: size for name, size in layout.items() if size not in (1, None, True, False)}
     parts = {part["name"]: part for part in fit["memory"]["parts"]} | {"total": fit["memory"]["total"]}
     sizes = {
