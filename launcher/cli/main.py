@@ -462,13 +462,13 @@ def _explain_option(group: Sequence[str]) -> str:
     """Say what to write instead of an option that is not ours, else nothing."""
     import difflib
 
-    from launcher.config.words import explain_option, list_flags, read_section
+    from launcher.config.words import explain_foreign, list_flags, read_section
 
     option, _, value = group[0].partition("=")
     if option in list_flags():
         return ""
     name = option.lstrip("-").replace("-", "_")
-    if explained := explain_option(option):
+    if explained := explain_foreign(option):
         return f"{_mask(group)} {explained}"
     if read_section(name) in _list_own_keys():
         value = group[1] if len(group) == 2 else value

@@ -34,7 +34,7 @@ def show_plan(call: Call) -> int:
     warn_overruled(environ, given)
     if not words:
         with contextlib.suppress(UsageError):  # a run says so
-            words = render_program(config.program, {"model": config.model, "data": config.data})
+            words = render_program(config)
     made = plan_node(settle_allocator(config, words, environ, given), environ)
     fit = None
     if config.fit.check != "off":

@@ -34,7 +34,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from launcher.config.program import write_values
 from launcher.config.run_path import RUN_DIR, flatten
-from launcher.config.settings import Settings, refuse
+from launcher.config.settings import Settings, read_texts, refuse
 from launcher.config.words import (
     FIELDS,
     PRIMARY,
@@ -55,20 +55,6 @@ logger = logging.getLogger(__name__)
 
 ACTED_ON = ("mode", "searchpath", "sweeper", "sweep.dir", "job.config")
 """Keys and groups of `hydra` that have an effect, with all keys below them."""
-INSTEAD = {
-    "run": "write new_run_dir=DIR, or hydra.sweep.dir=DIR for the runs of a sweep",
-    "job.name": "write name=NAME",
-    "verbose": "`launch --info` shows how the configuration is composed",
-    "launcher": "cluster=slurm submits the jobs of a sweep, cluster.array_parallelism=N of them at a time;"
-    " elsewhere they run one after the other",
-    "sweeper.max_batch_size": "cluster.array_parallelism=N says how many jobs run at the same time",
-    "sweep.subdir": "the runs of a sweep are in hydra.sweep.dir/0, /1 and so on",
-    "job.chdir": "programs start where `launch` does; LAUNCH_RUN_DIR tells them the run directory",
-    "job.env_set": "write env.NAME=VALUE",
-    "job_logging": "logs.console=rank0|all|none says what is shown",
-    "hydra_logging": "logs.console=rank0|all|none says what is shown",
-}
-"""What to write instead of other keys; for all the rest, the advice is `leave it out`."""
 HYDRAS_FOLDER = "multirun/${now:"
 """How Hydra's default of `hydra.sweep.dir` begins."""
 MISTAKES = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
@@ -349,7 +335,7 @@ def refuse_hydra(word: str) -> None:
     if not key.startswith(("hydra.", "hydra/")):
         return
     name = key[len("hydra.") :].replace("/", ".") + "."
-    fix = next((fix for one, fix in INSTEAD.items() if name.startswith(f"{one}.")), "")
+    fix = next((fix for one, fix in read_texts()["hydra"].items() if name.startswith(f"{one}.")), "")
     if fix or not any(name.startswith(f"{one}.") for one in ACTED_ON):
         raise UsageError(f"{word} is not carried out by launch: {fix or 'leave it out'}")
 

@@ -47,8 +47,7 @@ def find_program(
         for key, kind in UNTRAINED.items() if runs_bundled(config) else ():
             if config.model.get(key):
                 raise refuse("untrained", name=config.model.get("name"), kind=kind, key=key)
-        options = spell_options(config.program) if runs_bundled(config) else config.program
-        argv = render_program(options, {"model": config.model, "data": config.data})
+        argv = render_program(config)
     return resolve_program(argv, environ)
 
 
@@ -196,15 +195,14 @@ def _find_module(name: str, folders: Sequence[str]) -> ModuleSpec | None:
         return None
 
 
-def render_program(
-    program: Mapping[str, object], sections: Mapping[str, Mapping[str, object]]
-) -> tuple[str, ...]:
-    """Return a configured program's argv: its `command`, then an option for each key.
+def render_program(config: "Settings") -> tuple[str, ...]:
+    """Return the configured program's argv: its `command`, then an option for each key.
 
     A key of the program's own becomes `--key`, a key of a section that it names `--section.key`; raises
     UsageError if there is no command or a section is not known.
     """
-    command = program.get("command")
+    program = spell_options(config.program) if runs_bundled(config) else config.program
+    sections, command = {"model": config.model, "data": config.data}, program.get("command")
     if not isinstance(command, list) or not command:
         raise UsageError("the program has no command: set program.command=[train.py], or give one after `--`")
     argv = [str(word) for word in command]
@@ -250,19 +248,18 @@ def write_values(env: Mapping[str, object]) -> dict[str, object]:
     return {name: value if name == KEY else str(value) for name, value in env.items()}
 
 
-def read_env_files(config: "Settings") -> dict[str, str]:
-    """Return the variables of `env.from_file`, a later file's over an earlier one's; raises UsageError."""
-    given = config.env.get(KEY)
+def fill_env(config: "Settings") -> "Settings":
+    """Return a configuration with the variables of its files below those of `env.NAME`; raises UsageError.
+
+    A later file's are over an earlier one's.
+    """
+    own = {**config.env}
+    given = own.pop(KEY, None)
     names = given if isinstance(given, list) else [] if given is None else [given]
     if any(not isinstance(name, str) or not name for name in names):
         raise UsageError(f"env.{KEY}={given}: name a file, or several as env.{KEY}=[a.env,b.env]")
-    return {name: value for file in names for name, value in read_variables(file).items()}
-
-
-def fill_env(config: "Settings") -> "Settings":
-    """Return a configuration with the variables of its files below those of `env.NAME`."""
-    given = {name: value for name, value in config.env.items() if name != KEY}
-    return replace(config, env={**read_env_files(config), **given})
+    files = {name: value for file in names for name, value in read_variables(file).items()}
+    return replace(config, env={**files, **own})
 
 
 def read_variables(name: str) -> dict[str, str]:

@@ -32,13 +32,14 @@ class _Texts(Formatter):
 
 
 @cache
-def _read_texts() -> dict[str, dict[str, str]]:
+def read_texts() -> dict[str, dict[str, str]]:
+    """Return the texts of errors.toml, by kind and rule."""
     return tomllib.loads(Path(__file__).with_name("errors.toml").read_text(encoding="utf-8"))
 
 
 def say(kind: str, rule: str, values: Mapping[str, object]) -> str:
     """Return what a rule among the `errors` or the `warnings` says of values."""
-    return _Texts().vformat(_read_texts()[kind][rule], (), values)
+    return _Texts().vformat(read_texts()[kind][rule], (), values)
 
 
 def refuse(rule: str, kind: type[LaunchError] = UsageError, /, **values: object) -> LaunchError:

@@ -232,10 +232,12 @@ VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
 def explain_foreign(key: str) -> str:
-    """Say whose a key is, and what there is here instead: `is torchrun's: the key here is nodes`.
+    """Say whose a key or an option is, and what there is here: `is torchrun's: the key here is nodes`.
 
-    Empty for a key that no other tool is known to have.
+    Empty for one that no other tool is known to have.
     """
+    if key.startswith("--"):
+        key = key[2:].replace("-", "_")
     if VARIABLE.fullmatch(key):
         return f"is a variable of the environment: the key here is env.{key}"
     name = key.removeprefix("hydra.launcher.").removeprefix("cluster.")
@@ -250,18 +252,6 @@ def explain_foreign(key: str) -> str:
     known = fix if fix.startswith("leave it out") else f"the key here is {fix}"
     whose = "submitit's" if is_submitits else tool
     return f"is {whose}: {known}" if fix else ""
-
-
-def explain_option(option: str) -> str:
-    """Say the same of an option, `--nproc-per-node` or `-N`."""
-    return explain_foreign(option[2:].replace("-", "_") if option.startswith("--") else SHORT.get(option, ""))
-
-
-SHORT = {
-    **{"-N": "nodes", "-n": "ntasks", "-G": "gpus", "-A": "account", "-q": "qos", "-J": "job_name"},
-    **{"-t": "time", "-w": "nodelist", "-C": "constraint", "-d": "dependency", "-o": "output", "-e": "error"},
-}
-"""Short options of sbatch; its -c, -i, -p and -r are Hydra's here."""
 
 
 @cache

@@ -14,7 +14,7 @@ from submitit import AutoExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
 from launcher import files
-from launcher.config.program import read_env_files
+from launcher.config.program import fill_env
 from launcher.config.settings import Settings
 from launcher.config.start import choose_cluster, plan_node
 from launcher.plan.model import Request
@@ -239,7 +239,7 @@ NO_TEXT = (b"A=\xe9\xff", {"A": os.fsdecode(b"\xe9\xff")})
 @pytest.mark.parametrize(("data", "found"), [*TABLES["files"], NO_TEXT], ids=repr)
 def test_what_stands_in_a_file(here: Path, data: str | bytes, found: dict[str, str]) -> None:
     write(here / "x.env", data)
-    assert read_env_files(Settings(env={"from_file": "x.env"})) == found
+    assert fill_env(Settings(env={"from_file": "x.env"})).env == found
 
 
 PROGRAM = """import os

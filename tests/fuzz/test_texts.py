@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from launcher.config.program import read_env_files
+from launcher.config.program import fill_env
 from launcher.config.settings import Settings
 from launcher.config.start import read_machine
 from launcher.errors import UsageError
@@ -148,7 +148,7 @@ def test_what_users_name(tmp_path: Path, content: bytes) -> None:
     config = Settings(env={"from_file": str(path)})
     config.machine.snapshot = str(path)
     with contextlib.suppress(UsageError):
-        read_env_files(config)
+        fill_env(config)
     with contextlib.suppress(UsageError):
         read_machine(config.machine)
     with contextlib.suppress(PlacementError, KeyError, TypeError, ValueError, AttributeError):
