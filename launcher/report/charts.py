@@ -243,16 +243,15 @@ class Chart:
 
     caption: str
     svg: str
-    note: str = ""
 
 
-def make_chart(name: str, caption: str, title: str, picture: bytes, note: str = "") -> Chart:
+def make_chart(name: str, caption: str, title: str, picture: bytes) -> Chart:
     """Return an SVG of matplotlib's as an element of a page: with identifiers of its own, and a title."""
     text = picture.decode()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", text)
     text = re.sub(r' (?:width|height)="[\d.]+pt"', "", text, count=2)
-    return Chart(caption, text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1), note)
+    return Chart(caption, text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,14 +402,12 @@ class Charts:
         times = self.share_time()
         if not times:
             return None
-        note, rest = "", times[_MOST_BARS:]
+        caption, rest = "Share of the time of each rank", times[_MOST_BARS:]
         shown = times[:_MOST_BARS] if rest else sorted(times, key=lambda one: one[0])
         rows = {clean_text(f"rank {rank} {host}", 24): seconds for rank, host, seconds in shown}
         if rest:
             rows[count_things(len(rest), "other rank")] = np.sum([seconds for _, _, seconds in rest], axis=0)
-            note = (
-                f"Of {len(times)} ranks, those that wait least for others are shown: others wait for these."
-            )
+            caption += f": of {len(times)}, those that wait least for others, who wait for these"
         table = np.array([seconds / seconds.sum() for seconds in rows.values()]) * 100
         total = np.sum([seconds for _, _, seconds in times], axis=0)
         parts = zip(_ACTIVITIES, 100 * total / total.sum(), strict=True)
@@ -429,7 +426,7 @@ class Charts:
             figure.legend(loc="outside upper left", ncols=4)
             picture = _save(figure, "svg", transparent=True)
         title = f"All ranks together: {told}."
-        return make_chart("time", "Share of the time of each rank", title, picture, note)
+        return make_chart("time", caption, title, picture)
 
     def share_time(self) -> list[tuple[int, str, Series]]:
         """Return each rank with its host and the seconds of each of _ACTIVITIES, the slowest first.

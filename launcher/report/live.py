@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.console import Group
 from rich.text import Text
@@ -18,7 +18,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.message import Message
-from textual.timer import Timer, TimerCallback
+from textual.timer import Timer
 from textual.widgets import DataTable, Footer, Static
 
 from launcher.report.tables import shorten_age
@@ -151,20 +151,13 @@ class WatchApp(App[int]):
         else:
             self.show()
 
-    def set_timer(
-        self,
-        delay: float,
-        callback: TimerCallback | None = None,
-        *,
-        name: str | None = None,
-        pause: bool = False,
-    ) -> Timer:
+    def set_timer(self, *values: Any, **options: Any) -> Timer:  # noqa: ANN401 - those of Textual's
         """Call a function after a delay, also if that is over before the timer begins to wait.
 
         Textual 8.2 skips such a call. It applies the window's size by one, and asks for no other before that
         has come: on a busy machine it would keep a former size for good.
         """
-        timer = super().set_timer(delay, callback, name=name, pause=pause)
+        timer = super().set_timer(*values, **options)
         timer._skip = False
         return timer
 

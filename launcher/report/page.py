@@ -5,7 +5,6 @@ The template takes the values of the run, of watching and of the doctor as they 
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -17,11 +16,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from launcher import codec
 from launcher.cpulist import format_cpulist
 from launcher.doctor.machine import judge_plan, judge_run_records
 from launcher.doctor.model import Finding, found
-from launcher.files import LARGEST, read_file
 from launcher.plan.model import Plan
 from launcher.report.charts import DRAWS, Chart, Charts, Event, draw_machine, make_chart
 from launcher.report.tables import shorten_time
@@ -41,7 +38,7 @@ from launcher.text import (
 )
 from launcher.watch.metrics import MetricsEvent, read_metrics
 from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport, RankEvidence, Stack
-from launcher.watch.run_files import hang_path, read_evidence, read_job_state, read_reports, watch_path
+from launcher.watch.run_files import ReportCache, read_value
 
 _FOLDER = files("launcher.report").joinpath("html_page")
 _LEVELS = ("error", "warning", "note")
@@ -53,7 +50,6 @@ _STRAGGLER_FIXES = {
     "page_faults": "lock or preload what it maps, and keep its memory on its own NUMA node",
     "gpu_clock": "see to the node's cooling and power: `nvidia-smi -q -d PERFORMANCE` names the reason",
     "pcie": "have the GPU reseated, or leave the node out until its link has its full width",
-    "nic": "have the link looked at, or leave the node out",
     "program": "profile this rank: its own code takes longer than the others'",
 }
 """What helps, by the cause of a straggler."""
@@ -63,8 +59,6 @@ _FEWEST_SAMPLES, _MOST_SAMPLES = 12, 2000
 """Samples of a node that are read."""
 _MOST_HANGS = 20
 """Hangs whose evidence is read."""
-_DAY = 86400.0
-"""Seconds before a run's start, or after its end, from which on a report's time is damage."""
 _MOST_STACKS, _MOST_FRAMES = 16, 60
 """Different stacks of a hang, and frames of one, that are shown; all are in the run directory."""
 
@@ -95,7 +89,8 @@ def read_account(path: Path) -> RunAccount:
     """Read a run's directory; nothing raises."""
     now = time.time()
     status = add_progress(read_status(path))
-    reports = read_reports(path)
+    cache = ReportCache(path)
+    reports = tuple(one.value for one in cache.read_reports())
     ranks = sum(len(report.ranks) for report in reports) or 8
     metrics = read_metrics(path, max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, _MOST_STATES // ranks)))
     rows = {(row.host, row.time): row for node in metrics for row in node.rows}
@@ -109,8 +104,8 @@ def read_account(path: Path) -> RunAccount:
     begin = min(starts, default=min((sample.time for sample in samples), default=now))
     last = max((sample.time for sample in samples if sample.time <= now), default=begin)
     end = max(ended or (now if status.is_live else last), begin)
-    samples = [one for one in samples if begin - _DAY < one.time < end + _DAY]
-    job = read_job_state(path)
+    stored = cache.read(JobState)
+    job = stored.value if stored else None
     hangs = _list_hangs(path, job)
     told = [event for node in metrics for event in node.events]
     events = _list_events(status, job, told, hangs, end)
@@ -122,8 +117,8 @@ def read_account(path: Path) -> RunAccount:
         samples=tuple(samples),
         job=job,
         hangs=tuple(
-            (hang, read_evidence(hang_path(path, number), number) or read_evidence(watch_path(path), number))
-            for number, hang in ((hang.number, hang) for hang in hangs[:_MOST_HANGS])
+            (one, ReportCache(path, one.folder).read_evidence(one.number) or cache.read_evidence(one.number))
+            for one in hangs[:_MOST_HANGS]
         ),
         events=tuple(sorted(events, key=lambda event: event.time)),
         begin=begin,
@@ -138,13 +133,10 @@ def read_account(path: Path) -> RunAccount:
 
 def _list_hangs(path: Path, job: JobState | None) -> list[Hang]:
     """Return the hangs of all attempts by number: those with a folder, and those that the job's state has."""
-    hangs = {hang.number: hang for hang in (job.hangs if job else ())}
-    for file in sorted(path.glob("hang-*/verdict.json")):
-        with suppress(OSError, ValueError):
-            hang = codec.load(Hang, read_file(file, LARGEST))
-            known = hangs.setdefault(hang.number, hang)
-            if known.recovered is None and known.time == hang.time:
-                hangs[hang.number] = hang
+    written = (read_value(Hang, file) for file in path.glob("hang-*/verdict.json"))
+    found = [*(job.hangs if job else ()), *filter(None, written)]
+    # Of the same hang, what tells that steps went on is newer.
+    hangs = {hang.number: hang for hang in sorted(found, key=lambda hang: hang.recovered is not None)}
     return [hangs[number] for number in sorted(hangs) if 0 < number < 10**6]
 
 
@@ -271,9 +263,9 @@ def _judge_run(account: RunAccount, plans: Mapping[str, Plan]) -> Iterator[tuple
     for note in account.job.notes if account.job else ():
         yield "", found("watch.note", "note", note=note)
     for report in account.reports:
-        for note in (*report.notes, *(note for state in report.ranks for note in state.notes)):
-            yield report.host, found("watch.note", "note", note=note)
         for state in report.ranks:
+            for note in state.notes:
+                yield report.host, found("watch.note", "note", note=note)
             if state.gpu and state.gpu.xids:
                 xids = tuple(state.gpu.xids[:8])
                 values = {"gpu": state.gpu.index, "rank": state.rank, "xids": xids}

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.text import clean_text, describe_time, escape_text, quote_word
+from launcher.text import clean_text, describe_time, escape_text, format_size, quote_word
 
 if TYPE_CHECKING:
     from launcher.runs.node_history import NodeEvent, NodeHistory
@@ -147,12 +147,8 @@ def shorten_age(seconds: float) -> str:
 
 
 def shorten_bytes(size: float) -> str:
-    """Return bytes with a binary prefix in at most five characters: `512`, `1.5K`, `377G`."""
-    for unit in ("", "K", "M", "G", "T"):
-        if size < 999.5:
-            return f"{size:.3g}{unit}" if size < 9.95 else f"{size:.0f}{unit}"
-        size /= 1024
-    return f"{size:.0f}P"
+    """Return bytes with a binary prefix in at most six characters: `1.5K`, `32.4M`, `377G`."""
+    return format_size(size / 1024).removesuffix("iB").replace(" ", "")
 
 
 # launch status and launch nodes

@@ -371,8 +371,7 @@ def _list_findings(view: View) -> Iterator[tuple[str, str]]:
         yield f"not heard of: {name_some(silent, 8)}", ALARM
     for straggler in job.stragglers[-_NEWEST:] if job else ():
         yield explain_straggler(straggler), WARN
-    notes = [note for node in snapshot.nodes for note in node.report.notes]
-    for note in list(dict.fromkeys((*(job.notes if job else ()), *notes)))[:_NEWEST]:
+    for note in job.notes[:_NEWEST] if job else ():
         yield f"note: {note}", "dim"
 
 

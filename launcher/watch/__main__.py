@@ -11,7 +11,7 @@ tells what it finds in a file that the others follow.
 
 import json
 import os
-import queue
+import select
 import shutil
 import signal
 import sys
@@ -59,14 +59,7 @@ from launcher.watch.model import (
 from launcher.watch.notify import Notifier
 from launcher.watch.procfs import Sample, Sampler
 from launcher.watch.ranks import GpuReader, RankBook, read_planned_gpus
-from launcher.watch.run_files import (
-    SharedFiles,
-    Stored,
-    hang_path,
-    is_silent,
-    write_hang,
-    write_value,
-)
+from launcher.watch.run_files import SharedFiles, Stored, is_silent, write_hang, write_value
 from launcher.watch.stragglers import StragglerFinder, explain_straggler
 
 _TICK = 1.0
@@ -95,7 +88,7 @@ class NodeWatcher:
     def __init__(self, settings: WatcherSettings) -> None:
         run_path, watch, host = Path(settings.run_dir), settings.watch, settings.host
         self.settings = settings
-        self.supervisor, self.lock = os.getppid(), threading.Lock()
+        self.supervisor = os.getppid()
         self.book = RankBook(Path(settings.folder))
         self.files = SharedFiles(run_path)
         self.judge = HangJudge(watch.on_hang, watch.hang_seconds)
@@ -141,11 +134,9 @@ class NodeWatcher:
 
     def send(self, event: str, *lines: str, **values: object) -> None:
         """Send the supervisor lines to log, a hang, a straggler or an order, whole; several threads do."""
-        data = (json.dumps({"event": event, "lines": lines, **values}) + "\n").encode()
         try:
-            with self.lock:
-                while data:
-                    data = data[os.write(1, data) :]
+            sys.stdout.buffer.write((json.dumps({"event": event, "lines": lines, **values}) + "\n").encode())
+            sys.stdout.buffer.flush()
         except OSError:  # it is gone, and so is the reason for this process
             os._exit(1)
 
@@ -331,7 +322,7 @@ class NodeWatcher:
         def keep() -> None:
             write_hang(run_path, hang, evidence)
             if hang.recovered is None:
-                self.send("note", f"stacks in {hang_path(run_path, number)}")
+                self.send("note", f"stacks in {run_path / hang.folder}")
 
         self.files.worker.put(keep)
         self.next_exchange = 0.0
@@ -403,24 +394,15 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICENESS)
-    if not (first := sys.stdin.buffer.readline()):
+    stdin = os.fdopen(0, "rb", buffering=0)  # of which no line is read before it is asked for
+    if not (line := stdin.readline()):
         return
-    watcher = NodeWatcher(load(WatcherSettings, first))
-    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    """The supervisor's lines; at their end an empty one."""
-
-    def read() -> None:
-        while line := sys.stdin.buffer.readline():
-            inbox.put(line)
-        inbox.put(b"")
-
-    threading.Thread(target=read, name="inbox", daemon=True).start()
-    due, line = time.monotonic(), first
+    watcher = NodeWatcher(load(WatcherSettings, line))
+    due = time.monotonic()
     while line:
-        with suppress(queue.Empty):
-            if line := inbox.get(timeout=max(0.0, due - time.monotonic())):
-                with suppress(ValueError):
-                    watcher.book.take(load(tuple[RankEntry, ...], line))
+        if select.select([stdin], [], [], max(0.0, due - time.monotonic()))[0] and (line := stdin.readline()):
+            with suppress(ValueError):
+                watcher.book.take(load(tuple[RankEntry, ...], line))
         if line and time.monotonic() >= due:
             watcher.try_tick()
             due = max(due + _TICK, time.monotonic())

@@ -21,12 +21,7 @@ from typing import Any
 
 from launcher.codec import DecodeError
 from launcher.files import read_signals
-from launcher.watch.flight_recorder import (
-    TRACE,
-    ServerError,
-    parse_trace,
-    post_handler,
-)
+from launcher.watch.flight_recorder import TRACE, ServerError, parse_trace, post_handler
 from launcher.watch.model import (
     Frame,
     Heartbeat,
@@ -179,7 +174,6 @@ _SETTLED = 0.06
 """Seconds without a further byte after which a dump is complete; faulthandler writes it at one go."""
 _LARGEST_DUMP = 1 << 20
 """Bytes of a dump that are read; 100 threads of 100 frames have less."""
-_LONGEST_NAME = 300
 _HEADER = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
@@ -247,11 +241,10 @@ def parse_stacks(text: str) -> tuple[Stack, ...]:
     threads: list[tuple[str, bool, list[Frame]]] = []
     for line in text.splitlines():
         if header := _HEADER.match(line):
-            name = header[3] or header[2]
-            threads.append((name[:_LONGEST_NAME], header[1] == "Current thread", []))
+            threads.append((header[3] or header[2], header[1] == "Current thread", []))
         elif threads and (found := _FRAME.match(line)):
             number = int(found[2]) if found[2].isdecimal() else 0
-            threads[-1][2].append(Frame(found[1][:_LONGEST_NAME], number, found[3][:_LONGEST_NAME]))
+            threads[-1][2].append(Frame(found[1], number, found[3]))
     main = len(threads) - 1
     if text.rstrip().endswith("..."):  # cut off after a hundred threads
         main = next((at for at, (_, is_current, _) in enumerate(threads) if is_current), main)

@@ -6,7 +6,7 @@ read, written or sent, a busy GPU, another stack, anywhere in a rank's process t
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -212,10 +212,7 @@ def decide(nodes: Sequence[NodeEvidence], reports: Sequence[NodeReport], pause: 
 class HangJudge:
     """The judging node's memory of the job's hangs, in this attempt."""
 
-    def __init__(
-        self, on_hang: str, hang_seconds: object = "auto", decide: Callable[..., Decision] = decide
-    ) -> None:
-        self._decide = decide
+    def __init__(self, on_hang: str, hang_seconds: object = "auto") -> None:
         self._on_hang = on_hang
         self._hang_seconds = hang_seconds
         self.asks = 0
@@ -309,7 +306,7 @@ class HangJudge:
         }
         idle = [rank.idle or 0.0 for rank in stalled]
         pause = Pause(limit, max(idle), quiet, self.longest_pause, self._hang_seconds)
-        decision = self._decide(nodes, (*view.fresh, *view.silent), pause)
+        decision = decide(nodes, (*view.fresh, *view.silent), pause)
         verdict = decision.verdict
         if decision.word == "hang":
             moment = time.time()

@@ -7,16 +7,7 @@ the epoch on the clock of the node that wrote them; durations are in seconds, sh
 from dataclasses import dataclass, fields
 from typing import Any
 
-PHASES = (
-    "starting",
-    "joining",
-    "training",
-    "loading",
-    "compiling",
-    "saving",
-    "evaluating",
-    "ended",
-)
+PHASES = ("starting", "joining", "training", "loading", "compiling", "saving", "evaluating", "ended")
 """What a rank does. `starting`: before its first step. `joining`: in `init_process_group`. `loading`: it
 waits for a DataLoader. `ended`: its interpreter has begun to exit."""
 
@@ -188,6 +179,7 @@ class NodeReport(NodeSample):
     limit: float | None = None
     """Seconds without progress that count as a hang now."""
     notes: tuple[str, ...] = ()
+    """Part of the form, in which there has been none so far."""
     collectives: tuple[CollectiveTimes, ...] = ()
     """Of its ranks, as of the last time that their recorders were read."""
     schema: int = 1
@@ -361,6 +353,11 @@ class Hang:
     pids: tuple[tuple[int, int], ...] = ()
     """Rank and PID of those that hold the others up: the number of a start may differ by node, and
     stay the same in a new one."""
+
+    @property
+    def folder(self) -> str:
+        """The folder in the run directory that it has."""
+        return f"hang-{self.number}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from launcher.watch.model import Neighbour, NodeSample, ProcessState, RankSample
 
 START = 22 - 3
 """Index into what `read_stat` returns."""
-_TIMES, _CHILD_TIMES, _FAULTS, _PROCESSOR = slice(11, 13), slice(13, 15), slice(9, 11), 36
-"""The same of utime and stime; cutime and cstime; majflt and cmajflt; processor."""
+_TIMES, _ALL_TIMES, _FAULTS, _PROCESSOR = slice(11, 13), slice(11, 15), slice(9, 11), 36
+"""The same of utime and stime; these with cutime and cstime; majflt and cmajflt; processor."""
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 _LARGEST_ENTRY = 1 << 16
 _LARGEST_TREE = 256
@@ -89,9 +89,7 @@ class Process:
     start: int
     """Clock ticks since boot: by this a later process with the same PID is known."""
     ticks: int
-    """Of CPU time, of all of its threads."""
-    child_ticks: int
-    """Those of children that have ended and were waited for."""
+    """Of CPU time, of all of its threads, and of children that have ended and were waited for."""
     faults: int
     """Major page faults, with those of such children."""
     memory: int
@@ -124,8 +122,7 @@ def read_process(pid: int) -> Process | None:
     return Process(
         pid=pid,
         start=int(fields[START]),
-        ticks=sum(map(int, fields[_TIMES])),
-        child_ticks=sum(map(int, fields[_CHILD_TIMES])),
+        ticks=sum(map(int, fields[_ALL_TIMES])),
         faults=sum(map(int, fields[_FAULTS])),
         memory=pages[1],
         shared=pages[2],
@@ -299,7 +296,7 @@ class Sampler:
             cpu, faults, moved = (
                 max(0, sum(map(count, tree.values())) - sum(map(count, before.values()))) / elapsed
                 for count in (
-                    lambda one: (one.ticks + one.child_ticks) / _TICKS,
+                    lambda one: one.ticks / _TICKS,
                     lambda one: one.faults,
                     lambda one: one.moved or 0,
                 )

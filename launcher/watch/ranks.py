@@ -12,15 +12,7 @@ from launcher.inprocess.launch_inprocess import heartbeat as hook
 from launcher.protocol import name_plan_file
 from launcher.runs.records import read_ranks
 from launcher.watch.hang import find_quantile
-from launcher.watch.model import (
-    PHASES,
-    GpuSample,
-    Heartbeat,
-    Rank,
-    RankEntry,
-    RankSample,
-    list_fields,
-)
+from launcher.watch.model import PHASES, GpuSample, Heartbeat, Rank, RankEntry, RankSample, list_fields
 from launcher.watch.procfs import START, Sample
 
 _START_STACK = 28 - 3

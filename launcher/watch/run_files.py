@@ -58,11 +58,6 @@ def watch_path(run_path: Path) -> Path:
     return run_path / FOLDER
 
 
-def hang_path(run_path: Path, number: int) -> Path:
-    """Return the folder of a hang in a run directory."""
-    return run_path / f"hang-{number}"
-
-
 # Writing
 
 
@@ -89,7 +84,7 @@ def write_value(run_path: Path, value: NodeReport | NodeEvidence | JobState | St
 
 def write_hang(run_path: Path, hang: Hang, evidence: Sequence[NodeEvidence] = ()) -> None:
     """Write a hang's verdict, or what has become of it, and what is known of it; raises OSError."""
-    folder = hang_path(run_path, hang.number).name
+    folder = hang.folder
     _write(run_path, folder, "verdict.json", dump(hang, indent=1))
     for node in evidence:
         _write(run_path, folder, f"{EVIDENCE}{node.host}.json", dump(replace(node, number=hang.number)))
@@ -133,18 +128,6 @@ def read_job_state(run_path: Path, *, own: bool = False) -> JobState | None:
     return read_value(JobState, watch_path(run_path) / _NAMES[JobState], own=own)
 
 
-def read_evidence(folder: Path, number: int) -> tuple[NodeEvidence, ...]:
-    """Read what nodes have gathered for a hang, by node rank; `folder` is that of reports, or of the hang."""
-    found = (read_value(NodeEvidence, folder / name) for name in _list_names(folder, EVIDENCE))
-    chosen = [value for value in found if value is not None and value.number == number]
-    return tuple(sorted(chosen, key=lambda one: (one.node_rank, one.host)))
-
-
-def read_reports(run_path: Path) -> tuple[NodeReport, ...]:
-    """Read all nodes' reports, by node rank; those that cannot be read count as missing."""
-    return tuple(one.value for one in ReportCache(run_path).read_reports())
-
-
 def _list_names(folder: Path, beginning: str) -> list[str]:
     """Return the names of JSON files that begin so; none if the folder cannot be read.
 
@@ -169,7 +152,7 @@ class Stored(Generic[T]):
 
 
 class ReportCache:
-    """All nodes' reports, and what is known of the job, each read when it has changed.
+    """What nodes have written, and what is known of the job, each file read when it has changed.
 
     Of 1,000 nodes, a look costs one listing. A file that cannot be read has its last value and age, until
     it can. When a file was written follows from its time and the filesystem's clock, if the caller knows
@@ -177,8 +160,9 @@ class ReportCache:
     this machine's clock, which may be another one.
     """
 
-    def __init__(self, run_path: Path, *, own: bool = False) -> None:
-        self.folder = watch_path(run_path)
+    def __init__(self, run_path: Path, folder: str = FOLDER, *, own: bool = False) -> None:
+        """`folder` is that of reports, or of a hang, which has evidence alone."""
+        self.folder = run_path / folder
         self.own = own
         self._found: dict[type, dict[str, Stored[Any]]] = {}
 
@@ -188,9 +172,10 @@ class ReportCache:
         return tuple(sorted(found.values(), key=lambda one: (one.value.node_rank, one.value.host)))
 
     def read_evidence(self, number: int) -> tuple[NodeEvidence, ...]:
-        """Return what nodes have gathered for a question."""
+        """Return what nodes have gathered for a question, or a hang, by node rank."""
         found = self._update(NodeEvidence, _list_names(self.folder, EVIDENCE), None).values()
-        return tuple(one.value for one in found if one.value.number == number)
+        chosen = (one.value for one in found if one.value.number == number)
+        return tuple(sorted(chosen, key=lambda one: (one.node_rank, one.host)))
 
     def read(self, kind: type[T], clock: float | None = None) -> Stored[T] | None:
         """Return what is known of the job, or the last request for a stack; None if there is none."""

@@ -20,15 +20,7 @@ from typing import Any
 from launcher.cpulist import format_cpulist
 from launcher.text import count_things, escape_text, name_some
 from launcher.watch.flight_recorder import DEFAULT_GROUP
-from launcher.watch.model import (
-    Call,
-    Frame,
-    NodeEvidence,
-    NodeReport,
-    ProcessState,
-    RankEvidence,
-    Verdict,
-)
+from launcher.watch.model import Call, Frame, NodeEvidence, NodeReport, ProcessState, RankEvidence, Verdict
 from launcher.watch.procfs import WAITS
 
 # What a rank does

@@ -89,15 +89,13 @@ def test_who_judges(case: dict[str, Any]) -> None:
 
 
 @table("story")
-def test_what_the_judging_node_tells(case: dict[str, Any]) -> None:
+def test_what_the_judging_node_tells(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     word = case.get("word", "hang")
     told = {**HANG, "verdict": {**VERDICT, "kind": case.get("kind", "absent")}}
     verdict = job("n0", hangs=[told]).hangs[0].verdict
     decision: Any = SimpleNamespace(word=word, verdict=verdict, seconds=0.0 if word == "hang" else 500.0)
-    judge, hangs = (
-        HangJudge(case.get("on_hang", "report"), decide=lambda *_: decision),
-        case.get("number", 1) - 1,
-    )
+    monkeypatch.setattr("launcher.watch.hang.decide", lambda *_: decision)
+    judge, hangs = HangJudge(case.get("on_hang", "report")), case.get("number", 1) - 1
     if number := case.get("adopted"):
         before = {**HANG, "number": number, "pids": []}
         judge.adopt(job("n0", hangs=[before]))
