@@ -28,7 +28,7 @@ from launcher.report.machine import describe_device, describe_machine, divide, l
 from launcher.report.placement import list_cells
 from launcher.text import clean_text, count_things
 from launcher.watch.metrics import METRICS
-from launcher.watch.model import NodeReport, Rank
+from launcher.watch.model import UNWATCHED, NodeReport, Rank
 
 DRAWS = find_spec("matplotlib") is not None
 if TYPE_CHECKING or DRAWS:
@@ -218,7 +218,7 @@ _ACTIVITIES = ("compute", "waiting for others", "data", "saving", "evaluating", 
 """Where a rank's time goes, in the order in which the chart has it; waiting that is not known is compute."""
 _PHASES = {
     **dict.fromkeys(("starting", "joining", "compiling"), "starting"),
-    **dict.fromkeys(("ended", "exited", "unwatched"), ""),
+    **dict.fromkeys(UNWATCHED, ""),
     "saving": "saving",
     "evaluating": "evaluating",
 }
@@ -338,7 +338,7 @@ class Charts:
         """Return curves of quantities of each rank, those that nodes reported; of many ranks their spread."""
         found = {}
         for metric in METRICS:
-            if metric.chart and metric.is_gpu is of_gpus:
+            if metric.chart and (metric.owner == "gpu") is of_gpus:
                 values = self.bin_values(metric.read, _FACTORS.get(metric.unit, 1.0))
                 if any(np.nansum(line) for line in values.values()):
                     found[metric.chart] = values

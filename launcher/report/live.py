@@ -17,7 +17,6 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
-from textual.message import Message
 from textual.timer import Timer
 from textual.widgets import DataTable, Footer, Static
 
@@ -66,13 +65,6 @@ class WatchApp(App[int]):
         Binding("ctrl+c", "interrupt", show=False, priority=True),
         Binding("ctrl+z", "suspend_process", show=False, priority=True),
     ]
-
-    class News(Message):
-        """What a look at the run has found."""
-
-        def __init__(self, view: View) -> None:
-            self.view = view
-            super().__init__()
 
     def __init__(self, view: View, rank: int | None, look: Callable[[int | None, bool], View]) -> None:
         """Begin with a view of the run, and the rank that is open.
@@ -131,7 +123,7 @@ class WatchApp(App[int]):
             asks, self._asks_stack = self._asks_stack, False
             self._looking_since = time.monotonic()
             try:
-                self.post_message(self.News(self.look(self.rank, asks)))
+                self.call_later(self.take_view, self.look(self.rank, asks))
             except Exception as error:
                 self.error = error
                 with contextlib.suppress(RuntimeError):
@@ -141,8 +133,8 @@ class WatchApp(App[int]):
             self._hurry.wait(_LOOK_SECONDS)
             self._hurry.clear()
 
-    def on_watch_app_news(self, news: News) -> None:
-        view = news.view
+    def take_view(self, view: View) -> None:
+        """Show what a look at the run has found."""
         self.view = replace(self.view, details=view.details) if self.is_paused else view
         # A manifest that cannot be read now may be read again later.
         if not view.run.is_live and view.run.state != "unknown":

@@ -81,8 +81,6 @@ class RunAccount:
     begin: float
     end: float
     """When it ended, or now."""
-    notes: tuple[str, ...] = ()
-    """What of the directory could not be read."""
 
 
 def read_account(path: Path) -> RunAccount:
@@ -92,12 +90,11 @@ def read_account(path: Path) -> RunAccount:
     cache = ReportCache(path)
     reports = tuple(one.value for one in cache.read_reports())
     ranks = sum(len(report.ranks) for report in reports) or 8
-    metrics = read_metrics(path, max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, _MOST_STATES // ranks)))
-    rows = {(row.host, row.time): row for node in metrics for row in node.rows}
-    newest = {node.host: max((row.time for row in node.rows), default=0.0) for node in metrics}
+    rows, told = read_metrics(path, max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, _MOST_STATES // ranks)))
+    newest = {row.host: row.time for row in sorted(rows, key=lambda row: row.time)}
     # A run that has ended early has the nodes' last reports alone.
-    rows |= {(one.host, one.time): one for one in reports if one.time > newest.get(one.host, 0.0)}
-    samples = sorted(rows.values(), key=lambda row: row.time)
+    rows += [one for one in reports if one.time > newest.get(one.host, 0.0)]
+    samples = sorted({(row.host, row.time): row for row in rows}.values(), key=lambda row: row.time)
 
     starts = [found for one in status.attempts if (found := read_time(one.started)) is not None]
     ended = None if status.is_live else read_time(status.ended)
@@ -107,7 +104,6 @@ def read_account(path: Path) -> RunAccount:
     stored = cache.read(JobState)
     job = stored.value if stored else None
     hangs = _list_hangs(path, job)
-    told = [event for node in metrics for event in node.events]
     events = _list_events(status, job, told, hangs, end)
     return RunAccount(
         status=status,
@@ -123,11 +119,6 @@ def read_account(path: Path) -> RunAccount:
         events=tuple(sorted(events, key=lambda event: event.time)),
         begin=begin,
         end=end,
-        notes=tuple(
-            f"metrics of {node.host}: {count_things(node.skipped, 'line')} could not be read"
-            for node in metrics
-            if node.skipped
-        ),
     )
 
 

@@ -22,7 +22,7 @@ from launcher.report.tables import (
 from launcher.runs.run_status import RunStatus
 from launcher.text import clean_text, count_things, describe_time, name_some, strip_sequences
 from launcher.watch.metrics import METRICS
-from launcher.watch.model import GpuSample, ProcessState, Rank
+from launcher.watch.model import UNWATCHED, GpuSample, ProcessState, Rank
 from launcher.watch.run_reader import NodeView, RankDetails, RunSnapshot
 from launcher.watch.stragglers import explain_straggler
 
@@ -114,16 +114,11 @@ _TEXTS = ("node", "phase", "held by")
 _LEAST_FIRST = ("rank", "node", "phase", "held by", "xid", *(one.title for one in METRICS if one.is_least))
 
 
-def _share(share: float) -> str:
-    return f"{share * 100:.0f}%"
-
-
-_GONE = ("ended", "exited", "unwatched")
-"""Phases of ranks that do no more."""
+_show_share = "{:.0%}".format
 _SHOW: Mapping[str, Callable[[float], str]] = {
     "": str,
-    "share": _share,
-    "s/s": _share,
+    "share": _show_share,
+    "s/s": _show_share,
     "s": shorten_seconds,
     "cores": lambda number: f"{number:.{2 if number < 0.1 else 1 if number < 9.95 else 0}f}",
     "bytes": shorten_bytes,
@@ -156,7 +151,7 @@ def _make_row(view: NodeView, ranks: Sequence[Rank], *, is_node: bool, mark: str
     if ranks:
         cells["rank"] = Cell(str(ranks[0].rank), ranks[0].rank, mark)
         unlike = min(ranks, key=lambda one: (not one.exit_code, one.phase == "training", one.rank))
-        style = "" if unlike.phase == "training" else "dim" if unlike.phase in _GONE else "cyan"
+        style = "" if unlike.phase == "training" else "dim" if unlike.phase in UNWATCHED else "cyan"
         cells["phase"] = Cell(clean_text(unlike.phase, _LONGEST_NAME), unlike.phase, style)
         if unlike.exit_code:
             cells["phase"] = Cell(f"exit {unlike.exit_code}", "!exit", ALARM)
@@ -171,7 +166,7 @@ def _make_row(view: NodeView, ranks: Sequence[Rank], *, is_node: bool, mark: str
     known = (gpu for gpu in gpus if gpu.memory_total)
     if used := [gpu.memory_used / (gpu.memory_total or 1) for gpu in known if gpu.memory_used is not None]:
         style = ALARM if max(used) >= 0.99 else WARN if max(used) >= 0.95 else ""
-        cells["mem"] = Cell(_share(max(used)), max(used), style)
+        cells["mem"] = Cell(_show_share(max(used)), max(used), style)
     if reasons := dict.fromkeys(name for gpu in gpus for name in gpu.event_reasons):
         shown = ", ".join(reasons).replace("_", " ").removesuffix(" slowdown")
         style = "" if all(name in _HARMLESS for name in reasons) else ALARM

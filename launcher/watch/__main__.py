@@ -32,7 +32,6 @@ from launcher.text import count_things
 from launcher.watch.evidence import gather_node
 from launcher.watch.flight_recorder import CollectiveReader
 from launcher.watch.hang import (
-    UNWATCHED,
     HangJudge,
     JobView,
     choose_limit,
@@ -45,6 +44,7 @@ from launcher.watch.hang import (
 )
 from launcher.watch.metrics import MetricsEvent, MetricsLog, Prometheus
 from launcher.watch.model import (
+    UNWATCHED,
     GpuSample,
     Hang,
     JobState,

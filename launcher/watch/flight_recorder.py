@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any
 
 from launcher.codec import DecodeError, parse_json
+from launcher.runs.manifest import take_dict, take_list
 from launcher.watch.model import Call, CollectiveTimes, GroupState, Heartbeat
 
 TRACE = ("fr_trace_json", "dump_nccl_trace_json")
@@ -94,8 +95,8 @@ def _load_trace(data: bytes) -> tuple[Sequence[Entry], Entry, Entry]:
     trace = parse_json(data)
     if not isinstance(trace, dict):
         raise DecodeError("the flight recorder's answer is no object")
-    entries = [entry for entry in _as_list(trace.get("entries")) if isinstance(entry, dict)]
-    return entries, _as_mapping(trace.get("pg_status")), _as_mapping(trace.get("pg_config"))
+    entries = [entry for entry in take_list(trace, "entries") if isinstance(entry, dict)]
+    return entries, take_dict(trace, "pg_status"), take_dict(trace, "pg_config")
 
 
 def parse_trace(data: bytes) -> tuple[GroupState, ...]:
@@ -106,7 +107,7 @@ def parse_trace(data: bytes) -> tuple[GroupState, ...]:
         by_group.setdefault((str(entry.get("pg_id", "")), *_name_group(entry)), []).append(entry)
     found = []
     for (number, name, description), group in by_group.items():
-        status = _as_mapping(statuses.get(number))
+        status = take_dict(statuses, number)
         completed = _as_number(status.get("last_completed_collective"))
         calls = _list_calls(group, completed)
         enqueued = [_as_number(status.get("last_enqueued_collective")), *(one.sequence for one in calls)]
@@ -128,14 +129,14 @@ def parse_trace(data: bytes) -> tuple[GroupState, ...]:
 
 def _name_group(entry: Entry) -> tuple[str, str]:
     """Return torch's name of an entry's group and its description."""
-    names = [str(part)[:_LONGEST] for part in _as_list(entry.get("process_group"))]
+    names = [str(part)[:_LONGEST] for part in take_list(entry, "process_group")]
     name, description, *_ = [*names, "", ""]
     return name, description
 
 
 def _read_members(configs: Entry, name: str) -> tuple[int, ...]:
     """Return a group's global ranks, which are a text as `[0, 1, 2]`; empty if they are not known."""
-    ranks = _as_mapping(configs.get(name)).get("ranks", "") if name else ""
+    ranks = take_dict(configs, name).get("ranks", "") if name else ""
     return tuple(int(number) for number in re.findall(r"\d+", str(ranks)[: 1 << 16]))
 
 
@@ -155,7 +156,7 @@ def _list_calls(entries: Sequence[Entry], completed: int) -> tuple[Call, ...]:
         is_complete = sequence <= completed or entry.get("state") == "completed"
         operation = str(entry.get("profiling_name", "")).rpartition(":")[2][:_LONGEST]  # `gloo:all_reduce`
         # `[2, 3] Float, [5] Int`
-        sizes = zip_longest(_as_list(entry.get("input_sizes")), _as_list(entry.get("input_dtypes")))
+        sizes = zip_longest(take_list(entry, "input_sizes"), take_list(entry, "input_dtypes"))
         shown = ", ".join(
             f"{json.dumps(size)} {kind or ''}".rstrip() for size, kind in sizes if size is not None
         )
@@ -191,16 +192,6 @@ def _as_number(value: object) -> int:
         return int(str(value))
     except ValueError:
         return -1
-
-
-def _as_list(value: object) -> Sequence[Any]:
-    """Return a list as it is, and an empty one for anything else."""
-    return value if isinstance(value, list) else []
-
-
-def _as_mapping(value: object) -> Mapping[str, Any]:
-    """Return an object as it is, and an empty one for anything else."""
-    return value if isinstance(value, dict) else {}
 
 
 # When ranks came to their collectives and to the ends of their steps: packed into reports, for excess.py.

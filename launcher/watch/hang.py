@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.watch.model import (
+    UNWATCHED,
     Decision,
     Frame,
     Hang,
@@ -34,8 +35,7 @@ class JobView:
     fresh: tuple[NodeReport, ...]
     """Of this attempt, by node rank; this node's own is the one of now."""
     silent: tuple[NodeReport, ...] = ()
-    """The last reports of nodes that have reported in this attempt, and do so no more: their ranks' idle
-    times go on."""
+    """The last reports of nodes that have reported in this attempt, and do so no more."""
     ended: tuple[NodeEvidence, ...] = ()
     """Ranks that ended with 0, of nodes whose ranks have all ended, and with them the task that reported."""
     hangs: int = 0
@@ -49,7 +49,7 @@ class JobView:
 
 def make_job_view(own: NodeReport, found: Found, now: float) -> JobView:
     """Join this node's report of now with what the others have written; `now` is monotonic."""
-    fresh, silent, ended = [own], [], []
+    fresh, silent, ended = [own], list[NodeReport](), []
     records = [record for record in found.ended if record.host != own.host]
     for record in records:
         gone: dict[str, Any] = {"host": record.host, "process": ProcessState(0, "X"), "exit_code": 0}
@@ -57,14 +57,10 @@ def make_job_view(own: NodeReport, found: Found, now: float) -> JobView:
         ended.append(NodeEvidence(record.host, record.node_rank, 0, record.ended, 0.0, tuple(ranks)))
     known = {own.host, *(record.host for record in records)}
     for stored in found.reports:
-        report, age = stored.value, now - stored.seen
-        if report.host in known or report.attempt != own.attempt:
-            continue
-        if is_silent(age, max(own.interval, report.interval)):
-            idle = (one if one.idle is None else replace(one, idle=one.idle + age) for one in report.ranks)
-            silent.append(replace(report, ranks=tuple(idle)))
-        else:
-            fresh.append(report)
+        report = stored.value
+        if report.host not in known and report.attempt == own.attempt:
+            is_late = is_silent(now - stored.seen, max(own.interval, report.interval))
+            (silent if is_late else fresh).append(report)
     fresh.sort(key=lambda report: report.node_rank)
     return JobView(tuple(fresh), tuple(silent), tuple(ended), found.hangs)
 
@@ -111,8 +107,6 @@ _NOBODY_WAITS, _WORKING, _COMPILING = 3.0, 10.0, 30.0
 """Times that: where nobody waits in a collective; for ranks that work, or whose phase looks like a standstill
 from outside (torch's own timeout is 10 minutes); and for `torch.compile` of large models."""
 _PATIENT_PHASES = {"compiling": _COMPILING, "saving": _WORKING, "evaluating": _WORKING}
-UNWATCHED = ("ended", "exited", "unwatched")
-"""Phases of ranks from which no progress is due."""
 
 
 def find_quantile(values: Sequence[float], share: float) -> float | None:

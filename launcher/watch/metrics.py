@@ -13,6 +13,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
 from math import ceil, inf, isfinite
@@ -51,14 +52,9 @@ class Metric:
         """Whose it is: `rank`, `gpu` or `node`."""
         return self.field.partition(".")[0] if "." in self.field else "rank"
 
-    @property
-    def is_gpu(self) -> bool:
-        """It is of the rank's GPU."""
-        return self.owner == "gpu"
-
     def read(self, rank: Rank) -> float | None:
         """Return a rank's value; None if it is not known, or there is no GPU."""
-        found = getattr(rank.gpu if self.is_gpu else rank, self.field.rpartition(".")[2], None)
+        found = getattr(rank.gpu if self.owner == "gpu" else rank, self.field.rpartition(".")[2], None)
         return found if isinstance(found, int | float) else None
 
     def read_all(self, owner: object) -> Mapping[str, float | None]:
@@ -190,17 +186,6 @@ class MetricsEvent:
     attempt: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class NodeMetrics:
-    """What one node has written, in its order."""
-
-    host: str
-    rows: tuple[NodeReport, ...]
-    events: tuple[MetricsEvent, ...]
-    skipped: int = 0
-    """Lines that could not be read, as the last one of a node that died."""
-
-
 class MetricsLog:
     """Writes samples and events."""
 
@@ -277,13 +262,14 @@ def _compact(value: object) -> object:
     return round(value, 3) if value > _EPOCH else float(f"{value:.5g}")
 
 
-def read_metrics(run_path: Path, most_rows: int | None = None) -> tuple[NodeMetrics, ...]:
-    """Read what all nodes have written, by host; files that cannot be read count as missing.
+def read_metrics(run_path: Path, most_rows: int | None = None) -> tuple[list[NodeReport], list[MetricsEvent]]:
+    """Read all nodes' samples and events, by node; what cannot be read, as its last line, counts as missing.
 
     With `most_rows`, samples are left out evenly over time until each node has that many at most; they are
     not decoded, so that it pays on large jobs. The last one is kept, and so is every event.
     """
-    found = []
+    rows: list[NodeReport] = []
+    events: list[MetricsEvent] = []
     for path in sorted(watch_path(run_path).glob(f"{_BEGINNING}*{_ENDING}")):
         try:
             lines = [line for line in read_file(path, LARGEST).split(b"\n") if line]
@@ -291,23 +277,13 @@ def read_metrics(run_path: Path, most_rows: int | None = None) -> tuple[NodeMetr
             continue
         samples = [line for line in lines if not line.startswith(_EVENT)]
         every = ceil(len(samples) / most_rows) if most_rows else 1
-        samples = samples[:: -max(1, every)][::-1]
-        rows = [_decode(NodeReport, line) for line in samples]
-        events = [_decode(MetricsEvent, line) for line in lines if line.startswith(_EVENT)]
-        found.append(
-            NodeMetrics(
-                path.name.removeprefix(_BEGINNING).removesuffix(_ENDING),
-                tuple(row for row in rows if row),
-                tuple(event for event in events if event),
-                rows.count(None) + events.count(None),
-            )
-        )
-    return tuple(found)
+        rows += _decode(NodeReport, samples[:: -max(1, every)][::-1])
+        events += _decode(MetricsEvent, [line for line in lines if line.startswith(_EVENT)])
+    return rows, events
 
 
-def _decode(kind: type[T], line: bytes) -> T | None:
-    """Return a line's value; None for one that is cut or damaged."""
-    try:
-        return load(kind, line)
-    except DecodeError:
-        return None
+def _decode(kind: type[T], lines: Sequence[bytes]) -> Iterator[T]:
+    """Give the values of lines, without those that are cut or damaged."""
+    for line in lines:
+        with suppress(DecodeError):
+            yield load(kind, line)

@@ -10,6 +10,8 @@ from typing import Any
 PHASES = ("starting", "joining", "training", "loading", "compiling", "saving", "evaluating", "ended")
 """What a rank does. `starting`: before its first step. `joining`: in `init_process_group`. `loading`: it
 waits for a DataLoader. `ended`: its interpreter has begun to exit."""
+UNWATCHED = ("ended", "exited", "unwatched")
+"""Phases of ranks from which no progress is due."""
 
 
 def list_fields(value: Any) -> dict[str, Any]:  # noqa: ANN401 - one of these dataclasses

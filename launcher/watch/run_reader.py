@@ -116,7 +116,6 @@ class RankDetails:
     """One rank beside its row in a report: its stacks, its last lines, its plan against what it has."""
 
     rank: int
-    attempt: int
     placement: str = ""
     """What it has, in words; empty if it left no record."""
     differences: tuple[str, ...] = ()
@@ -152,7 +151,6 @@ def read_details(run_path: Path, rank: int, local_rank: int, host: str, attempt:
     newest = max(filter(measure_file, logs), key=lambda log: read_mtime(log) or 0, default=None)
     return RankDetails(
         rank,
-        attempt,
         _describe_placement(record, plan) if record else "",
         tuple(differences),
         min(looks, key=lambda one: one.age, default=None),

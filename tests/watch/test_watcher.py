@@ -195,7 +195,7 @@ def test_while_it_hangs_metrics_give_way_to_reports_and_both_to_what_is_known_of
     assert files.worker.wait_idle(PATIENCE)
     assert [one.value.number for one in files.found.reports] == [998]
     assert (tmp_path / "verdict").exists()
-    assert 0 < len(read_metrics(tmp_path)[0].events) < 256
+    assert 0 < len(read_metrics(tmp_path)[1]) < 256
 
 
 def test_late_evidence_does_not_take_the_place_of_that_for_a_later_question(
