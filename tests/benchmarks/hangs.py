@@ -34,7 +34,8 @@ GROUPS = {
 """In which groups others wait for the culprit, by program."""
 START, PATIENCE, GOAL = 240.0, 120.0, 30.0
 """Seconds until it has to begin; until it has to be named, or beyond its time called a hang; the goal."""
-NAMED, HUNG = "launch: (no step for|hang 1 )", "launch: hang 1 "
+NAMED, HUNG = "launch: (n0: )?(no step for|hang 1 )", "launch: (n0: )?hang 1 "
+"""As this machine says it, or a job's first node."""
 SETTINGS = ["follow=true", "cluster.cpus_per_task=4", "cluster.mem=3500M"]
 
 
