@@ -265,15 +265,3 @@ def print_table(title: str, samples: Sequence[Sample]) -> None:
     print_head(title, "ms", "min", "median", "max", "more than the first", "ratio")
     for sample in samples:
         print_row(*sample.list_cells(samples[0]))
-
-
-def print_goals(samples: Sequence[Sample], goals: Mapping[str, float | None]) -> None:
-    """Print the share of the first row's time, in the median round, of each row that has a goal."""
-    for sample in samples:
-        goal = goals.get(sample.name)
-        if goal is None:
-            continue
-        pairs = zip(sample.times, samples[0].times, strict=True)
-        share = statistics.median(one / base for one, base in pairs)
-        word = "reached" if share <= goal else "missed"
-        print(f"\n{sample.name}: {share:.2f} of {samples[0].name}; the goal of at most {goal} is {word}")

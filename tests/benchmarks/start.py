@@ -30,7 +30,6 @@ from tests.benchmarks.jobs import (
     make_environ,
     measure_children,
     measure_in_turn,
-    print_goals,
     print_head,
     print_row,
     print_table,
@@ -44,9 +43,6 @@ from tests.slurm.cluster.conftest import Sandbox, start_sandbox
 FIRST = "import os, time\nopen(f'first-{os.environ.get(\"RANK\", 0)}', 'w').write(repr(time.time()))\n"
 IMPORTS = "import torch\n"
 WAITS = "import pathlib\nwhile not pathlib.Path('done').exists():\n    time.sleep(0.05)\n"
-GOALS = {1: None, 2: 0.5, 8: 0.25}
-"""Of torchrun's time, by the number of ranks."""
-BARE_GOAL = 0.35
 SIZES = (1, 2, 4, 8)
 """Nodes, with one rank on each."""
 
@@ -83,7 +79,6 @@ def bench_start(folder: Path, rounds: int, ranks: int, *, imports: bool = True) 
     samples = measure_in_turn({name: partial(time_way, name) for name in ways}, rounds)
     line = "first line after `import torch`" if imports else "first line of a program without torch"
     print_table(f"Command line to the {line}, last of {ranks} ranks", samples)
-    print_goals(samples, {"launch": GOALS[ranks] if imports else BARE_GOAL})
     cpu = [Sample(name, tuple(times[1:])) for name, times in spent.items()]
     print_table("CPU time of all processes, from the start to the end", cpu)
 
@@ -141,9 +136,8 @@ def bench_slurm(folder: Path, rounds: int) -> None:
             ways: dict[str, Callable[[], float]] = {
                 name: partial(time_job, sandbox, folder, way, nodes) for name, way in WAYS["slurm"].items()
             }
-            samples = measure_in_turn(ways, rounds)
-            print_table(f"Job's start to the line after `import torch`, last of {nodes} nodes", samples)
-            print_goals(samples, {"launch": GOALS[2]})
+            title = f"Job's start to the line after `import torch`, last of {nodes} nodes"
+            print_table(title, measure_in_turn(ways, rounds))
 
 
 def time_job(sandbox: Sandbox, folder: Path, way: Sequence[str], nodes: int) -> float:
