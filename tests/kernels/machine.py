@@ -166,18 +166,8 @@ LEFT_OUT = {"test", "site-packages", "dist-packages", "idlelib", "tkinter", "lib
 LEFT_OUT |= {"pydoc_data", "distutils", "unittest", "asyncio", "sqlite3", "xml", "xmlrpc", "turtledemo"}
 """Folders of the standard library that nothing here imports: half of it, and memory in a guest."""
 EXTENSIONS = {
-    *(
-        "_ctypes",
-        "_struct",
-        "_posixsubprocess",
-        "_json",
-        "_random",
-        "_bisect",
-        "_heapq",
-        "_datetime",
-        "_opcode",
-    ),
-    *("_socket", "array", "binascii", "fcntl", "math", "mmap", "resource", "select", "zlib"),
+    *("_ctypes", "_struct", "_posixsubprocess", "_json", "_random", "_bisect", "_heapq", "_datetime"),
+    *("_opcode", "_socket", "array", "binascii", "fcntl", "math", "mmap", "resource", "select", "zlib"),
 }
 """Extension modules that are taken, where they are not built in: the others drag in many libraries."""
 INTERPRETER = Path(sys.executable).resolve()

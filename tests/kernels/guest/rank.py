@@ -27,7 +27,6 @@ def main() -> None:
         "pid": os.getpid(),
         "affinity": affinity,
         "cpus_allowed": status["Cpus_allowed_list"],
-        "mems_allowed": status["Mems_allowed_list"],
         "policy": policy,
         "home": home,
         "far": subtract(read_mapping()[1], home) if far else None,
