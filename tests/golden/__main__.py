@@ -6,7 +6,6 @@ Without words, all but those on SLURM, which need the folder of a cluster: `slur
 `runs` starts real jobs, for a minute.
 """
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -14,18 +13,7 @@ from pathlib import Path
 from tests.golden import outputs
 from tests.probe import test_odd_machines
 from tests.report import test_page
-from tests.runs.recordings import (
-    DATA,
-    FILE,
-    KINDS,
-    LOCAL,
-    REPOSITORY,
-    find_keys,
-    name_files,
-    record,
-    run_local,
-    run_on_slurm,
-)
+from tests.runs.recordings import KINDS, LOCAL, REPOSITORY, record, run_local, run_on_slurm
 from tests.seam import clean_environ
 
 
@@ -44,22 +32,6 @@ def record_on_slurm(cluster: str) -> None:
             record(name, run_on_slurm(name, Path(folder), sandbox, environ))
 
 
-def write_shapes() -> None:
-    """Write the shapes of all recorded runs."""
-    names, keys = {}, dict[str, dict[str, set[str]]]()
-    for kind in sorted(KINDS):
-        files = json.loads((DATA / f"{kind}.json").read_text())["files"]
-        names[kind] = name_files(files)
-        for file, found in find_keys(files).items():
-            for key, types in found.items():
-                keys.setdefault(file, {}).setdefault(key, set()).update(types)
-    shown = {
-        file: {key: "|".join(sorted(types)) for key, types in sorted(found.items())}
-        for file, found in sorted(keys.items())
-    }
-    FILE.write_text(json.dumps({"names": names, "keys": shown}, indent=1) + "\n")
-
-
 words = sys.argv[1:] or ["machines", "plans", "outputs", "report", "runs"]
 for word in sorted(words, reverse=True):  # plans and outputs clear the environment: they come last
     if word == "runs":
@@ -70,8 +42,6 @@ for word in sorted(words, reverse=True):  # plans and outputs clear the environm
         test_odd_machines.write()
     elif word not in ("plans", "outputs"):
         record_on_slurm(word)
-if set(words) - {"machines", "plans", "outputs", "report"}:
-    write_shapes()
 for word in ("plans", "outputs"):
     if word in words:
         outputs.write_all(word)

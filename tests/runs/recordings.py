@@ -33,6 +33,12 @@ def list_recordings() -> list[str]:
     return sorted(path.stem for path in DATA.glob("*.json"))
 
 
+def read_recorded(name: str) -> dict[str, Any]:
+    """The files of a recording by path, JSON as values."""
+    files: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text())["files"]
+    return files
+
+
 def record(name: str, run_dir: Path) -> None:
     """Store a run directory that was made in `run_dir.parents[2]`."""
     files = {
@@ -86,7 +92,6 @@ def _rename_host(file: str) -> str:
     return re.sub(rf"\b{re.escape(socket.gethostname())}\b", HOST, file)
 
 
-FILE = DATA.parent / "run_directories.json"
 FREE = ("choices", "env", "packages", "machine", "values")
 """Objects whose keys are data, or which are described elsewhere."""
 

@@ -18,13 +18,13 @@ import pytest
 
 from tests.runs.recordings import (
     DATA,
-    FILE,
     KINDS,
     REPOSITORY,
     find_keys,
     list_recordings,
     name_files,
     read_files,
+    read_recorded,
     restore,
     run_local,
 )
@@ -132,12 +132,14 @@ def test_every_kind_is_recorded() -> None:
         assert not re.search(r"/tmp/(?!launch-caches)", text), name
 
 
-SHAPES = json.loads(FILE.read_text())
-KEYS = {
-    file: {key: set(types.split("|")) for key, types in keys.items()} for file, keys in SHAPES["keys"].items()
-}
+RECORDED = {kind: read_recorded(kind) for kind in KINDS}
+KEYS: dict[str, dict[str, set[str]]] = {}
+for files in RECORDED.values():
+    for file, keys in find_keys(files).items():
+        for key, types in keys.items():
+            KEYS.setdefault(file, {}).setdefault(key, set()).update(types)
 LIVE = ("ok", "failed", "hang", "restarted", "stopped", "elastic", "refused")
-AGAIN = "if this is meant: python -m tests.golden runs, and read the diff of tests/data/run_directories.json"
+AGAIN = "if this is meant: python -m tests.golden runs, and read the diff of tests/data/runs"
 DOCS = (REPOSITORY / "docs/run-directory.md").read_text()
 OTHERS = {
     "job.json": "of submitted jobs",
@@ -172,11 +174,11 @@ def test_what_a_run_leaves(kind: str, run_dirs: dict[str, Path]) -> None:
     files = read_files(run_dirs[kind])
     # Of ranks that are forked from a process with torch, whether their program loads it or not.
     files = {file: value for file, value in files.items() if not file.endswith(".memory.json")}
-    assert set(name_files(files)) == set(SHAPES["names"][kind]), AGAIN
+    assert name_files(files) == name_files(RECORDED[kind]), AGAIN
     for path in (run_dirs[kind], *run_dirs[kind].rglob("*")):
         if "checkpoints" not in path.parts:
             assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
-    recorded = find_keys(json.loads((DATA / f"{kind}.json").read_text())["files"])
+    recorded = find_keys(RECORDED[kind])
     for file, keys in find_keys(files).items():
         for key, types in keys.items():
             known = KEYS[file].get(key, set())
@@ -222,7 +224,7 @@ def test_every_name_stands_in_the_documentation() -> None:
         within = [f"{name}{part}" for part in parts if name.endswith("/") and re.search(r"\.\w+$", part)]
         documented |= set(within or [name])
     documented = {re.sub(r"ATTEMPT|JOB|\d+", "N", name) for name in documented}
-    written = {name for names in SHAPES["names"].values() for name in names}
+    written = {name for files in RECORDED.values() for name in name_files(files)}
     assert documented - OTHERS.keys() == written
 
 
