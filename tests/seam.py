@@ -168,13 +168,14 @@ def in_shell(line: str, cwd: Path, **variables: str) -> Result:
     return Result(done.returncode, done.stdout.decode(), done.stderr.decode(errors="replace"))
 
 
-def drop_powers() -> None:
-    """Make permissions hold for root too, after the next exec: CAP_DAC_OVERRIDE (1) and _READ_SEARCH (2) go.
+def drop_powers(*capabilities: int) -> None:
+    """Take capabilities of root's, after the next exec; permissions hold then, if none are named.
 
-    To be called between fork and exec. Another user would not do: it may not even read this interpreter.
+    Those are CAP_DAC_OVERRIDE (1) and _READ_SEARCH (2). To be called between fork and exec. Another user
+    would not do: it may not even read this interpreter.
     """
     if os.geteuid() == 0:
-        for capability in (1, 2):
+        for capability in capabilities or (1, 2):
             if ctypes.CDLL(None, use_errno=True).prctl(24, capability, 0, 0, 0):  # PR_CAPBSET_DROP
                 raise OSError(ctypes.get_errno(), "a capability cannot be dropped")
 
@@ -299,6 +300,19 @@ def wait_for(
         if time.monotonic() > deadline:
             pytest.fail(f"waited {timeout:.0f} s for {what} in vain: {tell()}")
         time.sleep(0.03)
+
+
+@contextlib.contextmanager
+def mount_disk(place: Path, mib: int) -> Iterator[None]:
+    """Have a disk of this size in a new folder; skips the test where that is not allowed."""
+    if os.geteuid():
+        pytest.skip("mounting a small filesystem needs root")
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", place], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
 
 
 def find_run(folder: Path) -> Path:

@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from tests.seam import (
     Started,
     find_port,
     find_run,
+    mount_disk,
     run_inside,
     run_to_end,
     start,
@@ -245,20 +245,13 @@ def test_a_program_that_asks_for_another_start(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_the_cause(tmp_path: Path) -> None:
-    if os.geteuid():
-        pytest.skip("mounting a small filesystem needs root")
-    disk = tmp_path / "runs"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], check=True)
-    try:
+    with mount_disk(tmp_path / "runs", 2):
         job = run_to_end(tmp_path, FILL, "nproc_per_node=1", code=1)
         told, said = f"the run directory's disk is full ({job.run_dir()})", job.read()
         assert f"launch: {told}\n" in said and f"rank 0 on {HOST} " in said and "exited with code 1" in said
         assert job.manifest()["outcome"]["events"] == [told]
         shown = run_status(tmp_path)
         assert shown["state"] == "failed" and str(shown["reason"]).startswith(told)
-    finally:
-        subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 def test_a_run_directory_that_is_removed_during_the_run_is_mentioned(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import stat
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -31,7 +30,7 @@ from launcher.runs.run_directory import (
     write_private,
 )
 from tests.cli.make_runs import make_run, read_manifest
-from tests.seam import QUICK_AGENT, Launch, run_outside
+from tests.seam import QUICK_AGENT, Launch, mount_disk, run_outside
 from tests.strangers import STRANGER, give_away, open_folder, run_as
 
 NOW = datetime(2031, 2, 3, 4, 5, 6, tzinfo=UTC)
@@ -240,15 +239,8 @@ def test_a_filesystem_that_shows_all_as_anothers_is_known_by_what_is_made_there(
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 1 MiB."""
-    if os.geteuid():
-        pytest.skip("mounting a small filesystem needs root")
-    place = tmp_path / "disk"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], check=True)
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "--lazy", place], check=True)
+    with mount_disk(tmp_path / "disk", 1):
+        yield tmp_path / "disk"
 
 
 def test_a_disk_that_gets_full_leaves_room_for_the_account(disk: Path) -> None:
