@@ -1,6 +1,6 @@
 """A node's task, as srun starts it: its record, its reports and orders, and the compilers' caches.
 
-Reports and orders are as they are on the wire, over real pipes and without SLURM.
+Reports and orders (`node_control.toml`) are as they are on the wire, over real pipes and without SLURM.
 """
 
 import ast
@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from launcher.launch.coordinator import GroupNode, GroupStart, JobEnd
+from launcher.launch.coordinator import GroupNode, GroupStart, JobEnd, Order
 from launcher.launch.signals import open_signal_channel
 from launcher.slurm.job_request import JobRequest, write_job_request
 from launcher.slurm.node_job import NodeControl, open_caches
@@ -28,6 +29,7 @@ from tests.cli.make_runs import read_nodes
 from tests.seam import PATIENCE, clean_environ, list_modules, specify, wait_for
 from tests.strangers import give_away
 
+CONTROL: dict[str, Any] = tomllib.loads(Path(__file__).with_name("node_control.toml").read_text())
 PREFIX = f"launch-caches-{os.uname().nodename}-"
 SHOW = """
 import os, signal, stat, sys
@@ -85,10 +87,10 @@ def start_task(folder: Path, *words: str, text: str = SHOW) -> Iterator["subproc
     (folder / "tmp").mkdir()
     (folder / "show.py").write_text(text)
     program = (str(folder / "show.py"), *words)
-    config = specify(["nproc_per_node=2"], program, run_dir=run).config
+    config = specify(["nproc_per_node=2", f"env.TMPDIR={folder}/tmp"], program, run_dir=run).config
     request = JobRequest(config, {}, program, ("launch",), str(folder), 1, 1, agent="direct")
     write_job_request(request, run)
-    told = {"SLURMD_NODENAME": "localhost", "SLURM_JOB_ID": "47", "TMPDIR": str(folder / "tmp")}
+    told = {"SLURMD_NODENAME": "localhost", "SLURM_JOB_ID": "47"}
     told |= {"LAUNCH_SECRETS": "{}", "LAUNCH_ATTEMPT": "0", "LAUNCH_NODE_ORDER": "n[0,2]"}
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "launcher.slurm.task", str(run)],
@@ -227,12 +229,16 @@ def test_what_is_not_a_jobs_own_folder_stays(tmp_path: Path) -> None:
 
 MARK = "launch-task: "
 NODES = (GroupNode("n0", 2), GroupNode("n1", 2))
-FIRST, SECOND = GroupStart(0, NODES, "n0", 20000), GroupStart(1, NODES, "n0", 20001)
-SUCCEEDED, FAILED = 'END {"failed": false}', 'END {"failed": true}'
+ORDERS: dict[str, Order] = {
+    "first": GroupStart(0, NODES, "n0", 20000),
+    "second": GroupStart(1, NODES, "n0", 20001),
+    "over": JobEnd(failed=False),
+    "failed": JobEnd(failed=True),
+}
 
 
-def render_start(start: GroupStart) -> str:
-    return f"START {json.dumps(asdict(start))}"
+def render_order(order: Order) -> str:
+    return f"{'END' if isinstance(order, JobEnd) else 'START'} {json.dumps(asdict(order))}\n"
 
 
 @dataclass
@@ -244,107 +250,64 @@ class Ends:
     stderr: int
     written: int
 
-    def order(self, *lines: str) -> None:
-        for line in lines:
-            os.write(self.writing, f"{line}\n".encode())
-
-    def read_reports(self) -> list[dict[str, Any]]:
+    def read_reports(self) -> list[str]:
         """Return the reports since the last call; empty lines are passed over."""
         os.set_blocking(self.stderr, False)
         try:
-            lines = os.read(self.stderr, 1 << 16).decode().splitlines()
+            lines = os.read(self.stderr, 1 << 16).decode().split("\n")
         except BlockingIOError:
             return []
-        lines = [line for line in lines if line]
-        assert all(line.startswith(MARK) for line in lines)
-        return [json.loads(line.removeprefix(MARK)) for line in lines]
-
-
-def make_report(kind: str, host: str, restart: int = 0, number: int = 0) -> dict[str, Any]:
-    return {"kind": kind, "host": host, "restart": restart, "number": number}
+        found = [json.loads(line.removeprefix(MARK)) for line in lines if line]
+        assert all(line.startswith(MARK) for line in lines if line)
+        return [f"{one['kind']} {one['restart']} {one['number']}" for one in found]
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     pipes = Ends(*os.pipe(), *os.pipe())
-    pipes.order("HELLO")
+    os.write(pipes.writing, b"HELLO\n")
     yield pipes
     for descriptor in (pipes.reading, pipes.writing, pipes.stderr, pipes.written):
         os.close(descriptor)
 
 
-def make_control(
-    ends: Ends, host: str = "n1", *, restarts: bool = True, is_free: Callable[[int], bool] = lambda _: True
-) -> NodeControl:
-    channel = open_signal_channel(ends.reading)
-    return NodeControl(host, channel, may_restart=restarts, is_port_free=is_free, descriptor=ends.written)
+def make_control(ends: Ends, channel: int, case: Mapping[str, Any] | None = None) -> NodeControl:
+    told = {"host": "n1", "restarts": True, "taken": 0, **(case or {})}
+    return NodeControl(
+        told["host"],
+        open_signal_channel(channel),
+        may_restart=told["restarts"],
+        is_port_free=lambda port: port != told["taken"],
+        descriptor=ends.written,
+    )
 
 
-def test_reports_go_out_and_orders_come_in(ends: Ends) -> None:
-    control = make_control(ends)
-    control.report("ready", number=2)
-    assert list(control.take_orders()) == []
-    ends.order(render_start(FIRST))
-    assert control.channel.read_signals() == []
-    assert list(control.take_orders()) == [FIRST]
-    control.report("failed", 0, 3)
-    control.report("ended", 0)
-    assert list(control.take_orders()) == [], "the first node decides"
-    ends.order(render_start(SECOND), SUCCEEDED)
-    control.channel.read_signals()
-    assert list(control.take_orders()) == [SECOND, JobEnd(failed=False)]
-    assert ends.read_reports() == [
-        make_report("ready", "n1", number=2),
-        make_report("failed", "n1", 0, 3),
-        make_report("ended", "n1"),
-    ]
-
-
-def test_without_restarts_nobody_is_asked(ends: Ends) -> None:
-    control = make_control(ends, restarts=False)
-    control.report("failed", 0, 3)
-    assert list(control.take_orders()) == [JobEnd(failed=True)]
-    control.report("ended", 0)
-    assert list(control.take_orders()) == [JobEnd(failed=False)] and ends.read_reports() == []
-
-
-def test_the_jobs_failure_elsewhere_ends_this_node_as_a_stop_does(ends: Ends) -> None:
-    control = make_control(ends)
-    ends.order(render_start(FIRST), render_start(SECOND))
-    control.channel.read_signals()
-    assert list(control.take_orders()) == [FIRST, SECOND]
-    control.report("failed", 0, 3)  # of the earlier start: no failure of this one
-    ends.order(FAILED)
-    assert control.channel.read_signals() == []
-    assert list(control.take_orders()) == []
-    assert control.channel.read_signals() == [signal.SIGTERM]
-    control.report("failed", 1, 2)
-    ends.order(FAILED)
-    control.channel.read_signals()
-    assert list(control.take_orders()) == [JobEnd(failed=True)], "it has failed itself"
-
-
-def test_the_node_that_serves_the_store_looks_at_its_port(ends: Ends) -> None:
-    control = make_control(ends, "n0", is_free=lambda port: port != 20001)
-    ends.order(render_start(FIRST), render_start(SECOND))
-    control.channel.read_signals()
-    assert list(control.take_orders()) == [FIRST]
-    assert ends.read_reports() == [make_report("taken", "n0", 1)]
+@pytest.mark.parametrize("case", CONTROL["case"], ids=lambda case: case["about"])
+def test_reports_and_orders(case: dict[str, Any], ends: Ends) -> None:
+    control = make_control(ends, ends.reading, case)
+    for step in case["steps"]:
+        what, *words = step.split()
+        if what == "report":
+            control.report(words[0], *map(int, words[1:]))
+        elif what == "order":
+            os.write(ends.writing, render_order(ORDERS[words[0]]).encode())
+        elif what == "read":
+            assert [signal.Signals(number).name for number in control.channel.read_signals()] == words
+        else:
+            assert [*control.take_orders()] == [ORDERS[word] for word in words]
+    assert ends.read_reports() == case.get("reports", [])
 
 
 def test_a_task_whose_stdin_is_not_the_first_nodes(ends: Ends) -> None:
     reading, writing = os.pipe()
     os.close(writing)
-    channel = open_signal_channel(reading)
-    control = NodeControl(
-        "n1", channel, may_restart=True, is_port_free=lambda _: True, descriptor=ends.written
-    )
-    channel.read_signals()
-    assert list(control.take_orders()) == [JobEnd(failed=True)]
+    control = make_control(ends, reading)
+    control.channel.read_signals()
+    assert [*control.take_orders()] == [ORDERS["failed"]]
 
 
 def test_a_report_that_nobody_can_take_waits(ends: Ends) -> None:
-    control = make_control(ends)
+    control = make_control(ends, ends.reading)
     os.set_blocking(ends.written, False)
     try:
         while os.write(ends.written, b"\n" * 4096):
@@ -358,7 +321,7 @@ def test_a_report_that_nobody_can_take_waits(ends: Ends) -> None:
         while os.read(ends.stderr, 1 << 16):
             pass
     assert list(control.take_orders()) == []
-    assert ends.read_reports() == [make_report("ready", "n1", number=2)]
+    assert ends.read_reports() == ["ready 0 2"]
 
 
 def test_a_line_longer_than_a_pipe_stays_whole() -> None:
@@ -366,14 +329,14 @@ def test_a_line_longer_than_a_pipe_stays_whole() -> None:
     os.write(writing, b"HELLO\n")
     nodes = tuple(GroupNode(f"node-{number:05d}", 8) for number in range(4000))
     start = GroupStart(0, nodes, "node-00000", 20000)
-    lines = f"{render_start(start)}\nSIGUSR2\n".encode()
+    lines = f"{render_order(start)}SIGUSR2\n".encode()
     writer = threading.Thread(target=os.write, args=(writing, lines))
     writer.start()
     control = open_signal_channel(reading)
     signals: list[int] = []
     while not signals:
         signals = control.read_signals()
-    assert signals == [signal.SIGUSR2] and control.take_lines() == [render_start(start)]
+    assert signals == [signal.SIGUSR2] and control.take_lines() == [render_order(start).rstrip()]
     writer.join()
     os.close(writing)
     os.close(reading)

@@ -189,6 +189,8 @@ def test_what_becomes_of_a_job(
     settings = {"cluster": {"node_order": "slurm", "requeue": job.get("requeue", {})}}
     request["config"] = merge(merge(request["config"], settings), job.get("config", {}))
     request["directory"] = str(tmp_path)
+    for name in job.get("missing", ()):
+        (tmp_path / "bin" / name).unlink()
     if "nodes" in job:
         request["min_nodes"], request["max_nodes"] = job["nodes"]
         request["agent"] = "torchrun"
@@ -198,17 +200,6 @@ def test_what_becomes_of_a_job(
     (run / "manifest.json").write_text(json.dumps(merge(manifest, job.get("manifest", {}))))
     for number, start in enumerate(starts):
         play(first_nodes, tmp_path, number, merge({"environ": job.get("environ", {})}, start), environ)
-
-
-def test_without_squeue_a_refused_step_is_not_tried_for_ever(
-    submitted: Path, first_nodes: "subprocess.Popen[str]", tmp_path: Path
-) -> None:
-    environ = {"SLURM_JOB_NODELIST": "n[0-1]", **prepare(tmp_path), "PATH": f"{tmp_path}/bin"}
-    shutil.copytree(submitted, tmp_path / "run")
-    (tmp_path / "bin/squeue").unlink()
-    refusal = "! Unable to create step for job 7: Requested nodes are busy"
-    start = {"slurm": {"starts": refusal}, "expect": {"starts": 5, "code": 4, "outcome": {"state": "failed"}}}
-    play(first_nodes, tmp_path, 0, start, environ)
 
 
 def test_inside_an_allocation_nothing_is_requeued_and_the_run_can_be_submitted_again(tmp_path: Path) -> None:
