@@ -178,7 +178,7 @@ class DirectAgent(NodeAgent):
     @property
     def descriptors(self) -> Collection[int]:
         """The warm process's channel, if ranks wait for its imports."""
-        return (self.warm.channel.fileno(),) if self.warm and not self.warm.is_ready else ()
+        return (self.warm.channel.fileno(),) if self.warm and not self.warm.await_imports(0) else ()
 
     def begin(self) -> None:
         """Start the ranks, if the node's part is to begin at once; raises OSError."""
@@ -210,7 +210,7 @@ class DirectAgent(NodeAgent):
                     logger.info(f"not ended by SIGKILL, since they wait in the kernel: rank {names}")
                     self.exitcode = FAILED
         elif isinstance(self.order, GroupStart) and not self.stopped:
-            if self.warm is None or self.warm.is_ready:
+            if self.warm is None or self.warm.await_imports(0):
                 self.start_group(self.order)
         elif self.order or self.stopped:
             self.exitcode = FAILED if self.stopped or self.order == JobEnd(failed=True) else 0

@@ -12,7 +12,6 @@ from launcher.rank.entry import Identity, PlanEntry
 SYSCALLS = {
     "x86_64": (238, 239),
     "aarch64": (237, 236),
-    "riscv64": (237, 236),
     "ppc64le": (261, 260),
 }
 """Numbers of set_mempolicy and get_mempolicy for each machine, from the kernel's syscall tables."""
@@ -77,20 +76,16 @@ def bind_cpus(cpus: frozenset[int]) -> list[str]:
 def bind_memory(policy: str, nodes: frozenset[int]) -> list[str]:
     """Set the memory policy, compare it with what the kernel reports, and return what went wrong.
 
-    `default` leaves the policy as it is inherited. Several preferred nodes are `preferred-many` (Linux 5.15),
-    and the lowest one on older kernels.
+    `default`, the only policy of a plan beside `preferred`, leaves the policy as it is inherited. The call
+    fails with EPERM if a container forbids it.
     """
     if policy == "default":
         return []
     wanted = f"memory policy {policy} of node {format_cpulist(nodes)}"
-    has_many = policy == "preferred" and len(nodes) > 1
+    mask = sum(1 << node for node in nodes).to_bytes(MASK_BYTES, "little")
     try:
-        try:
-            _set_mempolicy("preferred-many" if has_many else policy, nodes)
-        except OSError:
-            if not has_many:
-                raise
-            _set_mempolicy(policy, frozenset({min(nodes)}))
+        # The kernel reads one bit less than it is told (man page, "maxnode").
+        _call_mempolicy(0, POLICIES[policy], mask, MAX_NODES + 1)
         found, found_nodes = get_mempolicy()
     except (OSError, KeyError, ImportError) as error:
         return [f"{wanted} was refused ({error}): memory comes from the node that first touches it"]
@@ -99,19 +94,11 @@ def bind_memory(policy: str, nodes: frozenset[int]) -> list[str]:
     return []
 
 
-def _set_mempolicy(policy: str, nodes: frozenset[int]) -> None:
-    """Set the calling thread's memory policy, as numactl does; an empty set of nodes is a null mask.
-
-    Raises OSError: EPERM if a container forbids it, ENOSYS for a machine without a known number. Raises
-    ImportError in an interpreter without ctypes.
-    """
-    mask = sum(1 << node for node in nodes).to_bytes(MASK_BYTES, "little")
-    # The kernel reads one bit less than it is told (man page, "maxnode").
-    _call_mempolicy(0, POLICIES[policy], mask if nodes else None, MAX_NODES + 1 if nodes else 0)
-
-
 def get_mempolicy() -> tuple[str, frozenset[int]]:
-    """Read the calling thread's memory policy and its nodes; raises OSError and ImportError as the setter."""
+    """Read the calling thread's memory policy and its nodes.
+
+    Raises OSError, and ImportError in an interpreter without ctypes.
+    """
     import ctypes
 
     mode, mask = ctypes.c_int(), ctypes.create_string_buffer(MASK_BYTES)
@@ -122,7 +109,7 @@ def get_mempolicy() -> tuple[str, frozenset[int]]:
 
 
 def _call_mempolicy(index: int, *arguments: object) -> None:
-    """Make one of the two system calls; raises OSError with the kernel's errno."""
+    """Make one of the two system calls; raises OSError: with ENOSYS for a machine without a known number."""
     import ctypes
 
     machine = os.uname().machine

@@ -60,14 +60,24 @@ class Identity:
         self.rank, self.local_rank = 0, 0
         self.local_world_size: int | None = 1
         """Ranks on this node; None if no launcher tells."""
-        for local_rank, rank, size in FAMILIES:
-            if is_number(environ.get(local_rank, "")) and not _is_batch_shell(environ, local_rank):
+        # SLURM's local rank in a batch script is 0, and that of no rank.
+        is_batch = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
+        families = FAMILIES[:-1] if is_batch else FAMILIES
+        for local_rank, rank, size in families:
+            if is_number(environ.get(local_rank, "")):
                 self.family = local_rank
                 self.local_rank = int(environ[local_rank])
                 self.rank = read_number(environ, rank, self.local_rank)
-                self.local_world_size = _read_size(environ, size) or _find_other_size(
-                    environ, self.local_rank
-                )
+                # Job scripts set `LOCAL_RANK=$SLURM_LOCALID` for the program and leave LOCAL_WORLD_SIZE out:
+                # then the variables of another launcher tell that count this rank the same. A size of 1 tells
+                # nothing: a launcher that is started once a node, and tells its ranks no size, inherits that.
+                sizes = [
+                    _read_size(environ, other)
+                    for name, _, other in families
+                    if environ.get(name) == str(self.local_rank)
+                ]
+                larger = (found for found in sizes if found is not None and found > 1)
+                self.local_world_size = _read_size(environ, size) or next(larger, None)
                 return
 
     def list_variables(self, environ: dict[str, str]) -> tuple[dict[str, str], str]:
@@ -110,25 +120,6 @@ def read_number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
     """Return the number in a variable."""
     text = environ.get(name, "")
     return int(text) if is_number(text) else default
-
-
-def _is_batch_shell(environ: dict[str, str], name: str) -> bool:
-    """Tell whether SLURM's variable is the batch script's own 0, which is no rank of a step."""
-    return name == SRUN_LOCAL_RANK and "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
-
-
-def _find_other_size(environ: dict[str, str], local_rank: int) -> int | None:
-    """Return the ranks of this node from another launcher's variables that count this rank the same.
-
-    Job scripts set `LOCAL_RANK=$SLURM_LOCALID` for the program and leave LOCAL_WORLD_SIZE out. A size of 1
-    tells nothing: a launcher that is started once a node, and tells its ranks no size, inherits that.
-    """
-    for name, _, size in FAMILIES:
-        if environ.get(name) == str(local_rank) and not _is_batch_shell(environ, name):
-            found = _read_size(environ, size)
-            if found is not None and found > 1:
-                return found
-    return None
 
 
 def _read_size(environ: dict[str, str], name: str) -> int | None:

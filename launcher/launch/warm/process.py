@@ -40,7 +40,7 @@ class WarmProcess:
     output: int
     """A descriptor of what it has printed."""
     refusal: str | None = None
-    """Why nothing can be forked from it; empty if it can; None while it imports."""
+    """Why nothing can be forked from it; empty if it can; None while it imports, as far as it was asked."""
 
     @classmethod
     def start(
@@ -75,17 +75,13 @@ class WarmProcess:
             raise ExecNeededError(f"the warm process cannot be started ({error})") from None
         return cls(tuple(argv), environ, process, own, output)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `fork_rank` returns at once: the imports are over, or have failed."""
+    def await_imports(self, timeout: float | None) -> bool:
+        """Wait for the end of the imports, from which on `fork_rank` returns at once; tell if it was."""
         with contextlib.suppress(BlockingIOError):
-            self.await_imports(0)
+            if self.refusal is None:
+                answer = self.receive(timeout)
+                self.refusal = answer if isinstance(answer, str) else ""
         return self.refusal is not None
-
-    def await_imports(self, timeout: float | None) -> None:
-        """Take the word on how the imports went, if it was not taken yet."""
-        if self.refusal is None:
-            self.refusal = str(self.receive(timeout).get("refused", ""))
 
     def fork_rank(self, argv: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> int:
         """Fork a rank, with these descriptors as stdin, stdout and stderr, and return its PID.
@@ -103,28 +99,31 @@ class WarmProcess:
             file.flush()
             socket.send_fds(self.channel, [b"rank"], [file.fileno(), *streams])
         try:
-            message = self.receive(FORK_TIMEOUT)
+            answer = self.receive(FORK_TIMEOUT)
         except TimeoutError:
             self.close("the warm process does not answer")
             raise OSError(self.refusal) from None
-        if "pid" not in message:
-            raise ExecNeededError(str(message["refused"]))
-        return int(str(message["pid"]))
+        if isinstance(answer, str):
+            raise ExecNeededError(answer)
+        return answer
 
-    def receive(self, timeout: float | None) -> dict[str, object]:
-        """Wait for a message, or the end of the process; raises TimeoutError, with 0 s BlockingIOError."""
+    def receive(self, timeout: float | None) -> int | str:
+        """Wait for an answer, or the end of the process: a PID, or why there is none.
+
+        Raises TimeoutError, with 0 s BlockingIOError.
+        """
         self.channel.settimeout(timeout)
         with contextlib.suppress(ConnectionError):
             if text := self.channel.recv(MAX_REPLY):
-                message: dict[str, object] = json.loads(text)
-                return message
+                answer: int | str = json.loads(text)
+                return answer
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_GRACE)
         said = os.pread(self.output, MAX_REPLY, max(0, os.fstat(self.output).st_size - MAX_REPLY))
-        lines = [line.strip() for line in said.decode(errors="replace").split("\n") if line.strip()]
-        words = [f"the warm process has ended (code {self.process.returncode})", *lines[-1:]]
+        lines = said.decode(errors="replace").strip().split("\n")
+        words = [f"the warm process has ended (code {self.process.returncode})", *filter(None, lines[-1:])]
         self.close(": ".join(words)[:LAST_WORDS])
-        return {"refused": self.refusal}
+        return self.refusal or ""
 
     def close(self, reason: str = "the warm process is closed") -> None:
         """End the process. Ranks that were forked go on, and one that is on its way does not start."""

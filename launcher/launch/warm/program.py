@@ -70,6 +70,8 @@ OBSTACLES = {
     + rb"|\benviron\s*(?:\.\s*(?:update|clear|popitem|__\w+item__)\b|\|=)|\bdel\s+(?:os\.)?environ\b",
 }
 """What a fork would be too late for, and the text that tells of it; some of it only looks so."""
+OBSTACLE = re.compile(b"|".join(b"(%b)" % pattern for pattern in OBSTACLES.values()), re.MULTILINE)
+"""Any of these, each a group."""
 
 
 class ExecNeededError(Exception):
@@ -176,15 +178,10 @@ class ProgramText:
                 break
             self.follow(statement, path)
         self.uses_torch = self.uses_torch or bool(ANY_MODULE.search(source))
-        places = [
-            (place.start(), name)
-            for name, pattern in OBSTACLES.items()
-            if (place := re.compile(pattern, re.MULTILINE).search(source, 0, end))
-        ]
-        if places and not self.obstacle:
-            at, name = min(places)
-            line = 1 + source.count(b"\n", 0, at)
-            self.obstacle = f"{os.path.basename(path)}:{line} {name}"
+        found = OBSTACLE.search(source, 0, end)
+        if found and found.lastindex and not self.obstacle:
+            line = 1 + source.count(b"\n", 0, found.start())
+            self.obstacle = f"{os.path.basename(path)}:{line} {[*OBSTACLES][found.lastindex - 1]}"
 
     def follow(self, statement: "re.Match[bytes]", path: str) -> None:
         """Look through the program's own modules that an import statement may import."""

@@ -3,7 +3,6 @@
 import contextlib
 import glob
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from threading import Thread
@@ -23,18 +22,12 @@ THREADS = 16
 def read_ahead(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:
     """Have torch's files read that are not in the page cache, by threads; returns at once.
 
-    `mode` is `start.read_ahead`: `auto` reads nothing if the largest library is cached, or if the program
-    does not use torch. What fails here ends no start: then nothing is read ahead.
+    `mode` is `start.read_ahead`: `auto` reads for a program of this interpreter that uses torch, and nothing
+    if the largest library is cached. What fails here ends no start: then nothing is read ahead.
     """
-    if mode == "off" or (mode == "auto" and (text := read_program(argv, environ)) and not text.uses_torch):
+    if mode == "off" or (mode == "auto" and not ((text := read_program(argv, environ)) and text.uses_torch)):
         return
-    packages, python = sys.path, sys.executable
-    if argv and os.path.basename(argv[0]).startswith("python"):
-        python = os.path.abspath(shutil.which(argv[0], path=environ.get("PATH")) or python)
-    if python != sys.executable:  # of that one, the usual places are known alone
-        prefix = glob.escape(os.path.dirname(os.path.dirname(python)))
-        packages = sorted(glob.glob(f"{prefix}/lib/python3*/*-packages"))
-    folders = [*environ.get("PYTHONPATH", "").split(os.pathsep), *packages]
+    folders = [*environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
     folder = next((folder for folder in folders if os.path.isfile(f"{folder}/{LARGEST_LIBRARY}")), "")
     with contextlib.suppress(OSError):
         if folder and mode == "auto":
@@ -55,11 +48,11 @@ def _read_folder(folder: str) -> None:
                 size = min(BEGINNING, os.path.getsize(path))
                 # Of a source, an import asks for its time and size alone.
                 parts += [(path, offset) for offset in range(0, size, CHUNK) if not path.endswith(".py")]
+
+    def read_parts(number: int) -> None:
+        for path, offset in parts[number::THREADS]:
+            with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+                os.pread(file.fileno(), CHUNK, offset)
+
     for number in range(THREADS):
-        Thread(target=_read_parts, args=(parts[number::THREADS],), daemon=True).start()
-
-
-def _read_parts(parts: Sequence[tuple[str, int]]) -> None:
-    for path, offset in parts:
-        with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
-            os.pread(file.fileno(), CHUNK, offset)
+        Thread(target=read_parts, args=(number,), daemon=True).start()

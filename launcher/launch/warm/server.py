@@ -15,10 +15,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.machinery import PathFinder
 
+from launcher.launch.processes import prepare_agent
 from launcher.launch.warm.program import (
     ExecNeededError,
     PythonProgram,
@@ -32,7 +33,6 @@ from launcher.rank.shim import exec_program, prepare_rank, print_notice
 OWN = ("launcher", "launch_inprocess", "sitecustomize")
 """Packages of ours, which the program does not see."""
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 MAX_MESSAGE, STREAMS = 1 << 16, 3
 IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that SLURM or a terminal may send to all processes of a step."""
@@ -57,26 +57,19 @@ def serve_ranks(text: str, hook: str, root: str, before: frozenset[str]) -> None
     """
     try:
         settings = json.loads(text)
-        with open("/proc/self/comm", "rb") as file:
-            name = file.read().rstrip(b"\n")
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-        libc.prctl(PR_SET_NAME, b"launch-warm", 0, 0, 0)
-        if os.getppid() != settings["launcher"]:
-            os._exit(0)
+        prepare_agent(settings["launcher"], IGNORED, signal.SIGKILL)
         sys.path.remove(root)  # the imports find what the program's find
         os.set_inheritable(settings["socket"], False)
         server = socket.socket(fileno=settings["socket"])
-        for number in IGNORED:
-            signal.signal(number, signal.SIG_IGN)
-        own, cpus = dict(os.environ), len(os.sched_getaffinity(0))
+        own = dict(os.environ)
         try:
-            names = preload(settings["preload"], hook, before)
+            preload(settings["preload"], hook)
         except ExecNeededError as error:
-            server.send(json.dumps({"refused": str(error)}).encode())
+            answer(server, str(error))
             os._exit(0)
+        names = {name.partition(".")[0] for name in sys.modules.keys() - before}
         gc.freeze()  # a collection in a rank would copy the pages that all share
-        server.send(json.dumps({"ready": os.getpid()}).encode())
+        answer(server, os.getpid())
         argv, environ = fork_ranks(server)
         sys.path.insert(0, root)
         for number in STOPPING:
@@ -85,14 +78,12 @@ def serve_ranks(text: str, hook: str, root: str, before: frozenset[str]) -> None
         if status:
             os._exit(status)
         try:
-            become_program(find_python_program(argv, environ), environ, own, names, cpus)
+            become_program(find_python_program(argv, environ), environ, own, names)
         except Exception as error:
-            is_refusal = isinstance(error, ExecNeededError)
-            if not is_refusal or environ.get("LOCAL_RANK") in (None, "0"):
-                reason = error if is_refusal else f"{type(error).__name__}: {error}"
+            if environ.get("LOCAL_RANK", "0") == "0":
+                reason = error if isinstance(error, ExecNeededError) else repr(error)
                 print_notice(f"this program starts by itself, not from the warm process: {reason}")
             os._exit(exec_program(argv, environ))
-        libc.prctl(PR_SET_NAME, name, 0, 0, 0)
         # The program may have modules of the same names as ours.
         forget_modules(OWN[0])
         sys.path.remove(root)
@@ -102,11 +93,15 @@ def serve_ranks(text: str, hook: str, root: str, before: frozenset[str]) -> None
         os._exit(1)
 
 
-def preload(modules: Sequence[str], hook: str, before: Collection[str]) -> frozenset[str]:
-    """Import modules, and return the top-level names of all that are loaded now.
+def answer(server: socket.socket, value: int | str) -> None:
+    """Tell the launcher the PID of this process or of a rank, or why no rank is forked."""
+    server.send(json.dumps(value).encode())
 
-    Raises ExecNeededError if an import fails, or leaves what does not go over a fork. `hook` is our folder on
-    PYTHONPATH, and `before` are the modules that this interpreter had before any of ours.
+
+def preload(modules: Sequence[str], hook: str) -> None:
+    """Import modules; raises ExecNeededError if an import fails, or leaves what does not go over a fork.
+
+    `hook` is our folder on PYTHONPATH.
     """
     for name in ("sitecustomize", "usercustomize"):
         spec = PathFinder.find_spec(name, [entry for entry in sys.path if entry not in ("", hook)])
@@ -126,19 +121,19 @@ def preload(modules: Sequence[str], hook: str, before: Collection[str]) -> froze
     os.unsetenv(BLAS_THREADS) if value is None else os.putenv(BLAS_THREADS, value)
     # The hook notes where functions are that it replaces in a rank; its modules stay for the ranks.
     __import__("launch_inprocess.import_hook").import_hook.note_copies()
-    if dict(os.environ) != environ:
-        raise ExecNeededError("the imports have set variables")
-    if (threads := len(os.listdir("/proc/self/task"))) > 1:
-        raise ExecNeededError(f"the imports have started {threads - 1} more thread{'s' * (threads > 2)}")
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
     with contextlib.suppress(ChildProcessError):
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         raise ExecNeededError("the imports have started a process")
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
-    if os.fstat(1).st_size:
-        raise ExecNeededError("the imports have printed something")
-    tops = {name.partition(".")[0] for name in sys.modules.keys() - before}
-    return frozenset(tops) - {*OWN, *sys.builtin_module_names}
+    effects = {
+        "set variables": dict(os.environ) != environ,
+        "started threads": len(os.listdir("/proc/self/task")) > 1,
+        "printed something": os.fstat(1).st_size > 0,
+    }
+    if any(effects.values()):
+        did = " and ".join(what for what, is_so in effects.items() if is_so)
+        raise ExecNeededError(f"the imports have {did}")
 
 
 def fork_ranks(server: socket.socket) -> tuple[list[str], dict[str, str]]:
@@ -154,7 +149,7 @@ def fork_ranks(server: socket.socket) -> tuple[list[str], dict[str, str]]:
         if (middle := os.fork()) == 0:
             break
         if os.waitpid(middle, 0)[1]:
-            server.send(json.dumps({"refused": "a rank could not be forked"}).encode())
+            answer(server, "a rank could not be forked")
         for descriptor in descriptors:
             os.close(descriptor)
     middle = os.getpid()
@@ -163,7 +158,7 @@ def fork_ranks(server: socket.socket) -> tuple[list[str], dict[str, str]]:
     os.setsid()
     while os.getppid() == middle:
         time.sleep(ADOPTION_TICK)
-    server.send(json.dumps({"pid": os.getpid()}).encode())
+    answer(server, os.getpid())
     server.close()
     for number, descriptor in enumerate(descriptors[1:]):
         os.dup2(descriptor, number)
@@ -174,16 +169,12 @@ def fork_ranks(server: socket.socket) -> tuple[list[str], dict[str, str]]:
 
 
 def become_program(
-    program: PythonProgram,
-    environ: dict[str, str],
-    before: Mapping[str, str],
-    names: Collection[str],
-    cpus: int,
+    program: PythonProgram, environ: dict[str, str], before: Mapping[str, str], names: set[str]
 ) -> None:
     """Make this process as the program finds it at its first line, after the shim's steps.
 
-    `before` are the variables that the imports were made with, `names` the modules that they have loaded, and
-    `cpus` the number of CPUs then. Raises ExecNeededError if a program would find something else by itself.
+    `before` are the variables that the imports were made with, and `names` the modules that they have loaded.
+    Raises ExecNeededError if a program would find something else by itself.
     """
     if program.command[: program.first_argument] != tuple(sys.orig_argv[: program.first_argument]):
         raise ExecNeededError("the warm process was started for another command line")
@@ -192,15 +183,13 @@ def become_program(
     folder = program.name if program.kind == "file" else os.getcwd()
     if not os.path.isdir(folder):
         folder = os.path.dirname(os.path.realpath(folder))
-    if os.path.isdir(folder) and not (program.kind != "file" and sys.flags.safe_path):
-        for entry in sorted(os.listdir(folder)):
-            name, _, ending = entry.partition(".")
-            if name in names and (ending in ("", "py") or entry.endswith((".so", ".pyc"))):
-                raise ExecNeededError(f"the program's folder has a module {name} of its own")
+    for name in sorted(names - {*OWN, *sys.builtin_module_names}):
+        if (spec := PathFinder.find_spec(name, [folder])) and spec.origin:
+            raise ExecNeededError(f"the program's folder has a module {name} of its own")
     native = getattr(sys.modules.get("torch"), "_C", None)
     if any(getattr(native, function, bool)() for function in BAD_FORK):
         raise ExecNeededError("the imports have started a GPU's runtime, which no fork can use")
-    apply_thread_counts(cpus, environ)
+    apply_thread_counts(environ)
     apply_allocator_settings(before, environ)
     sys.argv[1:] = program.command[program.first_argument :]
     sys.orig_argv[:] = program.command
@@ -247,17 +236,16 @@ def apply_allocator_settings(before: Mapping[str, str], after: Mapping[str, str]
         apply(new[0])
 
 
-def apply_thread_counts(cpus: int, environ: Mapping[str, str]) -> None:
+def apply_thread_counts(environ: Mapping[str, str]) -> None:
     """Give torch and OpenBLAS the threads that they would take from a rank's variables at their import.
 
-    `cpus` is the number of CPUs that the imports saw. Raises ExecNeededError, or what torch raises, if a
-    number cannot be set.
+    A plan sets OMP_NUM_THREADS for each rank. Raises ExecNeededError without it, or what torch raises.
     """
     names, allowed = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", BLAS_THREADS), len(os.sched_getaffinity(0))
     mkl, openmp, blas = (int(environ.get(name) or 0) for name in names)
-    if allowed != cpus and not (mkl or openmp):
-        raise ExecNeededError("the rank may use other CPUs, and no variable tells its number of threads")
-    if (torch := sys.modules.get("torch")) and (mkl or openmp):
+    if torch := sys.modules.get("torch"):
+        if not openmp:
+            raise ExecNeededError("no OMP_NUM_THREADS tells its number of threads")
         torch.set_num_threads(mkl or openmp)
     # Every OpenBLAS was loaded with one thread, so that none was started before the fork.
     if (count := min(blas or openmp or allowed, allowed)) > 1:
