@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.errors import EXIT_DEFECT, EXIT_MACHINE, LaunchError, UsageError
-from launcher.protocol import LAUNCH_RANK_PLAN, OWN_VARIABLES
+from launcher.protocol import LAUNCH_RANK_PLAN, LAUNCH_WATCH, OWN_VARIABLES
 from launcher.text import leave, log_defect, log_error, print_text, set_up_logging
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Call:
     composed: "Composed | None" = None
     """The configuration before it is resolved; None if a verb of runs or nodes is given no setting."""
     early: "WarmProcess | None" = None
-    """A warm process for a run, started while the configuration was composed."""
+    """A warm process for a run, started before the configuration is composed."""
 
     @property
     def composition(self) -> "Composed":
@@ -178,10 +178,8 @@ def run_guarded(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        drop_output()
         return 141
     except OSError as error:
-        drop_output()
         log_defect(error, f"the system refused: {error}")
         return EXIT_MACHINE
     except Exception as error:
@@ -189,12 +187,6 @@ def run_guarded(argv: Sequence[str]) -> int:
         log_defect(error, what)
         return EXIT_DEFECT
     return status
-
-
-def drop_output() -> None:
-    """Give up on stdout, whose reader has left or whose disk is full; else Python complains at its exit."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_command(call: Call) -> int:
@@ -214,11 +206,54 @@ def run_command(call: Call) -> int:
     except OSError as error:
         raise UsageError(f"the working directory is gone ({error.strerror}): cd to another") from None
     if call.verb == "run" and "dry_run=true" not in call.words:
-        from launcher.cli.early_start import start_early
+        call.early = start_early(call, os.environ)
+    try:
+        return compose_and_call(call)
+    finally:
+        if call.early:
+            call.early.close()
 
-        with start_early(call, os.environ) as call.early:
-            return compose_and_call(call)
-    return compose_and_call(call)
+
+def start_early(call: Call, environ: Mapping[str, str]) -> "WarmProcess | None":
+    """Return a warm process if the ranks may be forked from it; None if not.
+
+    `import torch` takes a second, and composing and planning go on meanwhile. If the ranks are to run
+    elsewhere, by another agent, or with other variables, the process is ended again.
+    """
+    if argv := find_early_program(call, environ):
+        from launcher.launch.warm.process import WarmProcess
+        from launcher.launch.warm.program import ExecNeededError
+
+        inherited = {name: value for name, value in environ.items() if name != LAUNCH_WATCH}
+        with contextlib.suppress(ExecNeededError):  # of which the start tells
+            # as `launcher.launch.job.build_agent_environ` has them
+            return WarmProcess.start(argv, {"PYTHONUNBUFFERED": "1", **inherited})
+    return None
+
+
+def find_early_program(call: Call, environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Return the program's argv if a run of a Python program that uses torch is asked for; None if not.
+
+    That is the one on the command line, or the bundled one if no file of the user's own and no word names
+    another. Whether its ranks run here and are forked is decided later, and errors of the command line are
+    left to those who report them.
+    """
+    from launcher.config.program import BUNDLED, resolve_program
+    from launcher.launch.warm.program import read_program
+
+    words = [word for word in call.words if word not in ("-r", "--run")]
+    if any(word.startswith("-") or ("=" not in word and word[:1] != "~") for word in words):  # no settings
+        return None
+    if call.program is None and (Path("conf").exists() or any(w.startswith("program=") for w in words)):
+        return None
+    try:
+        argv = resolve_program(call.program or BUNDLED, environ)
+    except UsageError:
+        return None
+    if call.program is None:
+        return argv
+    text = read_program(argv, environ)
+    return argv if text and text.uses_torch and not text.obstacle else None
 
 
 def compose_and_call(call: Call) -> int:

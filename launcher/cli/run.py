@@ -1,7 +1,6 @@
 """`launch` without a verb: runs a program where the configuration says, or the jobs of a sweep."""
 
 import contextlib
-import difflib
 import logging
 import os
 import sys
@@ -39,7 +38,7 @@ from launcher.plan.model import plan_to_json
 from launcher.protocol import name_host
 from launcher.runs.run_directory import RunIdTakenError
 from launcher.runs.secrets import mask_words
-from launcher.text import join_words, name_some, print_text
+from launcher.text import join_words, name_some, print_text, suggest
 
 logger = logging.getLogger(__name__)
 
@@ -186,9 +185,8 @@ def _check_earlier(path: Path, runs_dir: Path) -> None:
 
     shown = os.path.relpath(path)
     known = [os.path.relpath(path) for path in islice(list_runs(runs_dir), MOST_NEAR)]
-    near = difflib.get_close_matches(shown, known, n=3, cutoff=0.6) or known[:1]
-    hint = f", did you mean {' or '.join(near)}?" if near else ""
-    raise UsageError(f"run_dir={shown}: there is no run{hint}; new_run_dir={shown} makes a new one")
+    near = suggest(shown, known) or ":"
+    raise UsageError(f"run_dir={shown}: there is no run{near} new_run_dir={shown} makes a new one")
 
 
 def _keep_chosen(config: Settings, path: Path) -> Settings:

@@ -37,9 +37,8 @@ from launcher.runs.rank_logs import read_tail
 from launcher.runs.run_directory import RunDir, write_json
 from launcher.runs.secrets import mask_words
 from launcher.text import count_things, describe_first_failed_rank, format_size, join_words, print_text
-from launcher.tune.batch import FIRST_BATCH, BatchSearch
+from launcher.tune.search import FIRST_BATCH, BatchSearch, WorkersSearch, find_max_workers
 from launcher.tune.trials import FAILED, FITS, TOO_LARGE, VERDICTS, MeasureError, Trial, find_memory_error
-from launcher.tune.workers import WorkersSearch, find_max_workers
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +207,7 @@ class Tuning:
             logger.info("interrupted before anything was measured")
             return
         *lines, last = found.lines
-        if isinstance(search, BatchSearch):
+        if search.option:
             last += f": `{self._render_command(found.value)}`"
         for line in (*lines, last):
             logger.info(f"interrupted, and no file is written: {line}" if status else line)
@@ -247,17 +246,12 @@ class Tuning:
         """Return the command that uses a size, with the settings of this one that later runs need too."""
         rest = [self.search.argument(batch)]
         if self.spec.program is not None:
-            rest = ["--", *mask_words(set_argument(self.spec.program, self._option, batch))]
+            rest = ["--", *mask_words(set_argument(self.spec.program, self.search.option, batch))]
         return f"launch {join_words([*mask_words(self._list_settings()), *rest])}"
-
-    @property
-    def _option(self) -> str:
-        """The program's option of the micro-batch; empty if workers are tuned."""
-        return self.search.option if isinstance(self.search, BatchSearch) else ""
 
     def _list_settings(self) -> list[str]:
         """Return the command line's settings for the job itself."""
-        left_out = (*OF_A_SEARCH, self._option.removesuffix("="))
+        left_out = (*OF_A_SEARCH, self.search.option.removesuffix("="))
         keys = ((read_key(word), word) for word in self.spec.overrides)
         return [word for key, word in keys if key not in left_out and not key.startswith("tune.")]
 
@@ -276,9 +270,9 @@ class Tuning:
             # What files of variables hold is in the trial's environment: a pipe is read once.
             *("env.from_file=null", f"env.{LAUNCH_METER}={json.dumps(order)}"),
         ]
-        if self._option and program is not None:
-            program = set_argument(program, self._option, value)
-        elif self._option:
+        if self.search.option and program is not None:
+            program = set_argument(program, self.search.option, value)
+        elif self.search.option:
             own.append(self.search.argument(value))
         else:
             own += [f"env.{LAUNCH_NUM_WORKERS}={value}", f"env.{LAUNCH_LOADER_DEFAULT}=1"]

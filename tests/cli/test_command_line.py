@@ -121,7 +121,7 @@ def test_few_modules_are_loaded(here: Path) -> None:
     make_watched_run(here / "runs")
     for words, most in ((["status"], 35), (["dry_run=true"], 50)):
         ours = {name for name in list_loaded(words, here) if name.startswith("launcher.")}
-        assert "launcher.cli.main" in ours and "launcher.cli.early_start" not in ours
+        assert "launcher.cli.main" in ours and "launcher.launch.warm.process" not in ours
         assert len(ours) <= most, sorted(ours)
 
 

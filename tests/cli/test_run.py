@@ -15,8 +15,7 @@ import pytest
 import yaml
 
 from launcher.cli import doctor
-from launcher.cli.early_start import find_early_program
-from launcher.cli.main import parse_command
+from launcher.cli.main import find_early_program, parse_command
 from launcher.config import rules
 from launcher.doctor.model import Facts, PathFacts
 from launcher.preflight import PreflightRequest, render_answer

@@ -15,9 +15,8 @@ from launcher.errors import UsageError
 from launcher.inprocess.launch_inprocess.measurements import WARMUP, choose_block, find_error, is_enough
 from launcher.plan.model import DataloaderConfig, Limits, Plan, Request
 from launcher.plan.planner import plan
-from launcher.tune.batch import BatchSearch
+from launcher.tune.search import BatchSearch, WorkersSearch, find_max_workers
 from launcher.tune.trials import Trial
-from launcher.tune.workers import WorkersSearch, find_max_workers
 from tests.plan.lab_machines import convert, load
 
 STEPS = 48

@@ -15,9 +15,8 @@ import pytest
 import launcher.inprocess
 from launcher.errors import UsageError
 from launcher.probe import limits
-from launcher.tune.batch import BatchSearch
+from launcher.tune.search import BatchSearch, WorkersSearch
 from launcher.tune.trials import Trial, find_memory_error
-from launcher.tune.workers import WorkersSearch
 from tests import seam
 from tests.cli.make_runs import read_manifest
 from tests.inprocess.hooked import WITHOUT_COMPILER
