@@ -66,10 +66,8 @@ def _start_job(call: Call) -> int:
     run_path = choose_run_path(composed, call.program, submits=is_for_slurm(composed))
     spec = specify_job(composed, call.program, run_path, os.environ)
     check_resume(spec)
-    start, kind = spec.config.start, spec.cluster.kind
-    # It has imported torch and nothing else, for ranks that are forked here.
-    is_of_use = kind not in ("slurm", "allocation") and spec.agent.kind == "direct"
-    if early and not (is_of_use and start.warm != "off" and not start.preload):
+    config, kind = spec.config, spec.cluster.kind
+    if early and (kind in ("slurm", "allocation") or spec.agent.kind != "direct"):
         early.close()
     name_files(composed.own_files)
     if kind == "slurm":
@@ -80,7 +78,7 @@ def _start_job(call: Call) -> int:
         from launcher.slurm.submission import run_allocation
 
         return run_allocation(spec, argv)
-    if spec.config.dry_run:
+    if config.dry_run:
         from launcher.report.placement import print_placement
         from launcher.report.tables import make_console
 
@@ -91,7 +89,7 @@ def _start_job(call: Call) -> int:
         return 0
     from launcher.launch.warm.read_ahead import read_ahead
 
-    read_ahead(start.read_ahead, find_program(spec.program, spec.config, spec.environ), spec.environ)
+    read_ahead(config.start.read_ahead, find_program(spec.program, config, spec.environ), spec.environ)
     spec, job = settle_fit(spec, plan_job(spec))
     return _execute_here(spec, job, argv, early)
 
