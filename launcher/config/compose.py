@@ -312,7 +312,9 @@ def normalize_overrides(
             value = given
         if value is given or not read_key(given):
             raise UsageError(f"cannot read {given!r} as KEY=VALUE: quote the value, as in 'KEY=\"…\"'")
-        if read_key(word) in groups and isinstance(value, int | float | None) and not word.startswith("~"):
+        names = value if isinstance(value, list) else [value]
+        is_group = read_key(word) in groups and not word.startswith("~")
+        if is_group and any(isinstance(name, int | float | list | dict | None) for name in names):
             raise UsageError(f"{given}: name an option of the group, as in {read_key(word)}=NAME")
     return words
 
