@@ -9,6 +9,8 @@ from typing import Any, get_args, get_origin
 
 from launcher.errors import UsageError
 
+LARGEST = 10**9
+"""Of numbers whose field has no maximum; timers take no more than some 10**10 seconds."""
 LONGEST_SHOWN = 60
 """Characters of a refused value."""
 
@@ -72,14 +74,14 @@ def find_fault(value: Any, takes: Mapping[str, Any]) -> str:  # noqa: ANN401 - o
     if pattern := takes.get("pattern"):
         return "" if re.fullmatch(pattern, str(value), re.DOTALL) else f"give {takes['give']}"
     words, above = takes.get("words", ()), takes.get("above")
-    low, high = takes.get("minimum", -math.inf), takes.get("maximum", math.inf)
+    low, high = takes.get("minimum", -math.inf), takes.get("maximum", LARGEST)
     if value in words:
         return ""
     is_number = isinstance(value, int if takes.get("whole") else int | float) and not isinstance(value, bool)
-    if is_number and low <= value <= high and math.inf != value and (above is None or value > above):
+    if is_number and low <= value <= high and (above is None or value > above):
         return ""
     least = f"of at least {low:g}" if above is None else f"above {above:g}"
-    most = f" and at most {high:.15g}" if high < math.inf else ""
+    most = f" and at most {high:.15g}" if "maximum" in takes or (is_number and value > high) else ""
     return f"give {takes.get('give', 'a number')} {least}{most}{''.join(f', or {word}' for word in words)}"
 
 

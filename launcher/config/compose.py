@@ -57,7 +57,10 @@ ACTED_ON = ("mode", "searchpath", "sweeper", "sweep.dir", "job.config")
 """Keys and groups of `hydra` that have an effect, with all keys below them."""
 HYDRAS_FOLDER = "multirun/${now:"
 """How Hydra's default of `hydra.sweep.dir` begins."""
-MISTAKES = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
+MISTAKES = (
+    *(HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, OverflowError),
+    RecursionError,
+)
 """What Hydra and OmegaConf raise for a user's mistake."""
 FAILURES = (*MISTAKES, AssertionError, AttributeError, LookupError, TypeError)
 """The others are for a file of a shape that Hydra does not expect, or for a wrong call of ours."""
@@ -371,6 +374,8 @@ def explain_failure(error: BaseException, sources: Sources) -> LaunchError:
     path = sources.find_file(f"{file.removesuffix('.yaml')}.yaml") if file else None
     where = f"{os.path.relpath(path)}: " if path else ""
     key = getattr(cause, "full_key", None) or ""
+    if isinstance(error, OverflowError) and (named := re.search(r"full_key: (\S+)", str(error))):
+        key = named[1]  # OmegaConf adds lines to errors of others, too
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and isinstance(cause.parent_node, DictConfig):
         above, _, name = key.rpartition(".")
         if not above and OmegaConf.get_type(cause.parent_node) is not Settings:

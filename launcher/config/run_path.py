@@ -56,7 +56,7 @@ def choose_run_path(
 
     values = read_values(composed, ("name", "runs_dir", "run_dir", "new_run_dir", "node_rank", "dry_run"))
     name = str(values["name"] or choose_run_name(composed.choices, program)) + suffix
-    for key in ("run_dir", "new_run_dir"):
+    for key in ("run_dir", "new_run_dir", "runs_dir"):
         if values[key] == "":
             raise refuse("empty_path", key=key)
     if values["run_dir"] is not None:

@@ -202,7 +202,7 @@ class TorchrunConfig:
     """torchrun's options, under torchrun's names; null leaves an option to torchrun and its `PET_*`."""
 
     max_restarts: int | None = setting(None, minimum=0)
-    monitor_interval: float | None = None
+    monitor_interval: float | None = setting(None, minimum=0)
     rdzv_backend: str | None = None
     rdzv_id: str | None = None
     rdzv_conf: dict[str, Any] = field(default_factory=dict)

@@ -138,7 +138,7 @@ class FitConfig:
     """Measured, for TFLOPS, MFU and HFU."""
     grid: bool = False
     """`launch plan` shows micro-batches by checkpointing by sharding."""
-    timeout: float = 600.0
+    timeout: float = setting(600.0, above=0)
     """Seconds for a program in `launch fit`."""
 
     @property

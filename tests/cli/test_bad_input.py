@@ -40,6 +40,14 @@ def test_a_script_that_is_a_folder_or_cannot_be_read(launch: Launch, here: Path)
     )
 
 
+@pytest.mark.parametrize(
+    "key", ["fit.timeout", "tune.seconds", "torchrun.shutdown_timeout", "watch.hang_seconds", "logs.tail"]
+)
+def test_a_number_that_no_float_holds(key: str) -> None:
+    for number in (f"1{'0' * 400}", f"-1{'0' * 400}"):
+        run_inside([DRY, f"{key}={number}", "--", "true"]).assert_error(2, f"error: {key}")
+
+
 def test_a_run_directory_without_permission(here: Path) -> None:
     (here / "locked").mkdir(mode=0o555)
     result = run_outside(["runs_dir=locked", "--", "true"], here, preexec_fn=drop_powers)
