@@ -30,9 +30,9 @@ class DecodeError(ValueError):
     """JSON that is not what it should be: the text says where and why."""
 
 
-def load(kind: type[T], text: str | bytes, least: float = -inf) -> T:
+def load(kind: type[T], text: str | bytes) -> T:
     """Read JSON as `convert` does; raises DecodeError."""
-    return convert(kind, parse_json(text), least)
+    return convert(kind, parse_json(text))
 
 
 def dump(value: Any, indent: int | None = None) -> str:  # noqa: ANN401 - see convert

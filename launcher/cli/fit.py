@@ -41,7 +41,7 @@ from launcher.fit.choice import (
 )
 from launcher.fit.gpus import find_gpu
 from launcher.fit.memory import estimate_memory
-from launcher.fit.training import Device, Learned
+from launcher.fit.training import Device, Learned, ModelDimensions
 from launcher.launch.job import render_shim
 from launcher.plan.model import Plan
 from launcher.protocol import LAUNCH_BINDING, LAUNCH_FIT, LAUNCH_QUIET, LAUNCH_RUN_DIR
@@ -124,16 +124,16 @@ def show_fit(call: Call) -> int:
     return EXIT_MACHINE if report.verdict == "does_not_fit" else 0
 
 
-def _describe_job(call: Call, config: Settings, plan: Plan) -> FitJob:
-    """Return the job that is judged, without a model."""
+def _describe_job(call: Call, config: Settings, plan: Plan, model: ModelDimensions | None = None) -> FitJob:
+    """Return the job that is judged."""
     config = replace(config, program={}) if call.program else config  # which is for no program of the user's
-    return FitJob.of_plan(config, plan, None, count_plan_nodes(config.nodes, call.environ), call.environ)
+    return FitJob.of_plan(config, plan, model, count_plan_nodes(config.nodes, call.environ), call.environ)
 
 
 def estimate_fit(call: Call, config: Settings, plan: Plan) -> FitReport | None:
     """Judge whether a job fits on nodes of this plan; None if there is no claim. Raises UsageError."""
-    job = replace(_describe_job(call, config, plan), model=find_fit_model(config, call.program, call.given))
-    training, learned = make_training(job), None
+    model = find_fit_model(config, call.program, call.given)
+    training, learned = make_training(_describe_job(call, config, plan, model)), None
     if training is None or not training.device.memory_mib:
         return None
     if training.on_gpu:  # on CPUs the process is more than its tensors

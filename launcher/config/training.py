@@ -180,7 +180,7 @@ def read_dimensions(section: Mapping[str, object]) -> ModelDimensions | None:
             heads, hidden = given.get("heads"), given.get("hidden_size")
             width = hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else 1
             derived = {"kv_heads": heads, "head_width": given.get("head_dim", width)}
-            model = convert(ModelDimensions, {**derived, **given, "name": str(given.get("name"))}, 0)
+            model = convert(ModelDimensions, {**derived, **given, "name": str(given.get("name"))})
         check_values(model, "model.")
         experts = model.experts
         if model.latent_attention is None and model.heads % model.kv_heads:
@@ -254,8 +254,8 @@ def make_training(job: FitJob) -> Training | None:
         sequences = _find_sequences(config, model, settings, ranks)
         if settings.global_batch:
             settings = replace(settings, accumulation=config.fit.accumulation)
-    layout = _fill(layout, zero={"fsdp": 3, "zero": 1}.get(layout.framework, 0))
-    layout = _fill(layout, dp=max(1, ranks // (layout.tp * layout.pp * layout.cp)))
+    zero, dp = {"fsdp": 3, "zero": 1}.get(layout.framework, 0), ranks // (layout.tp * layout.pp * layout.cp)
+    layout = _fill(layout, zero=zero, dp=max(1, dp))
     layout = replace(layout, zero=3 if layout.zero == "fsdp" else int(layout.zero))
     layout = _fill(layout, framework=find_framework(layout))
     batch = _fill(settings, micro_batch=None, accumulation=None)

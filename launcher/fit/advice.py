@@ -139,19 +139,17 @@ def advise(training: Training) -> tuple[Advice, ...]:
 def _find_faults(training: Training) -> Iterator[tuple[str, dict[str, object]]]:
     """Give the rules that shapes, the precision, groups of GPUs or the pipeline break, with their values."""
     model, settings, layout, device = training.model, training.settings, training.layout, training.device
-    gpu, precision, experts = find_gpu(device.name), settings.precision, model.experts
-    tp, steps, chunks, idle = layout.tp, settings.accumulation, layout.virtual_stages, layout.pp - 1
-    if settings.seq_len > model.max_seq_len:
-        yield "long", {}
-    if not settings.flash_attention and settings.seq_len >= LONG_SEQUENCE:
-        yield "no_flash", {}
-    if gpu and training.on_gpu:
-        if precision == "fp8" and gpu.fp8 is None:
-            yield "no_fp8", {}
-        if precision in ("bf16", "mixed") and gpu.tf32 is None:  # both came with the same generation
-            yield "no_bf16", {}
-        if precision == "fp32" and gpu.tf32:
-            yield "no_tensor_cores", {}
+    precision, experts, tp = settings.precision, model.experts, layout.tp
+    gpu = find_gpu(device.name) if training.on_gpu else None
+    broken = {
+        "long": settings.seq_len > model.max_seq_len,
+        "no_flash": not settings.flash_attention and settings.seq_len >= LONG_SEQUENCE,
+        "no_fp8": gpu and precision == "fp8" and gpu.fp8 is None,
+        # TF32 and bf16 came with the same generation.
+        "no_bf16": gpu and precision in ("bf16", "mixed") and gpu.tf32 is None,
+        "no_tensor_cores": gpu and precision == "fp32" and gpu.tf32,
+    }
+    yield from ((rule, {}) for rule, is_broken in broken.items() if is_broken)
     widths = {
         "vocab_size": (model.vocab_size, tp),
         "hidden_size": (model.hidden_size, 1),
@@ -178,6 +176,7 @@ def _find_faults(training: Training) -> Iterator[tuple[str, dict[str, object]]]:
         values |= {"level": "note" if name == "cp" else "warning", "most": max(1, domain // inner)}
         if size > 1 and size * inner > domain:
             yield "crossing", values
+    steps, chunks, idle = settings.accumulation, layout.virtual_stages, layout.pp - 1
     if (bubble := idle / (chunks * steps + idle)) > LARGEST_BUBBLE:
         yield "bubble", {"bubble": bubble, "enough": -(-idle * 9 // chunks)}
     if layout.pp > 1 and chunks > 1 and steps % layout.pp:
@@ -207,27 +206,6 @@ class SpeedEstimate:
     gpu_hours: tuple[float, float] | None = None
 
 
-MFU_RANGES = {
-    # torchtitan's Llama 3.1 8B 21% on B200 with a power limit (docs of mxfp8), 42% on GB200 (nvfp4);
-    # Megatron-Bridge's Qwen3 235B 33%.
-    "b200": (0.20, 0.48, "B200 and GB200 runs of torchtitan, Megatron-Bridge; H100's at the high end"),
-    # llm-foundry 26 to 46%; Llama 3.1 405B 38 to 43% (arXiv:2407.21783, table 4); torchtitan's Llama 3.1 8B
-    # 33 to 39% (benchmarks/llama3_h100_202412_torchtitan.md); Megatron Core up to 47% (its README).
-    "h100": (0.26, 0.48, "H100 runs of llm-foundry, Llama 3.1, torchtitan, Megatron Core"),
-    # torchtune's Llama 3.2 3B, compiled, 68 to 69% (its README); MosaicML's llm-foundry 36 to 64%
-    # (scripts/train/benchmarking/README.md); torchtitan 50.5 to 61.1%
-    # (docs/performance.md); LLaMA 65B 49% (arXiv:2302.13971: 380 tokens/s/GPU); MT-NLG 530B 30.2%
-    # (arXiv:2204.02311, table 3); Megatron-LM 33 to 39% (arXiv:2104.04473, table 1: 44 to 52% with
-    # recomputation); Korthikanti et al. 42 to 56% (arXiv:2205.05198, table 5).
-    "a100": (0.30, 0.70, "A100 runs of torchtune, llm-foundry, torchtitan, LLaMA, Megatron-LM"),
-    "v100": (0.20, 0.35, "V100 runs: GPT-3 21% (arXiv:2204.02311), Megatron-LM 30% (arXiv:1909.08053)"),
-}
-"""The low and high MFU of published runs, by `GpuType.runs`."""
-OTHER = (0.20, 0.50, "an assumption, since no published run on such a GPU is known here")
-FP8 = (0.115, 0.43, "fp8 runs of llm-foundry, torchtitan, DeepSeek-V3, Megatron-Bridge, of the fp8 peak")
-"""llm-foundry 14 to 30% of the fp8 peak; torchtitan's Llama 3.1 8B 12% eager, 25 to 32% compiled; DeepSeek-V3
-22% (2.664M GPU-hours for 14.8T tokens, arXiv:2412.19437, table 1); Transformer Engine's recipes 37 to 42%
-(Megatron-Bridge's performance summary, Megatron-LM's examples/llama)."""
 SMALL = 1_000_000_000
 """Parameters below which starting kernels counts."""
 SMALL_SHARE, MIXTURE_SHARE, SPLIT_SHARE = 0.4, 0.45, 0.7
@@ -265,7 +243,7 @@ def estimate_speed(training: Training) -> SpeedEstimate:
         seconds = (settings.step_seconds, settings.step_seconds)
     elif gpu and ideal and settings.precision != "fp32":
         is_fp8 = settings.precision == "fp8" and gpu.fp8
-        low, high, runs = FP8 if is_fp8 else MFU_RANGES.get(gpu.runs, OTHER)
+        low, high, runs = read_rules()["speed"]["fp8" if is_fp8 else gpu.runs]
         low *= SMALL_SHARE if parameters < SMALL else 1
         low *= MIXTURE_SHARE if model.experts else 1
         low *= SPLIT_SHARE if max(layout.tp, layout.cp) > 1 else 1

@@ -121,8 +121,7 @@ def correct_estimate(estimate: Estimate, learned: Learned | None, *, on_gpu: boo
         return estimate
     spread, parts = max(LEAST_SPREAD, learned.spread), []
     for part in estimate.parts:
-        middle = part.bytes.expected * learned.ratio
-        about = Range.of(middle * (1 - spread), middle, middle * (1 + spread))
+        about = Range.about(part.bytes.expected * learned.ratio, spread)
         parts.append(part if part.name == "context" and on_gpu else replace(part, bytes=about))
     return replace(estimate, parts=tuple(parts))
 
@@ -215,8 +214,18 @@ def describe_change(change: Change) -> str:
 
 def format_bytes(size: int) -> str:
     """Return a size in GiB, a small one in MiB."""
-    value, unit = (size / GIB, "GiB") if abs(size) >= GIB else (size / MIB, "MiB")
-    return f"{value:.0f} {unit}" if abs(value) >= 1000 else f"{value:.1f} {unit}"
+    unit, name = choose_unit(size)
+    return f"{format_number(size / unit)} {name}"
+
+
+def choose_unit(size: int) -> tuple[int, str]:
+    """Return the bytes of the unit that a size is written in, and its name."""
+    return (GIB, "GiB") if size >= GIB else (MIB, "MiB")
+
+
+def format_number(value: float) -> str:
+    """Return a number with what digits it deserves."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.1f}"
 
 
 # What the bundled program computes with if nobody says: the fastest setting whose high estimate fits.

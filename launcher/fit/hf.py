@@ -4,8 +4,10 @@ Names of fields and defaults are those of transformers' configuration classes (h
 src/transformers/models/*/configuration_*.py); a file leaves out what equals its class's default.
 """
 
+import tomllib
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from launcher.codec import DecodeError, parse_json
@@ -14,28 +16,10 @@ from launcher.fit.training import Experts, LatentAttention, ModelDimensions
 
 SHOWN = 60
 """Characters of a value in an error."""
-GEMMA = {"tied_embeddings": True, "head_width": 256}
-LAYERNORM = {"norm": "layernorm", "mlp": "gelu"}
-DEEPSEEK_V3 = {"experts": True, "latent": True, "router_bias": True}
-FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    **{name: {} for name in ("llama", "mistral", "ministral", "granite", "phi3")},
-    "mixtral": {"experts": True},
-    "qwen2": {"qkv_bias": True},
-    "qwen2_moe": {"qkv_bias": True, "experts": True},
-    "qwen3": {"qk_norm": True, "head_width": 128},
-    "qwen3_moe": {"qk_norm": True, "experts": True},
-    "smollm3": {"tied_embeddings": True},
-    "gemma": GEMMA,
-    "gemma2": {**GEMMA, "norms_per_layer": 4},
-    "gemma3_text": {**GEMMA, "norms_per_layer": 4, "qk_norm": True},
-    "deepseek_v2": {"experts": True, "latent": True},
-    "deepseek_v3": DEEPSEEK_V3,
-    "kimi_k2": DEEPSEEK_V3,
-    "gpt2": {**LAYERNORM, "position": "learned", "bias": True, "tied_embeddings": True},
-    "gpt_neox": {**LAYERNORM, "bias": True},
-    "starcoder2": {**LAYERNORM, "bias": True, "tied_embeddings": True},
-}
-"""What a `model_type` has without saying so in its file, by fields of ModelDimensions."""
+FAMILIES: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("families.toml").read_text(encoding="utf-8")
+)
+"""What a `model_type` has without saying so in its file."""
 
 
 def _read(values: Mapping[str, object], names: str, default: int | None = None, *, least: int = 1) -> Any:  # noqa: ANN401 - of the default's type

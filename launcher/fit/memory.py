@@ -24,14 +24,7 @@ from launcher.fit.counts import (
     list_runs,
 )
 from launcher.fit.settings import ParallelConfig
-from launcher.fit.training import (
-    NOTHING,
-    Estimate,
-    Experts,
-    MemoryPart,
-    Range,
-    Training,
-)
+from launcher.fit.training import NOTHING, Estimate, Experts, MemoryPart, Range, Training
 
 MIB = 2**20
 CUBLAS = Range(0, 32 * MIB, 64 * MIB)
@@ -340,7 +333,7 @@ class Stage:
         split = width * (out + results / every) + 4 * model.heads
         each = self.tokens * (split / layout.tp + sequence / (layout.tp if layout.sequence_parallel else 1))
         if self.training.is_bundled:
-            return Range.of(0.98 * each, each, 1.02 * each)
+            return Range.about(each, 0.02)
         low, expected, high = (share * each for share in SELECTED[settings.compile])
         if experts:
             low, high = 0.5 * low, CROWD * high
@@ -420,7 +413,7 @@ class Stage:
             if self.training.is_bundled and self.framework == "fsdp":
                 # Its root's weights, and what it gathered of the last layer.
                 root = width * (parameters.root + parameters.largest_layer)
-                own["communication"] = Range.of(0.9 * root, root, 1.1 * root)
+                own["communication"] = Range.about(root, 0.1)
             yield meet("loss", held, **own)
         if waits:
             made = table + (2 * self.table if self.training.autocast else 0) + stream
@@ -529,7 +522,7 @@ class Stage:
             least += width * trained.largest_layer
             expected = layers + root + (width * table if self.has_head else 0)
             if self.training.is_bundled:
-                return Range.of(0.9 * expected, expected, 1.1 * expected)
+                return Range.about(expected, 0.1)
         return total + Range.of(least, expected, 1.2 * expected + root)
 
     def _count_exchanged(self) -> Range:

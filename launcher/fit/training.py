@@ -174,6 +174,11 @@ class Range:
         least, most = max(0, round(low)), max(0, round(middle if high is None else high))
         return cls(min(middle, least), middle, max(middle, most))
 
+    @classmethod
+    def about(cls, middle: float, share: float) -> "Range":
+        """Make a range of a number and a share of it to either side."""
+        return cls.of((1 - share) * middle, middle, (1 + share) * middle)
+
     def __add__(self, other: "Range | float") -> "Range":
         """Add both ends and the middle, or an exact number to each."""
         other = other if isinstance(other, Range) else Range.of(other)

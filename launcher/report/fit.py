@@ -9,11 +9,14 @@ from rich.text import Text
 from launcher.fit.advice import BudgetLine, SpeedEstimate
 from launcher.fit.choice import (
     VERDICTS,
+    Change,
     FitReport,
+    choose_unit,
     describe_change,
     describe_choice,
     describe_device,
     describe_need,
+    format_number,
 )
 from launcher.fit.training import Device, Estimate, Range, Training
 from launcher.report.tables import make_table, print_line
@@ -24,7 +27,6 @@ _PART_NAMES = {"optimizer": "optimizer states", "communication": "communication 
 _NUMBERS = ("low", "expected", "high")
 _NOTES = 72
 """Columns that a console needs for how a part comes about."""
-_GIB, _MIB = 1 << 30, 1 << 20
 _YEAR = 365.25 * 86400
 _MOST_MODULES = 8
 
@@ -32,7 +34,7 @@ _MOST_MODULES = 8
 def print_fit(console: Console, report: FitReport, *, memory_alone: bool = False) -> None:
     """Print a report: what is judged, the table, and what follows from it."""
     request, total = report.request, report.estimate.total
-    _print_verdict(console, total, report.verdict, request.device, report)
+    _print_verdict(console, total, report.verdict, request.device, report.changes)
     print_line(console, _describe_request(request, report.speed))
     if request.free:
         print_line(console, describe_choice(request, total))
@@ -64,11 +66,11 @@ def print_fit(console: Console, report: FitReport, *, memory_alone: bool = False
 
 
 def _print_verdict(
-    console: Console, total: Range, verdict: str, device: Device, report: FitReport | None = None
+    console: Console, total: Range, verdict: str, device: Device, changes: Sequence[Change] = ()
 ) -> None:
     """Print in a line whether a job fits, and by how much."""
-    nodes = [change for change in report.changes if change.settings[0].startswith("nodes=")] if report else []
-    more = f"; {' '.join(nodes[0].settings)} is enough" if nodes else ""
+    nodes = [change.settings for change in changes if change.settings[0].startswith("nodes=")]
+    more = f"; {' '.join(nodes[0])} is enough" if nodes else ""
     text = f"memory of {describe_device(device)}: {VERDICTS[verdict]}; {describe_need(total, verdict)}{more}"
     print_line(console, text, _STYLES[verdict])
 
@@ -96,23 +98,13 @@ def _describe_request(request: Training, speed: SpeedEstimate) -> str:
     return ", ".join(text for text, is_shown in parts.items() if is_shown)
 
 
-def _choose_unit(total: Range) -> tuple[int, str]:
-    """Return the bytes of the unit of a table, and its name."""
-    return (_GIB, "GiB") if total.expected >= _GIB else (_MIB, "MiB")
-
-
-def _write_number(value: float) -> str:
-    """Return a number with what digits it deserves."""
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.1f}"
-
-
 def _print_parts(console: Console, rows: Sequence[tuple[str, Range, str]]) -> None:
     """Print the table of memory by part, of which one is the total."""
-    unit, unit_name = _choose_unit(next(size for name, size, _ in rows if name == "total"))
+    unit, unit_name = choose_unit(next(size.expected for name, size, _ in rows if name == "total"))
     notes = ("",) if console.width >= _NOTES and any(note for *_, note in rows) else ()
     table = make_table((unit_name, *_NUMBERS, *notes), right=_NUMBERS, wrapped=("",))
     for name, found, note in rows:
-        cells = [_write_number(getattr(found, number) / unit) for number in _NUMBERS]
+        cells = [format_number(getattr(found, number) / unit) for number in _NUMBERS]
         said = [Text(escape_text(note, 200), "dim")] if notes else []
         table.add_row(_PART_NAMES.get(name, name), *cells, *said, style="bold" if name == "total" else "")
     console.print(table)
@@ -120,7 +112,7 @@ def _print_parts(console: Console, rows: Sequence[tuple[str, Range, str]]) -> No
 
 def _print_grid(console: Console, report: FitReport) -> None:
     """Print what each micro-batch takes at most, by checkpointing and sharding, and how fast that is."""
-    unit, unit_name = _choose_unit(report.estimate.total)
+    unit, unit_name = choose_unit(report.estimate.total.expected)
     found = {((cell.checkpointing, cell.framework), cell.micro_batch): cell for cell in report.grid}
     columns, sizes = (list(dict.fromkeys(keys)) for keys in zip(*found, strict=True))
     titles = [" ".join(column) for column in columns]
@@ -129,7 +121,7 @@ def _print_grid(console: Console, report: FitReport) -> None:
     for size in sizes:
         row = []
         for cell in (found[column, size] for column in columns):
-            fits, number = cell.total.high <= report.request.capacity, _write_number(cell.total.high / unit)
+            fits, number = cell.total.high <= report.request.capacity, format_number(cell.total.high / unit)
             text = f"{number if fits else f'({number})'}{'*' if cell.is_chosen else ''}"
             row.append(Text(text, "bold green" if cell.is_chosen else "" if fits else "dim"))
         table.add_row(str(size), *row)
@@ -147,15 +139,10 @@ def _print_grid(console: Console, report: FitReport) -> None:
 def _print_budget(console: Console, lines: Sequence[BudgetLine]) -> None:
     """Print what the job needs of each node, and has."""
     table = make_table(("each node", "needed", "has", ""), right=("needed", "has"), wrapped=("",))
+    forms = {"cores": "{:.0f}".format, "GiB": lambda amount: f"{format_number(amount)} GiB"}
     for line in lines:
-        needed, has = (
-            "?"
-            if amount is None
-            else f"{amount:.0f}"
-            if line.unit == "cores"
-            else f"{_write_number(amount)} GiB"
-            for amount in (line.needed, line.available)
-        )
+        amounts = (line.needed, line.available)
+        needed, has = ("?" if amount is None else forms[line.unit](amount) for amount in amounts)
         note = line.note if line.enough else f"{line.note}: too little, {line.fix}"
         said = Text(escape_text(note, 200))
         table.add_row(line.name, needed, has, said, style="" if line.enough else "yellow")
@@ -207,7 +194,7 @@ def print_step_fit(
     _print_parts(
         console, [*((part.name, part.bytes, "") for part in estimate.parts), ("total", estimate.total, "")]
     )
-    unit, name = _choose_unit(estimate.total)
+    unit, name = choose_unit(estimate.total.expected)
     if shares := [share for share in modules if share["name"]][:_MOST_MODULES]:
         titles = ("largest modules at the peak", "number", name, "of it")
         table = make_table(titles, right=("number", name), wrapped=("of it",))
