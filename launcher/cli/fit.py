@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import os
 import re
 import signal
 import tempfile
@@ -45,6 +44,7 @@ from launcher.fit.training import Device, Learned, ModelDimensions
 from launcher.launch.job import render_shim
 from launcher.plan.model import Plan
 from launcher.protocol import LAUNCH_BINDING, LAUNCH_FIT, LAUNCH_QUIET, LAUNCH_RUN_DIR
+from launcher.runs.rank_logs import read_tail
 from launcher.runs.records import fingerprint_ranks, read_measured_runs
 from launcher.text import join_words, print_text, strip_sequences
 
@@ -53,8 +53,6 @@ logger = logging.getLogger(__name__)
 STEPS = 2
 """Optimizer steps: states appear in the first, and the second has them from its beginning."""
 LARGEST_RESULT = 64 << 20
-LARGEST_END = 1 << 16
-"""Bytes of the program's output that are looked at."""
 MOST_LINES = 20
 """Last lines of a failed program's output that are shown."""
 GRACE = 5.0
@@ -223,7 +221,7 @@ def _run_steps(argv: Sequence[str], environ: Mapping[str, str], job: FitJob, dev
         gpu = {"name": name, "memory": memory, "capability": capability, "count": job.ranks}
     with (
         tempfile.TemporaryDirectory(prefix="launch-fit-") as folder,
-        open(f"{folder}/output", "w+b") as output,  # noqa: PTH123
+        open(f"{folder}/output", "wb") as output,  # noqa: PTH123
     ):
         result = Path(folder, "result.json")
         variables = {
@@ -249,13 +247,9 @@ def _run_steps(argv: Sequence[str], environ: Mapping[str, str], job: FitJob, dev
             status, _ = run_child(render_shim(argv), variables, output, timeout, GRACE)
         except OSError as error:
             raise MachineError(f"the program could not be started ({error})") from None
-        output.seek(max(0, output.seek(0, os.SEEK_END) - LARGEST_END))
-        lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
-        found: StepRecord | None = None
+        lines = read_tail(Path(output.name), MOST_LINES)
         try:
-            found = load(StepRecord, read_file(result, LARGEST_RESULT, own=True))
-        except FileNotFoundError:
-            pass
+            found = load(StepRecord, read_file(result, LARGEST_RESULT, own=True)) if result.exists() else None
         except (OSError, DecodeError) as error:
             raise MachineError(f"the program's result cannot be read ({error}): report it") from None
     if found and found.refused:
@@ -264,7 +258,7 @@ def _run_steps(argv: Sequence[str], environ: Mapping[str, str], job: FitJob, dev
         return found
     if lines:
         logger.info("the end of the program's output:")
-    for line in lines[-MOST_LINES:]:
+    for line in lines:
         logger.info(f"  | {strip_sequences(line)}")
     if found and (failed := found.failed):
         subject = f"the operation {failed.operator} failed" if failed.operator else "an exception ended it"

@@ -336,9 +336,10 @@ def find_value(training: Training, key: str) -> Any:  # noqa: ANN401 - of any se
     return getattr(holders[section], name)
 
 
-def _show_setting(training: Training, key: str, value: object) -> str:
-    """Return what sets a key, for the bundled program by its option."""
+def _show_setting(training: Training, key: str) -> str:
+    """Return what sets a key as it is in a training, for the bundled program by its option."""
     name = f"program.{OPTIONS[key]}" if training.is_bundled and key in OPTIONS else key
+    value = find_value(training, key)
     shown = f"[{','.join(value)}]" if isinstance(value, list) else str(value).lower()
     return f"{name}={shown}"
 
@@ -351,8 +352,7 @@ def describe_choice(training: Training, total: Range) -> str:
         why = f"nothing takes less; {why}"
     if not training.capacity:
         why += f"; the memory of {training.device.name} is not known, and taken as {capacity / GIB:.0f} GiB"
-    keys = [key for key in OPTIONS if key in training.free]
-    chosen = " ".join(_show_setting(training, key, find_value(training, key)) for key in keys)
+    chosen = " ".join(_show_setting(training, key) for key in OPTIONS if key in training.free)
     batch, length = training.step_sequences, settings.seq_len
     return f"chosen: {chosen} ({batch} sequences of {length}, {batch * length:,} tokens a step): {why}"
 
@@ -509,12 +509,11 @@ def _apply_steps(training: Training, steps: Sequence[_Step]) -> Training | None:
 
 def _render_change(training: Training, changed: Training) -> tuple[str, ...]:
     """Return the overrides that make one training of another; what follows from others is left out."""
-    own = (*OPTIONS, "nodes") if training.is_bundled else SHOWN
-    follow = () if training.is_bundled else ({"parallel.dp", "parallel.framework"} - {*training.fixed})
+    hidden = {"parallel.dp", "parallel.framework"} - {*training.fixed}
+    if training.is_bundled:
+        hidden = {*SHOWN} - {*OPTIONS, "nodes"}
     return tuple(
-        _show_setting(training, key, find_value(changed, key))
+        _show_setting(changed, key)
         for key in SHOWN
-        if key in own
-        and key not in (*follow, *training.free)
-        and find_value(training, key) != find_value(changed, key)
+        if key not in hidden | training.free and find_value(training, key) != find_value(changed, key)
     )

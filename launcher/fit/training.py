@@ -4,6 +4,7 @@ Bytes are integers; memory of one GPU unless a field says otherwise. All values 
 and `solve_batch` raise UsageError with the value, the rule, and settings that work.
 """
 
+import tomllib
 from dataclasses import dataclass, field
 from functools import cache
 from math import gcd, prod
@@ -283,10 +284,7 @@ def solve_batch(
 
 @cache
 def read_rules() -> dict[str, Any]:
-    """Return rules.toml: `changes` that make a job fit, sentences of `advice`, and those on its `layout`."""
-    # Most starts do without.
-    import tomllib  # noqa: PLC0415
-
+    """Return rules.toml: `layout`, `advice`, `changes` that make a job fit, and `speed` of published runs."""
     return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 
 
