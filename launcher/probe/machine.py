@@ -21,7 +21,7 @@ SONAMES = {
     "jemalloc": ("libjemalloc.so.2", "libjemalloc.so"),
 }
 """Files of the libraries that replace malloc, those that a run-time package has first."""
-USUAL = ("/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/local/lib", "/usr/local/lib64")
+USUAL = ("/usr/lib64", "/usr/lib", "/usr/local/lib", "/usr/local/lib64")
 
 
 def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine:
@@ -41,7 +41,7 @@ def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine
     tree = Tree(name)
     status = tree.read_fields(STATUS)
     online, allowed = read_cpu_sets(tree, status)
-    ids = list_numa_nodes(tree)
+    ids = tree.list_numbers(NODE, "node")  # the online ones; none if the kernel does without NUMA
     place = place_cpus(tree, ids, online)
     memory_kib = tree.read_meminfo().get("MemTotal", 0)
     if not memory_kib:
@@ -77,8 +77,7 @@ def clean_name(text: str) -> str:
 
     The device tree's texts end with a NUL.
     """
-    text = text[: 4 * LONGEST].replace("\ufffd", " ")
-    shown = "".join(char if char.isprintable() else " " for char in text)
+    shown = "".join(char if char.isprintable() and char != "\ufffd" else " " for char in text)
     name = " ".join(shown.split())[:LONGEST].strip()
     return "" if name.lower() in PLACEHOLDERS else name
 
@@ -96,7 +95,7 @@ def locate_malloc(word: str, environ: Mapping[str, str], root: str) -> str | Non
         f"{prefix}/lib" for prefix in (environ.get("CONDA_PREFIX"), sys.prefix, sys.base_prefix) if prefix
     ]
     folders += environ.get("LD_LIBRARY_PATH", "").replace(";", ":").split(":")
-    folders += [f"{folder}/{multiarch}" for folder in ("/lib", "/usr/lib")] + [*USUAL]
+    folders += [f"/usr/lib/{multiarch}", *USUAL]
     paths = (f"{folder}/{name}" for folder in folders for name in SONAMES.get(word, ()))
     found = (path for path in paths if path.startswith("/") and not set(path) & set(" \t\n:"))
     return next(filter(os.path.isfile, found), "")
@@ -104,8 +103,6 @@ def locate_malloc(word: str, environ: Mapping[str, str], root: str) -> str | Non
 
 CPU = "sys/devices/system/cpu/"
 NODE = "sys/devices/system/node/"
-UNITS = {"K": 1, "M": 1 << 10, "G": 1 << 20}
-"""KiB in the units of a cache's `size`; the kernel itself writes K."""
 BIG = 1024
 """Capacity of the biggest cores."""
 CLASSES = {"cpu_atom": 616, "cpu_lowpower": 405}
@@ -165,22 +162,21 @@ def read_cpu_topology(
     """
 
     def read_siblings(cpu: int) -> frozenset[int] | None:
-        here = f"{CPU}cpu{cpu}/topology/"  # the second is the file's newer name
-        threads = tree.read_list(f"{here}thread_siblings_list") or tree.read_list(f"{here}core_cpus_list")
+        threads = tree.read_list(f"{CPU}cpu{cpu}/topology/thread_siblings_list")
         return threads and frozenset(other for other in threads if place.get(other) == place[cpu])
 
     tops: dict[int, tuple[int, int]] = {}
-    """Level and index of the last cache above a core."""
+    """Level and size of the last cache above a core."""
 
     def read_last_cache(cpu: int) -> frozenset[int] | None:
         here = f"{CPU}cpu{cpu}/cache"
-        indices = tree.list_numbers(here, "index")
-        levels = [(tree.read_number(f"{here}/index{index}/level") or 0, index) for index in indices]
-        known = [entry for entry in levels if 1 <= entry[0] < 10]
-        if not known:
+        index = max(tree.list_numbers(here, "index"), default=0)  # the kernel numbers them by their level
+        level = tree.read_number(f"{here}/index{index}/level") or 0
+        if not 1 <= level < 10:
             return None
-        tops[cpu] = max(known)
-        return tree.read_list(f"{here}/index{tops[cpu][1]}/shared_cpu_list")
+        size = tree.read(f"{here}/index{index}/size") or ""  # missing in many VMs
+        tops[cpu] = level, parse_number(size.removesuffix("K")) or 0
+        return tree.read_list(f"{here}/index{index}/shared_cpu_list")
 
     cores, bad = _group_cpus(sorted(place), read_siblings)
     if bad:
@@ -189,26 +185,21 @@ def read_cpu_topology(
     cores.update((cpu, cpu) for cpu in bad)
     firsts = sorted(set(cores.values()))
     above, bad = _group_cpus(firsts, read_last_cache)
-    caches: dict[int, Cache] = {}
-    for cpu, lowest in above.items():
-        if cpu in tops and lowest not in caches:
-            level, index = tops[cpu]
-            size = tree.read(f"{CPU}cpu{cpu}/cache/index{index}/size") or ""  # missing in many VMs
-            number = (parse_number(size[:-1]) or 0) * UNITS.get(size[-1:], 0)
-            caches[lowest] = Cache(lowest, level, number)
+    caches = {above[cpu]: Cache(above[cpu], *top) for cpu, top in tops.items() if cpu in above}
     if bad:
         tree.add_warning("last-level cache of CPUs {items} is unknown: one for each NUMA node assumed", *bad)
     shared: dict[int, int] = {}
     above.update((cpu, shared.setdefault(place[cpu], cpu)) for cpu in bad)
     capacities = _read_capacities(tree, firsts)
-    packages = {cpu: tree.read_number(f"{CPU}cpu{cpu}/topology/physical_package_id") for cpu in firsts}
-    packages = {cpu: place[cpu] if number is None else number for cpu, number in packages.items()}
-    cpus = tuple(
-        Cpu(cpu, core, packages[core] or 0, place[cpu], above[core], capacities.get(core, BIG))
-        for cpu in sorted(online)
-        for core in (cores[cpu],)
-    )
-    return cpus, tuple(caches[number] for number in sorted(caches))
+    packages: dict[int, int] = {}
+    for core in firsts:
+        package = tree.read_number(f"{CPU}cpu{core}/topology/physical_package_id")
+        packages[core] = place[core] if package is None else package
+    cpus = []
+    for cpu in sorted(online):
+        core = cores[cpu]
+        cpus.append(Cpu(cpu, core, packages[core], place[cpu], above[core], capacities.get(core, BIG)))
+    return tuple(cpus), tuple(caches[number] for number in sorted(caches))
 
 
 def _group_cpus(
@@ -224,10 +215,12 @@ def _group_cpus(
     known = frozenset(cpus)
     for cpu in cpus:
         if cpu not in lowest:
-            members = read(cpu) or ()
-            fresh = [other for other in members if other in known and other not in lowest]
-            lowest.update(dict.fromkeys(fresh, min(fresh)) if cpu in members else {})
-            bad += [] if cpu in members else [cpu]
+            members = read(cpu) or frozenset()
+            if cpu in members:
+                fresh = (members & known) - lowest.keys()
+                lowest.update(dict.fromkeys(fresh, min(fresh)))
+            else:
+                bad.append(cpu)
     return lowest, [cpu for cpu in bad if cpu not in lowest]
 
 
@@ -244,25 +237,12 @@ def _read_capacities(tree: Tree, firsts: list[int]) -> dict[int, int]:
     return capacities
 
 
-def list_numa_nodes(tree: Tree) -> tuple[int, ...]:
-    """Online NUMA nodes in ascending order; none if the kernel does without NUMA."""
-    present = tree.list_numbers(NODE, "node")
-    online = (tree.read_list(f"{NODE}online") or frozenset()).intersection(present)
-    if present and not online:
-        text = f"{NODE}online is {{value}}: nodes {{items}} are used"
-        tree.add_warning(text, *present, path=f"{NODE}online")
-    return tuple(sorted(online) or present)
-
-
-def place_cpus(tree: Tree, ids: tuple[int, ...], online: frozenset[int]) -> dict[int, int]:
+def place_cpus(tree: Tree, ids: list[int], online: frozenset[int]) -> dict[int, int]:
     """The NUMA node of each online CPU, the first that lists it; node 0 if the kernel does without NUMA."""
     place: dict[int, int] = {}
     for node in ids:
-        cpus = tree.read_list(f"{NODE}node{node}/cpulist")
-        if cpus is None:
-            text = "cpulist of NUMA nodes {items} is {value}: taken as without CPUs"
-            tree.add_warning(text, node, path=f"{NODE}node{node}/cpulist")
-        place.update(dict.fromkeys((cpus or frozenset()) & online - place.keys(), node))
+        cpus = tree.read_list(f"{NODE}node{node}/cpulist") or frozenset()
+        place.update(dict.fromkeys(cpus & online - place.keys(), node))
     first = ids[0] if ids else 0
     strays = online - place.keys()
     if strays and ids:
@@ -271,40 +251,26 @@ def place_cpus(tree: Tree, ids: tuple[int, ...], online: frozenset[int]) -> dict
 
 
 def read_numa_nodes(
-    tree: Tree, ids: tuple[int, ...], place: dict[int, int], memory_kib: int
+    tree: Tree, ids: list[int], place: dict[int, int], memory_kib: int
 ) -> tuple[NumaNode, ...]:
     """The online NUMA nodes; if the kernel has no NUMA support, one that has everything.
 
     Memory may be bound if it is the kernel's normal memory, or next to CPUs (a kernel that was started with
-    `movable_node` lists no node that was plugged in as normal), and not a GPU's. Distances that the kernel
-    would not take from firmware (slit_valid in srat.c: 10 to itself, more to others) are its defaults.
+    `movable_node` lists no node that was plugged in as normal), and not a GPU's.
     """
     if not ids:
         return (NumaNode(0, memory_kib, True, ((0, LOCAL),)),)
-    sizes = {node: tree.read_meminfo(f"{NODE}node{node}/meminfo").get("MemTotal") for node in ids}
-    unknown = [node for node, size in sizes.items() if size is None]
-    if unknown:
-        tree.add_warning("meminfo of NUMA nodes {items} has no size: 0 is shown", *unknown)
+    sizes = {node: tree.read_meminfo(f"{NODE}node{node}/meminfo").get("MemTotal", 0) for node in ids}
     normal = tree.read_list(f"{NODE}has_normal_memory") or frozenset()
-    beside = {node for node in place.values() if sizes[node] != 0}
+    beside = {node for node in place.values() if sizes[node]}
     bound = (normal | beside) - read_gpu_memory_nodes(tree)
-    order = sorted(tree.read_list(f"{NODE}online") or ids)
     nodes = []
     for node in ids:
         path = f"{NODE}node{node}/distance"
         values = [parse_number(word) or 0 for word in (tree.read(path) or "").split()]
-        table = dict(zip(order, values, strict=False))
-        if (
-            len(values) != len(order)
-            or not table.keys() >= {*ids}
-            or not all(
-                value == LOCAL if other == node else LOCAL < value < 256 for other, value in table.items()
-            )
-        ):
-            tree.add_warning(
-                "distance of NUMA nodes {items} is {value}: 10 and 20 are assumed", node, path=path
-            )
-            table = {other: LOCAL if other == node else REMOTE for other in ids}
-        distances = tuple((other, table[other]) for other in ids)
-        nodes.append(NumaNode(node, sizes[node] or 0, node in bound, distances))
+        if len(values) != len(ids) or values[ids.index(node)] != LOCAL:
+            text = "distance of NUMA nodes {items} is {value}: 10 and 20 are assumed"
+            tree.add_warning(text, node, path=path)
+            values = [LOCAL if other == node else REMOTE for other in ids]
+        nodes.append(NumaNode(node, sizes[node], node in bound, tuple(zip(ids, values, strict=True))))
     return tuple(nodes)
