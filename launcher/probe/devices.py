@@ -6,6 +6,7 @@ driver's.
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,7 +17,6 @@ from launcher.probe.sysfs import (
     find_node,
     format_pci,
     normalise_pci,
-    order_pci,
     parse_number,
     read_locality,
     split_path,
@@ -48,17 +48,15 @@ def probe_gpus(
     By NVML, else by the driver's files, which `quick` asks first. A build of torch serves one vendor, so that
     an AMD GPU beside NVIDIA's is for the screen.
     """
-    signs = [f"/{sign}" for sign in NVIDIA_SIGNS if tree.has(sign)]
-    nvidia = None if tree.is_real else read_driver(tree)
-    if tree.is_real and signs:
-        nvidia = read_driver(tree, only_whole=True) if quick else None
-        if nvidia is None:
-            from launcher.probe.nvml import read_nvml  # it takes longer to load than all else
+    signs = [f"/{sign}" for sign in NVIDIA_SIGNS if tree.is_real and tree.has(sign)]
+    nvidia = read_driver(tree, only_whole=True) if signs and quick else None
+    if signs and nvidia is None:
+        from launcher.probe.nvml import read_nvml  # it takes longer to load than all else
 
-            nvidia = read_nvml(tree)
-        nvidia = read_driver(tree) if nvidia is None else nvidia
+        nvidia = read_nvml(tree)
+    nvidia = read_driver(tree) if nvidia is None else nvidia
     found = nvidia or (read_amd(tree) if tree.has(AMD_SIGN) or not tree.is_real else ())
-    if tree.is_real and signs and nvidia is None and not found:
+    if signs and nvidia is None and not found:
         tree.add_warning("a GPU driver is there ({items}) but no GPU was found: planned without GPUs", *signs)
     gpus = []
     for index, gpu in enumerate(found):
@@ -68,9 +66,8 @@ def probe_gpus(
 
 
 def sort_gpus(gpus: list[Gpu]) -> tuple[Gpu, ...]:
-    """GPUs in PCI bus order, each once."""
-    found = {gpu.pci: gpu for gpu in gpus}
-    return tuple(found[pci] for pci in sorted(found, key=order_pci))
+    """GPUs in PCI bus order; domains have four to eight digits."""
+    return tuple(sorted(gpus, key=lambda gpu: (len(gpu.pci), gpu.pci)))
 
 
 def read_driver(tree: Tree, *, only_whole: bool = False) -> tuple[Gpu, ...] | None:
@@ -81,9 +78,8 @@ def read_driver(tree: Tree, *, only_whole: bool = False) -> tuple[Gpu, ...] | No
     """
     cards = list_cards(tree)
     if only_whole:
-        names = [name for name in tree.list_directory(CAPABILITIES) if name.startswith("gpu")]
-        parts = (part for name in names for part in tree.list_directory(f"{CAPABILITIES}/{name}/mig"))
-        has_mig = any(part.startswith("gi") for part in parts)
+        numbers = tree.list_numbers(CAPABILITIES, "gpu")
+        has_mig = any(tree.list_numbers(f"{CAPABILITIES}/gpu{number}/mig", "gi") for number in numbers)
         if has_mig or not cards or not all(UUID.fullmatch(card.get("GPU UUID", "")) for _, card in cards):
             return None
     found = []
@@ -134,33 +130,29 @@ def read_amd(tree: Tree) -> tuple[Gpu, ...]:
     numbers. Nodes that the device cgroup keeps from the job cannot be read (kfd_devcgroup_check_permission
     in kfd_topology.c), and are not the runtime's either.
     """
-    found = []
+    gpus = []
     inside = tree.resolve_links(AMD_NODES) is not None
     for number in tree.list_numbers(AMD_NODES, "") if inside else ():
         lines = (tree.read(f"{AMD_NODES}/{number}/properties") or "").splitlines()
         fields = {key: parse_number(text) for key, _, text in (line.partition(" ") for line in lines)}
-        location, domain = fields.get("location_id"), fields.get("domain") or 0
-        if fields.get("simd_count") and location is not None and domain < 1 << 32:
-            # Bits 28 to 31 number a device's partition; the rest is bus, device and function.
-            pci = format_pci(domain, location >> 8 & 0xFF, location >> 3 & 0x1F, location & 7)
-            unique = fields.get("unique_id") or 0
-            found.append((pci, f"GPU-{unique:016x}" if 0 < unique < 1 << 64 else ""))
-    uuids = [uuid for _, uuid in found]
-    gpus = []
-    for pci, uuid in found:
-        here = f"{PCI}{pci}/"
-        name = "".join(filter(str.isprintable, tree.read(f"{here}product_name") or ""))[:100] or "AMD GPU"
-        size = parse_number(tree.read(f"{here}mem_info_vram_total")) or 0
-        # The partitions of a device may all have its own id, which then names none of them.
-        own = uuid if uuids.count(uuid) == 1 else ""
-        gpus.append(Gpu(index=0, uuid=own, pci=pci, name=name, vendor="amd", memory_mib=size >> 20))
-    return tuple(gpus)
+        location, unique = fields.get("location_id"), fields.get("unique_id")
+        if not fields.get("simd_count") or location is None:
+            continue
+        # Bits 28 to 31 number a device's partition; the rest is bus, device and function.
+        bus, device, function = location >> 8 & 0xFF, location >> 3 & 0x1F, location & 7
+        pci = format_pci(fields.get("domain") or 0, bus, device, function)
+        name = "".join(filter(str.isprintable, tree.read(f"{PCI}{pci}/product_name") or ""))[:100]
+        size = tree.read_number(f"{PCI}{pci}/mem_info_vram_total") or 0
+        uuid = f"GPU-{unique:016x}" if unique else ""
+        gpus.append(Gpu(0, uuid, pci, name=name or "AMD GPU", vendor="amd", memory_mib=size >> 20))
+    # The partitions of a device may all have its own id, which then names none of them.
+    times = Counter(gpu.uuid for gpu in gpus)
+    return tuple(gpu if times[gpu.uuid] == 1 else replace(gpu, uuid="") for gpu in gpus)
 
 
 NICS = "sys/class/infiniband/"
 RATE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) Gb/sec.*", re.DOTALL)
 """A port's `rate`, as `400 Gb/sec (4X NDR)`."""
-NAME_PARTS = re.compile(r"([0-9]+)|([^0-9]+)")
 LAYERS = ("InfiniBand", "Ethernet")
 """What `link_layer` may say; EFA has another of its own."""
 
@@ -177,17 +169,17 @@ def read_nics(tree: Tree, nodes: frozenset[int]) -> tuple[Nic, ...]:
         node = find_node(tree, name, tree.read(f"{here}/numa_node"), nodes) if path else None
         states = [(state in ("", "ACTIVE"), rate, port) for port, state, rate in ports]
         active, rate, port = max(states, default=(True, 0.0, ""))
-        layer = tree.read(f"{port}link_layer") if port else ""
+        layer = tree.read(f"{port}link_layer") or ""
         layer = layer if layer in LAYERS else ""
-        nics.append(Nic(name, path[-1] if path else "", node, path[:-1], layer or "", rate, active))
+        nics.append(Nic(name, path[-1] if path else "", node, path[:-1], layer, rate, active))
     return tuple(nics)
 
 
 def _list_ports(tree: Tree) -> Iterator[tuple[str, list[tuple[str, str, float]]]]:
     """Each device, mlx5_2 before mlx5_10, with the folder, state (`ACTIVE`) and rate in Gb/s of its ports."""
 
-    def split_numbers(name: str) -> list[tuple[bool, int, str]]:
-        return [(bool(digits), int(digits or 0), text) for digits, text in NAME_PARTS.findall(name)]
+    def split_numbers(name: str) -> list[str | int]:
+        return [int(part) if part.isdecimal() else part for part in re.split("([0-9]+)", name)]
 
     names = (name for name in tree.list_directory(NICS) if name.isascii() and name.isprintable())
     for name in sorted(names, key=split_numbers):

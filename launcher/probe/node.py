@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from types import ModuleType
@@ -43,8 +42,6 @@ PATIENCE = 5.0
 DRIVER_VERSION = re.compile(r"\b(\d{3,4}(?:\.\d{1,4}){1,2})\b")
 SHORTEST = 0.3
 """Seconds over which the load is measured at least: the kernel counts hundredths."""
-IDLE, WAITING = 3, 4
-"""Columns of /proc/stat that are no work; of the rest, `guest` (8, 9) is contained in `user`."""
 SAMPLE = bytes(4096)
 """What is written on trial: a block, which takes space where an empty file would not."""
 STATES = {
@@ -187,8 +184,8 @@ def _read_others_time(tree: Tree, cpus: frozenset[int]) -> tuple[float, float] |
     rows = [line.split() for line in lines if line.partition(" ")[0] in names]
     if not rows:
         return None
-    worked = [row[1:][at] for row in rows for at in range(min(8, len(row) - 1)) if at not in (IDLE, WAITING)]
-    ticks = sum(parse_number(word) or 0 for word in worked)
+    # User, nice and system; interrupts, softirqs and steal. What guests use is in `user` too.
+    ticks = sum(int(word) for row in rows for word in row[1:4] + row[6:9])
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
     return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK") - own
@@ -273,18 +270,12 @@ def read_torch(python: str | None = None) -> tuple[str, str]:
     Torch is not imported: that takes seconds. `python` is the ranks' interpreter, by default this one.
     Raises OSError or SubprocessError if it does not run.
     """
-    origin = ""
-    if python in (None, sys.executable):
-        with contextlib.suppress(ImportError, ValueError, AttributeError):
-            spec = find_spec("torch")
-            origin = (spec.origin or "") if spec else ""
-    else:
-        command = [str(python), "-c", LOCATE_TORCH]
-        # From the root, where no folder is `torch`.
-        done = subprocess.run(
-            command, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE, check=True
-        )
-        origin = done.stdout.decode("utf-8", "replace").rpartition("\n")[2]
+    # From the root, where no folder is `torch`.
+    command = [python or sys.executable, "-c", LOCATE_TORCH]
+    done = subprocess.run(
+        command, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE, check=True
+    )
+    origin = done.stdout.decode("utf-8", "replace").rpartition("\n")[2]
     if not origin:
         return "", ""
     text = Path(origin).with_name("version.py").read_text(encoding="utf-8", errors="replace")

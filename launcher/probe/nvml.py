@@ -81,11 +81,11 @@ class Nvml:
     def read_pci(self) -> str:
         """Return its PCI address in sysfs form; empty if NVML does not tell."""
         info = self.tell("nvmlDeviceGetPciInfo")
-        return (normalise_pci(as_text(info.busId)) or "") if info else ""
+        return (normalise_pci(info.busId) or "") if info else ""
 
     def read_text(self, what: str) -> str:
         """Return its `Name` or `UUID`; empty if NVML does not tell."""
-        return as_text(self.tell(f"nvmlDeviceGet{what}") or "")
+        return str(self.tell(f"nvmlDeviceGet{what}") or "")
 
     def has_mig(self) -> bool:
         """Whether it is divided into MIG instances."""
@@ -110,11 +110,6 @@ class Nvml:
         if bits is None:
             bits = self.tell("nvmlDeviceGetCurrentClocksThrottleReasons")
         return tuple(name for bit, name in REASONS.items() if (bits or 0) & bit)
-
-
-def as_text(value: bytes | str) -> str:
-    """Text of what pynvml gives, which is bytes or str by its version and function."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def convert_unit(value: float | None, unit: float) -> float | None:
@@ -341,7 +336,7 @@ def _read_state(gpu: Nvml, index: int) -> GpuFacts:
     # What the driver wants done with the GPU; before driver 570 it does not tell.
     fields = gpu.tell("nvmlDeviceGetFieldValues", [RECOVERY_ACTION])
     action = int(fields[0].value.uiVal) if fields and fields[0].nvmlReturn == 0 else None
-    known = action is not None and action < len(RECOVERY_ACTIONS)
+    actions = dict(enumerate(RECOVERY_ACTIONS))
     facts = GpuFacts(
         index=index,
         uuid=gpu.read_text("UUID"),
@@ -350,7 +345,7 @@ def _read_state(gpu: Nvml, index: int) -> GpuFacts:
         memory_mib=int(memory.total) >> 20 if memory else 0,
         used_mib=int(memory.used) >> 20 if memory else None,
         processes=_read_processes(gpu),
-        recovery_action=RECOVERY_ACTIONS[action or 0] if known else f"action {action}" if action else None,
+        recovery_action=None if action is None else actions.get(action, f"action {action}"),
         ecc_uncorrected=gpu.tell("nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE),
         remapped_uncorrectable=rows[1] if rows else None,
         remap_pending=bool(rows[2]) if rows else None,
@@ -376,7 +371,7 @@ def _read_processes(gpu: Nvml) -> tuple[GpuProcess, ...] | None:
     found = {one.pid: one for one in (*graphics[:MOST_PROCESSES], *compute[:MOST_PROCESSES])}
     processes = []
     for pid in sorted(found):
-        words = as_text(gpu.ask("nvmlSystemGetProcessName", pid) or "").split()
+        words = (gpu.ask("nvmlSystemGetProcessName", pid) or "").split()
         used = found[pid].usedGpuMemory
         name = words[0].rpartition("/")[2][:64] if words else ""
         processes.append(GpuProcess(int(pid), name, None if used is None else int(used) >> 20))

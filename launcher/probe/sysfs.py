@@ -153,11 +153,6 @@ def format_pci(domain: int, bus: int, device: int, function: int = 0) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
 
 
-def order_pci(pci: str) -> tuple[int, str]:
-    """A key that sorts addresses in sysfs form in PCI bus order: domains have four to eight digits."""
-    return len(pci), pci
-
-
 def split_path(real: str) -> tuple[str, ...]:
     """The PCI part of a device's real path in sysfs: the host bridge, each bridge, the device itself.
 

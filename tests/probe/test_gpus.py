@@ -326,7 +326,7 @@ def make_node_nvml(
     module.nvmlGpmSampleAlloc, module.nvmlGpmSampleFree = lambda: next(samples), lambda _: None
     module.nvmlGpmMetricsGet = measure
     module.c_nvmlGpmMetricsGet_t = lambda: SimpleNamespace(metrics=[SimpleNamespace(nvmlReturn=0, value=0.0)])
-    module.nvmlSystemGetProcessName = lambda _: b"/usr/bin/python3 train.py --secret"
+    module.nvmlSystemGetProcessName = lambda _: "/usr/bin/python3 train.py --secret"
     return module  # type: ignore[no-any-return]  # Any above
 
 
@@ -377,7 +377,7 @@ FAULTS: dict[str, tuple[str, Any, str, str]] = {
     "links": ("nvmlDeviceGetNvLinkState", HALF, "error", "GPU 4 (0000:05:00.0): 9 of 36 NVLinks"),
     "peers": ("nvmlDeviceGetP2PStatus", 1, "warning", "reach the memory of GPU 0, 1, 2, 3, 5, 6, 7"),
     "width": ("nvmlDeviceGetCurrPcieLinkWidth", 4, "warning", "has a PCI link of x4"),
-    "kind": ("nvmlDeviceGetName", b"NVIDIA H200", "warning", "GPUs of several kinds"),
+    "kind": ("nvmlDeviceGetName", "NVIDIA H200", "warning", "GPUs of several kinds"),
 }
 """Function of NVML, what it answers for GPU 4, and the level and a part of the finding."""
 
