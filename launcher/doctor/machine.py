@@ -194,7 +194,7 @@ def judge_devices(case: Case) -> Iterator[Finding]:
         yield found("gpu.used", "ok", used=len(case.gpus), gpus=len(machine.gpus), names=names)
     nodes = {cpu.node for cpu in machine.cpus}
     if case.gpus and len(nodes) > 1:
-        placeless = tuple(gpu.index for gpu in case.gpus if gpu.node is None and not gpu.local_cpus)
+        placeless = tuple(gpu.index for gpu in case.gpus if gpu.node is None)
         yield found("gpu.places", "warning" if placeless else "ok", gpus=placeless, nodes=len(nodes))
 
 

@@ -209,13 +209,10 @@ def _find_nearest(topology: Topology, gpu: Gpu, nics: Sequence[Nic]) -> tuple[st
 
     Near is what shares most bridges of the PCI path, then what is near by NUMA distance.
     """
-    starts = topology.find_local_nodes(gpu) if gpu.node is None else {gpu.node}
-    if gpu.node is None and len(starts) == len(topology.cores):  # nothing is known of its place
-        starts = set()
     nearness = []
     for nic in nics:
-        known = starts if nic.node is not None else ()
-        distance = min((topology.distance(start, nic.node or 0) for start in known), default=UNREACHABLE)
+        is_known = gpu.node is not None and nic.node is not None
+        distance = topology.distance(gpu.node or 0, nic.node or 0) if is_known else UNREACHABLE
         nearness.append((-_count_shared_bridges(gpu.path, nic.path), distance, -nic.rate_gbps))
     shared, distance, _ = nearest = min(nearness)
     if shared:

@@ -76,8 +76,6 @@ class Gpu:
     """PCI address in sysfs form, lower case, domain of at least four digits: `0000:07:00.0`."""
     node: int | None = None
     """NUMA node, None if the firmware says nothing (-1)."""
-    local_cpus: frozenset[int] = frozenset()
-    """The device's `local_cpulist`; empty if unknown."""
     name: str = ""
     """Product name, for people."""
     mig: tuple[str, ...] = ()

@@ -134,18 +134,17 @@ def _find_shortfalls(
     binding, reserve = request.binding.policy, request.binding.reserve_cores
     if binding == "none":
         return
-    wanted, by_node, by_local = (defaultdict[Any, set[int]](set) for _ in range(3))
-    """Local ranks by the CPUs next to their GPU, by their node and by its local nodes."""
+    by_gpu, by_node, by_local = (defaultdict[Any, set[int]](set) for _ in range(3))
+    """Local ranks by their GPU's node, by their node and by its local nodes."""
     for number, rank in enumerate(ranks):
         by_node[rank.node].add(number)
         by_local[rank.local_nodes].add(number)
-        if gpu := rank.gpu:
-            beside = frozenset(cpu.id for cpu in machine.cpus if cpu.node == gpu.node)
-            wanted[beside or gpu.local_cpus].add(number)
+        by_gpu[rank.gpu and rank.gpu.node].add(number)
     usable = gather_pus(core for cores in topology.cores.values() for core in cores)
-    for local_cpus, found in wanted.items():
-        if local_cpus and local_cpus.isdisjoint(usable):
-            yield warn("remote", ranks=found, wanted=local_cpus, usable=usable)
+    for node, found in by_gpu.items():
+        beside = frozenset(cpu.id for cpu in machine.cpus if cpu.node == node)
+        if beside and beside.isdisjoint(usable):
+            yield warn("remote", ranks=found, wanted=beside, usable=usable)
     there = {entry.id for entry in machine.nodes if entry.normal and entry.memory_kib}
     for node, found in by_node.items():
         near = {number for number in found if node in ranks[number].local_nodes}

@@ -52,16 +52,14 @@ class Topology:
         return frozenset(other for other, distance in far.items() if distance == min(far.values()))
 
     def find_local_nodes(self, gpu: Gpu | None) -> frozenset[int]:
-        """NUMA nodes with usable cores that are nearest to a GPU; all of them if nothing is known.
+        """NUMA nodes with usable cores that are nearest to a GPU; all of them if its place is not known.
 
-        The kernel shows node -1 on VMs and one-node machines; `local_cpulist` may still know better.
+        `local_cpulist` knows no better: for node -1 the kernel has all CPUs in it (drivers/pci/pci-sysfs.c).
         """
         node = None if gpu is None else gpu.node
         if node is not None and (node in self.cores or node in self.distances):
             return self.find_nearest(node, self.cores)
-        local = gpu.local_cpus if gpu else frozenset()
-        touched = [node for node, cores in self.cores.items() if local & gather_pus(cores)]
-        return frozenset(touched or self.cores)
+        return frozenset(self.cores)
 
 
 def build_topology(machine: Machine, reserve: int = 0) -> Topology:

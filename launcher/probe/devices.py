@@ -11,16 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from launcher.plan.model import Gpu, Nic
-from launcher.probe.sysfs import (
-    PCI,
-    Tree,
-    find_node,
-    format_pci,
-    normalise_pci,
-    parse_number,
-    read_locality,
-    split_path,
-)
+from launcher.probe.sysfs import PCI, Tree, format_pci, normalise_pci, parse_number, split_path
 
 TYPE_CHECKING = False
 
@@ -40,9 +31,7 @@ Card = tuple[str, dict[str, str]]
 """PCI address of a GPU, and what the driver's file `information` says of it."""
 
 
-def probe_gpus(
-    tree: Tree, nodes: frozenset[int], online: frozenset[int], quick: bool = False
-) -> tuple[Gpu, ...]:
+def probe_gpus(tree: Tree, nodes: frozenset[int], quick: bool = False) -> tuple[Gpu, ...]:
     """NVIDIA's GPUs in PCI bus order; if there are none AMD's, in the compute driver's order.
 
     By NVML, else by the driver's files, which `quick` asks first. A build of torch serves one vendor, so that
@@ -60,9 +49,28 @@ def probe_gpus(
         tree.add_warning("a GPU driver is there ({items}) but no GPU was found: planned without GPUs", *signs)
     gpus = []
     for index, gpu in enumerate(found):
-        node, cpus, path = read_locality(tree, gpu.pci, nodes, online)
-        gpus.append(replace(gpu, index=index, node=node, local_cpus=cpus, path=path))
+        node, path = _read_place(tree, f"{PCI}{gpu.pci}", gpu.pci, nodes)
+        if not path:
+            tree.add_warning("sysfs has no locality of GPUs {items}: their NUMA node is unknown", gpu.pci)
+        gpus.append(replace(gpu, index=index, node=node, path=path[:-1]))
     return tuple(gpus)
+
+
+def _read_place(
+    tree: Tree, here: str, name: str, nodes: frozenset[int]
+) -> tuple[int | None, tuple[str, ...]]:
+    """A device's NUMA node (None for -1 and unknown) and its PCI path, which ends with it (empty: unknown).
+
+    From sysfs, since NVML masks the node by the job's cpuset. A kernel without NUMA has no `numa_node`.
+    """
+    path = split_path(tree.resolve_links(here) or "")
+    text = tree.read(f"{here}/numa_node") if path else None
+    node = parse_number(text)
+    if node in nodes or text in (None, "-1"):
+        return node, path
+    warning = "numa_node of devices {items} is {value}, which is not online: unknown"
+    tree.add_warning(warning, name, value=text)
+    return None, path
 
 
 def sort_gpus(gpus: list[Gpu]) -> tuple[Gpu, ...]:
@@ -164,9 +172,7 @@ def read_nics(tree: Tree, nodes: frozenset[int]) -> tuple[Nic, ...]:
     """
     nics = []
     for name, ports in _list_ports(tree):
-        here = f"{NICS}{name}/device"
-        path = split_path(tree.resolve_links(here) or "")
-        node = find_node(tree, name, tree.read(f"{here}/numa_node"), nodes) if path else None
+        node, path = _read_place(tree, f"{NICS}{name}/device", name, nodes)
         states = [(state in ("", "ACTIVE"), rate, port) for port, state, rate in ports]
         active, rate, port = max(states, default=(True, 0.0, ""))
         layer = tree.read(f"{port}link_layer") or ""

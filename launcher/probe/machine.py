@@ -52,7 +52,7 @@ def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine
     return Machine(
         cpus=cpus,
         nodes=nodes,
-        gpus=probe_gpus(tree, known, online, quick),
+        gpus=probe_gpus(tree, known, quick),
         allowed_cpus=allowed,
         allowed_mems=read_allowed_mems(tree, status, known),
         isolated=(tree.read_list(f"{CPU}isolated") or frozenset()) & online,

@@ -89,9 +89,9 @@ class Tree:
         return os.path.exists(f"{self.prefix}/{path}")
 
     def resolve_links(self, path: str) -> str | None:
-        """A path with its links followed; None if they lead out of the root, as sysfs's own never do."""
+        """A path with its links followed; None if they lead nowhere, or out of the root."""
         try:
-            real = os.path.realpath(f"{self.prefix}/{path}")
+            real = os.path.realpath(f"{self.prefix}/{path}", strict=True)
         except (OSError, ValueError):
             return None
         return real[len(self.prefix) + 1 :] if real.startswith(f"{self.prefix}/") else None
@@ -164,28 +164,3 @@ def split_path(real: str) -> tuple[str, ...]:
         parts.pop()
     tops = [at for at, part in enumerate(parts) if part.startswith("pci") and ":" in part]
     return tuple(parts[tops[0] :] if tops else parts[-1:])
-
-
-def read_locality(
-    tree: Tree, pci: str, nodes: frozenset[int], online: frozenset[int]
-) -> tuple[int | None, frozenset[int], tuple[str, ...]]:
-    """A GPU's NUMA node (None for -1 and unknown), its online local CPUs and its PCI path (empty: unknown).
-
-    From sysfs, since NVML masks the first two by the job's cpuset.
-    """
-    here = f"{PCI}{pci}/"
-    real, text = tree.resolve_links(here), tree.read(f"{here}numa_node")
-    cpus = tree.read_list(f"{here}local_cpulist")
-    if real is None or (text is None and cpus is None):
-        tree.add_warning("sysfs has no locality of GPUs {items}: their NUMA node is unknown", pci)
-        return None, frozenset(), ()
-    return find_node(tree, pci, text, nodes), (cpus or frozenset()) & online, split_path(real)[:-1]
-
-
-def find_node(tree: Tree, name: str, text: str | None, nodes: frozenset[int]) -> int | None:
-    """The online NUMA node that `numa_node` names; a kernel without NUMA has no such file."""
-    named = {str(node): node for node in nodes}
-    if text not in named and text not in (None, "-1"):
-        warning = "numa_node of devices {items} is {value}, which is not online: unknown"
-        tree.add_warning(warning, name, value=text)
-    return named.get(text or "")

@@ -31,15 +31,8 @@ def divide(cpus: Sequence[Cpu], level: str) -> dict[int, list[Cpu]]:
 def list_devices(machine: Machine, place: int | None) -> list[Device]:
     """Return the GPUs and NICs that are next to a NUMA node; those of unknown place for None."""
     known = {node.id for node in machine.nodes} | {cpu.node for cpu in machine.cpus}
-    found: list[Device] = []
     devices: list[Device] = [*machine.gpus, *machine.nics]
-    for device in devices:
-        node = device.node if device.node in known else None
-        if node is None and isinstance(device, Gpu) and len(machine.nodes) > 1:
-            near = {cpu.node for cpu in machine.cpus if cpu.id in device.local_cpus}
-            node = min(near) if len(near) == 1 else None
-        found += [device] if node == place else []
-    return found
+    return [device for device in devices if (device.node if device.node in known else None) == place]
 
 
 def describe_device(device: Device) -> tuple[str, ...]:

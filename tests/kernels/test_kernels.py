@@ -116,7 +116,7 @@ def test_the_probe_finds_the_devices_where_they_are(case: Case, machine: Machine
     usable = [gpu for gpu in expected if gpu.index not in scenario.deny_gpus]
     assert [gpu.index for gpu in machine.gpus] == list(range(len(usable)))
     for gpu, planned in zip(machine.gpus, usable, strict=True):
-        assert (gpu.pci, gpu.node, gpu.local_cpus) == (planned.pci, planned.node, planned.local_cpus)
+        assert (gpu.pci, gpu.node) == (planned.pci, planned.node)
         assert gpu.uuid.startswith(f"GPU-{planned.index:08x}-")
     bridges = [(f"pci0000:{bus:02x}", len(gpus)) for _, bus, gpus in shape.list_bridges()]
     if not scenario.deny_gpus:
@@ -206,15 +206,16 @@ def test_the_other_bindings_give_a_part_of_the_machine(case: Case, machine: Mach
     for rank in report["plan"]["ranks"] if scenario.binding != "exclusive" else ():
         mask = parse_cpulist(rank["cpus"])
         assert mask in groups.values()
-        gpu = machine.gpus[rank["gpu"]["index"]]
-        assert mask & gpu.local_cpus
+        node = machine.gpus[rank["gpu"]["index"]].node
+        assert any(cpu.id in mask and node in (None, cpu.node) for cpu in machine.cpus)
 
 
 def test_a_job_away_from_its_gpu_is_told(case: Case) -> None:
     shape, scenario, report = case
     expected = convert(shape.describe(scenario))
     used = {rank["gpu"]["pci"] for rank in report["plan"]["ranks"] if rank["gpu"]}
-    away = [gpu for gpu in expected.gpus if gpu.local_cpus.isdisjoint(expected.allowed_cpus)]
+    usable = {cpu.node for cpu in expected.cpus if cpu.id in expected.allowed_cpus} | {None}
+    away = [gpu for gpu in expected.gpus if gpu.node not in usable]
     warnings = report["plan"]["warnings"]
     told = any(re.search("needs CPUs .*, next to its GPU,", warning) for warning in warnings)
     assert told == any(gpu.pci in used for gpu in away)

@@ -51,7 +51,7 @@ def write_cpus(lab: Any, root: Path) -> None:
 def write_gpu(lab: Any, root: Path, gpu: Data, number: int) -> None:
     """A GPU in PCI, and in its driver's files."""
     vendor = lab.data.get("gpu_vendor", "nvidia")
-    write_pci(lab, root, gpu, gpu["bdf"], GPUS[vendor])
+    write_pci(root, gpu, gpu["bdf"], GPUS[vendor])
     if vendor == "nvidia":
         text = f"Model: \t\t {lab.data['gpu_model']}\nGPU UUID: \t GPU-{number:08x}"
         fsroot.put(root / "proc/driver/nvidia/gpus" / gpu["bdf"] / "information", text)
@@ -64,7 +64,7 @@ def write_gpu(lab: Any, root: Path, gpu: Data, number: int) -> None:
 def write_nic(lab: Any, root: Path, nic: Data, number: int) -> None:
     """An RDMA device with one active port."""
     layer, rate = lab.data.get("nic_link", ("", 0))
-    real = write_pci(lab, root, nic, nic["bdf"] or STAND_IN.format(number), NIC)
+    real = write_pci(root, nic, nic["bdf"] or STAND_IN.format(number), NIC)
     here = root / "sys/class/infiniband" / nic["name"]
     link(here / "device", real)
     fsroot.put(here / "ports/1/link_layer", nic.get("link_layer", layer) or "Unspecified")
@@ -72,14 +72,12 @@ def write_nic(lab: Any, root: Path, nic: Data, number: int) -> None:
     fsroot.put(here / "ports/1/state", "4: ACTIVE")
 
 
-def write_pci(lab: Any, root: Path, device: Data, address: str, ids: tuple[str, str]) -> Path:
+def write_pci(root: Path, device: Data, address: str, ids: tuple[str, str]) -> Path:
     """A PCI device at the end of its path; of an unknown path, on a bus of its own."""
     path = device.get("path") or [f"pci{address[:7]}"]
     real = root.joinpath("sys/devices", *path, address)
-    node = device["numa"]
-    near = lab.nodes[node] & lab.online if node >= 0 else lab.online
-    values = {"vendor": ids[0], "device": "0x0000", "class": ids[1], "numa_node": node}
-    for name, value in {**values, "local_cpulist": fsroot.format_cpulist(near)}.items():
+    values = {"vendor": ids[0], "device": "0x0000", "class": ids[1], "numa_node": device["numa"]}
+    for name, value in values.items():
         fsroot.put(real / name, value)
     link(root / "sys/bus/pci/devices" / address, real)
     return real

@@ -55,7 +55,7 @@ def convert(data: Data) -> Machine:
         )
         for entry in sorted(data["numa"], key=lambda entry: entry["id"])
     )
-    gpus = tuple(convert_gpu(lab, index, gpu) for index, gpu in enumerate(lab.gpus))
+    gpus = tuple(convert_gpu(index, gpu) for index, gpu in enumerate(lab.gpus))
     allowed = frozenset(lab.allowed & lab.online)
     return Machine(cpus, nodes, gpus, allowed, frozenset(lab.allowed_mems), frozenset(lab.isolated))
 
@@ -66,12 +66,10 @@ def convert_cpu(lab: Any, number: int) -> Cpu:
     return Cpu(number, min(lab.siblings(number)), lab.package[node], node, min(lab.l3(number)))
 
 
-def convert_gpu(lab: Any, index: int, gpu: Data) -> Gpu:
-    """One GPU, with the local CPUs that the kernel would show."""
-    known = gpu["numa"] >= 0
-    near = lab.nodes[gpu["numa"]] & lab.online if known else lab.online
+def convert_gpu(index: int, gpu: Data) -> Gpu:
+    """One GPU."""
     uuid = gpu.get("uuid", f"GPU-{index:08x}-aaaa")
-    return Gpu(index, uuid, gpu["bdf"], gpu["numa"] if known else None, frozenset(near), gpu["model"])
+    return Gpu(index, uuid, gpu["bdf"], gpu["numa"] if gpu["numa"] >= 0 else None, gpu["model"])
 
 
 def describe(cpus: list[str], gpus: list[int], **more: Any) -> Data:
@@ -136,8 +134,6 @@ def make_machine(words: str | Data) -> Machine:
 def read_fields(words: Data) -> Data:
     """A GPU's fields: -1 is a node that is not known, and paths are written with `/`."""
     found = dict(words)
-    if "local_cpus" in found:
-        found["local_cpus"] = parse_cpulist(found["local_cpus"])
     if found.get("node") == -1:
         found["node"] = None
     if "path" in found:

@@ -57,7 +57,6 @@ def make_gpu(random: Random, at: int, vendor: str, numbers: list[int]) -> Gpu:
         uuid=random.choice([f"GPU-{at}", f"GPU-{at:016x}", ""]),
         pci=f"0000:{at:02x}:00.0",
         node=random.choice([None, 0, 1, 2, 3, 5]),
-        local_cpus=pick(random, numbers),
         mig=random.choice([(), (), (f"MIG-{at}a", f"MIG-{at}b")]) if vendor == "nvidia" else (),
         vendor=vendor,
         path=make_path(random),
@@ -120,8 +119,6 @@ def find_homes(machine: Machine, made: Plan) -> tuple[dict[int, int], list[set[i
         gpu = rank.gpu
         table = distances.get(gpu.node) if gpu and gpu.node is not None else None
         far = {node: table.get(node, 255) if table else 0 for node in node_of.values()}
-        if gpu and not table and (local := {node_of[core_of[cpu]] for cpu in gpu.local_cpus & usable}):
-            far = dict.fromkeys(local, 0)
         near = {node for node, distance in far.items() if distance == min(far.values())}
         homes.append({core for core, node in node_of.items() if node in near})
     return core_of, homes
@@ -342,7 +339,7 @@ def test_what_ranks_are_shown_is_what_the_plan_says_they_have(machine: Machine, 
 @given(MACHINES, st.integers(1, 24))
 def test_gpus_that_are_alike_share_nics_evenly(machine: Machine, ranks: int) -> None:
     assume(find_usable(machine) and machine.gpus)
-    gpus = tuple(replace(gpu, node=None, path=(), local_cpus=frozenset(), mig=()) for gpu in machine.gpus)
+    gpus = tuple(replace(gpu, node=None, path=(), mig=()) for gpu in machine.gpus)
     nics = tuple(replace(nic, rate_gbps=100, active=True) for nic in machine.nics)
     made = plan(replace(machine, gpus=gpus, nics=nics), ask(ranks))
     assert {rank.nic for rank in made.ranks} <= {nic.name if nic else None for nic in nics or (None,)}

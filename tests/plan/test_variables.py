@@ -210,7 +210,6 @@ def test_everything_that_a_machine_can_hold_reads_back() -> None:
         uuid="GPU-1",
         pci="10000:00:04.0",
         node=None,
-        local_cpus=frozenset({1, 2, 7}),
         name="GPU",
         mig=("MIG-1", "MIG-2"),
         vendor="amd",

@@ -292,7 +292,7 @@ def check(machine: Machine) -> None:
         assert {other for other, _ in node.distances} == nodes and node.distance(node.id) == 10
     for index, gpu in enumerate(machine.gpus):
         assert gpu.index == index and (gpu.node is None or gpu.node in nodes)
-        assert gpu.local_cpus <= cpus.keys() and gpu.name.isprintable() and gpu.uuid.isascii()
+        assert gpu.name.isprintable() and gpu.uuid.isascii()
         assert gpu.memory_mib >= 0 and gpu.vendor in ("nvidia", "amd")
     for nic in machine.nics:
         assert nic.node is None or nic.node in nodes

@@ -122,13 +122,6 @@ def test_what_is_out_of_the_ordinary() -> None:
         assert line in show(machine), case
 
 
-def test_a_gpu_without_a_node_stands_by_the_cpus_next_to_it() -> None:
-    machine = full_machines.lab("a100-slurm-32of112")
-    far = frozenset(cpu.id for cpu in machine.cpus if cpu.node == 1)
-    gpus = tuple(replace(gpu, node=None, local_cpus=far) if gpu.node else gpu for gpu in machine.gpus)
-    assert show(replace(machine, gpus=gpus)) == show(machine)
-
-
 def test_explain_shows_each_cache_and_core() -> None:
     lines = show(full_machines.lab("dgx-a100"), explain=True).splitlines()
     assert sum("L3 32 MiB" in line for line in lines) == 32
