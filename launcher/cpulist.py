@@ -5,32 +5,20 @@ Every rank imports this at its start, so it imports nothing itself.
 
 
 def parse_cpulist(text: str) -> frozenset[int]:
-    """Read a cpulist, also the kernel's `0-15:2/4` form; an empty text is the empty set.
+    """Read a cpulist as the kernel writes it; an empty text is the empty set.
 
-    Source: the kernel's Documentation/admin-guide/cputopology and bitmap_parselist(3).
-    Raises ValueError for anything else.
+    Source: the kernel's Documentation/admin-guide/cputopology. Raises ValueError for anything else, strides
+    (`0-15:2/4`) among it.
     """
     numbers: set[int] = set()
     for part in filter(None, (piece.strip() for piece in text.split(","))):
-        numbers.update(parse_range(part))
+        low, dash, high = part.partition("-")
+        first = int(low)
+        last = int(high) if dash else first
+        if not 0 <= first <= last < 1 << 20:
+            raise ValueError(f"{part!r} is not a range of a cpulist")
+        numbers.update(range(first, last + 1))
     return frozenset(numbers)
-
-
-def parse_range(part: str) -> range | list[int]:
-    """Read one `low[-high[:used/group]]` of a cpulist."""
-    span, _, stride = part.partition(":")
-    low, dash, high = span.partition("-")
-    first = int(low)
-    last = int(high) if dash else first
-    if not 0 <= first <= last < 1 << 20:
-        raise ValueError(f"{part!r} is not a range of a cpulist")
-    if not stride:
-        return range(first, last + 1)
-    used_text, _, group_text = stride.partition("/")
-    used, group = int(used_text), int(group_text)
-    if not 0 < used <= group:
-        raise ValueError(f"{part!r} is not a range of a cpulist")
-    return [n for n in range(first, last + 1) if (n - first) % group < used]
 
 
 def format_cpulist(numbers: set[int] | frozenset[int]) -> str:

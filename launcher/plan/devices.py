@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from launcher.plan.model import Gpu, Machine, Nic, PlanWarning, Request, warn
 from launcher.plan.topology import UNREACHABLE, Placement, Topology, group_by
+from launcher.plan.variables import VISIBLE_DEVICES
 from launcher.protocol import LAUNCH_NIC
 
-CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+CUDA, HIP, ROCR = VISIBLE_DEVICES
 NO_DEVICES = ("", "-1", "NoDevFiles")
 """Values that mean no device: empty, the customary -1, and SLURM's for a job without GPUs."""
 SLOW = 0.5

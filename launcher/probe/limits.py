@@ -33,7 +33,8 @@ Groups = tuple[int, list[str]]
 def list_cgroups(tree: Tree, controllers: tuple[str, ...], process: int | str = "self") -> dict[str, Groups]:
     """For each controller the cgroup that limits a process, then those above it as far as they are seen.
 
-    /proc/PID/cgroup names them by controller, version 2's under an empty name (cgroups(7)).
+    /proc/PID/cgroup names them by controller, version 2's under an empty name (cgroups(7)). There are no
+    directories if it does not.
     """
     own_paths: dict[str, str] = {}
     for line in (tree.read(f"proc/{process}/cgroup") or "").splitlines():
@@ -44,8 +45,8 @@ def list_cgroups(tree: Tree, controllers: tuple[str, ...], process: int | str = 
     for controller in controllers:
         version = 1 if controller in own_paths else 2
         own_path = own_paths.get(controller if version == 1 else "")
-        if own_path is not None:
-            groups[controller] = version, _find_folders(tree, controller, version, own_path)
+        folders = _find_folders(tree, controller, version, own_path) if own_path else []
+        groups[controller] = version, folders
     return groups
 
 
@@ -55,11 +56,10 @@ def _find_folders(tree: Tree, controller: str, version: int, path: str) -> list[
     In a container that sees the host's names for its cgroups, what stands for the container is the top. What
     is outside of the process's cgroup namespace (`/..`) is not known.
     """
+    top = TOP
     if version == 1:  # a container may lack the link `cpu` to `cpu,cpuacct`
         names = (name for name in tree.list_directory(TOP) if controller in name.split(","))
         top = f"{TOP}/{next(names, controller)}"
-    else:
-        top = TOP if tree.has(f"{TOP}/cgroup.controllers") else f"{TOP}/unified"
     parts = [part for part in path.split("/") if part]
     if ".." in parts or tree.resolve_links(top) is None:
         return []
@@ -76,7 +76,7 @@ def count_oom_kills(tree: Tree | None = None) -> int:
     mm/memcontrol-v1.c, and Documentation/admin-guide/cgroup-v2.rst.
     """
     tree = tree or Tree()
-    version, paths = list_cgroups(tree, ("memory",)).get("memory", (2, []))
+    version, paths = list_cgroups(tree, ("memory",))["memory"]
     if not paths:
         return 0
     text = tree.read(f"{paths[0]}/{'memory.events' if version == 2 else 'memory.oom_control'}") or ""
@@ -89,7 +89,7 @@ def read_pids_max(tree: Tree) -> int | None:
 
     Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/pids.rst.
     """
-    _, paths = list_cgroups(tree, ("pids",)).get("pids", (2, []))
+    _, paths = list_cgroups(tree, ("pids",))["pids"]
     found = [number for path in paths if (number := parse_number(tree.read(f"{path}/pids.max")))]
     return min(found, default=None)
 
@@ -106,7 +106,7 @@ def read_limits(tree: Tree) -> Limits:
     A limit that is no number is none.
     """
     groups = list_cgroups(tree, ("cpu", "memory"))
-    version, paths = groups.get("cpu", (2, []))
+    version, paths = groups["cpu"]
     quotas = []
     for path in paths:
         words = (tree.read(f"{path}/cpu.max") or "").split()
@@ -114,7 +114,7 @@ def read_limits(tree: Tree) -> Limits:
             words = [tree.read(f"{path}/cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
         quota, period = (parse_number(word) for word in (*words, "", "")[:2])
         quotas += [quota / period] if quota and period else []
-    version, paths = groups.get("memory", (2, []))
+    version, paths = groups["memory"]
     name = "memory.max" if version == 2 else "memory.limit_in_bytes"
     sizes = [size for path in paths if (size := tree.read_number(f"{path}/{name}")) and size < UNLIMITED]
     hard = read_resource(tree, FILES)[1:]

@@ -34,7 +34,7 @@ def probe(root: str | os.PathLike[str] = "/", *, quick: bool = False) -> Machine
     Raises UsageError if root is no directory and MachineError if no usable CPU is found.
     """
     name = os.fspath(root)
-    if "\0" in name or not os.path.isdir(name):
+    if not os.path.isdir(name):
         raise UsageError(
             f"machine.root={name!r} is not a directory: name one that holds sys/ and proc/ as Linux has them"
         )

@@ -102,7 +102,7 @@ class NodeWatcher:
         self.prometheus = Prometheus(settings.run, host, watch, warn)
         self.collectives = CollectiveReader(self.book.folder, settings.ranks * settings.nodes)
         self.stragglers = StragglerFinder()
-        self.sampler = Sampler(lambda pid: list_cgroups(Tree(), ("cpu",), pid).get("cpu", (2, []))[1])
+        self.sampler = Sampler(lambda pid: list_cgroups(Tree(), ("cpu",), pid)["cpu"][1])
         self.sample = Sample()
 
         def open_gpus() -> Callable[[], Mapping[int, GpuSample]] | None:
