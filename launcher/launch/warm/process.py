@@ -24,7 +24,6 @@ FORK_TIMEOUT = 60.0
 """Seconds in which a rank is forked, or its start fails."""
 MAX_REPLY = 1 << 16
 END_GRACE = 2.0
-LAST_WORDS = 300
 
 
 @dataclass(slots=True)
@@ -37,8 +36,6 @@ class WarmProcess:
     """What it was started with."""
     process: "subprocess.Popen[bytes]"
     channel: socket.socket
-    output: int
-    """A descriptor of what it has printed."""
     refusal: str | None = None
     """Why nothing can be forked from it; empty if it can; None while it imports, as far as it was asked."""
 
@@ -55,11 +52,10 @@ class WarmProcess:
         program = find_python_program(argv, environ)
         adopt_orphans()
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        output = os.memfd_create("launch-warm")
         settings = {"socket": other.fileno(), "launcher": os.getpid(), "preload": [*modules]}
         path = os.pathsep.join([FOLDER, *filter(None, [environ.get("PYTHONPATH")])])
         try:
-            with other:
+            with other, os.fdopen(os.memfd_create("launch-warm"), "wb") as output:
                 process = subprocess.Popen(
                     program.command,
                     stdin=subprocess.DEVNULL,
@@ -71,9 +67,8 @@ class WarmProcess:
                 )
         except (OSError, ValueError) as error:
             own.close()
-            os.close(output)
             raise ExecNeededError(f"the warm process cannot be started ({error})") from None
-        return cls(tuple(argv), environ, process, own, output)
+        return cls(tuple(argv), environ, process, own)
 
     def await_imports(self, timeout: float | None) -> bool:
         """Wait for the end of the imports, from which on `fork_rank` returns at once; tell if it was."""
@@ -119,10 +114,7 @@ class WarmProcess:
                 return answer
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_GRACE)
-        said = os.pread(self.output, MAX_REPLY, max(0, os.fstat(self.output).st_size - MAX_REPLY))
-        lines = said.decode(errors="replace").strip().split("\n")
-        words = [f"the warm process has ended (code {self.process.returncode})", *filter(None, lines[-1:])]
-        self.close(": ".join(words)[:LAST_WORDS])
+        self.close(f"the warm process has ended (code {self.process.returncode})")
         return self.refusal or ""
 
     def close(self, reason: str = "the warm process is closed") -> None:
@@ -131,9 +123,6 @@ class WarmProcess:
         self.channel.close()
         self.process.kill()
         self.process.wait()
-        if self.output >= 0:
-            os.close(self.output)
-            self.output = -1
 
 
 def start_warm(

@@ -161,8 +161,7 @@ class ProgramText:
             source = read_file(path, self.left, follow=True)
         except OSError:
             self.uses_torch = True
-            if os.path.isfile(path):
-                self.obstacle = self.obstacle or "its files cannot be read, or are too large to look through"
+            self.obstacle = self.obstacle or "its files cannot be read, or are too large to look through"
             return
         self.left -= len(source)
         self.read_text(source, path)
