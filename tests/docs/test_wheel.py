@@ -39,10 +39,12 @@ def scripts(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-def run(scripts: Path, folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+def run(
+    scripts: Path, folder: Path, *words: str, command: str = "launch"
+) -> "subprocess.CompletedProcess[str]":
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     return subprocess.run(
-        [str(scripts / "launch"), *words],
+        [str(scripts / command), *words],
         cwd=folder,
         env=environ,
         capture_output=True,
@@ -67,11 +69,20 @@ def test_the_wheel_carries_all_that_is_shipped_and_the_licence(wheel: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_distribution_has_a_name_of_its_own(wheel: Path, scripts: Path, tmp_path: Path) -> None:
+def test_the_distribution_has_its_commands_and_a_name_of_its_own(
+    wheel: Path, scripts: Path, tmp_path: Path
+) -> None:
     """`pip install launch` and `pip install launcher` install something else."""
     name, version = wheel.name.split("-")[:2]
     assert name == "launch_ranks"
     assert run(scripts, tmp_path, "--version").stdout == f"launch {version}\n"
+    done = run(scripts, tmp_path, "echo", "ran", command="launch-rank")
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert done.stderr.startswith("launch-rank: rank 0, cpus ")
+    (folder,) = scripts.parent.glob("lib/python*/site-packages/launcher/slurm/scripts")
+    done = run(folder, tmp_path, f"--folder={tmp_path}", "status", command="sandbox")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"sandbox: error: there is no cluster in {tmp_path}: ")
 
 
 @pytest.mark.slow
@@ -115,25 +126,3 @@ def test_a_job_runs_from_the_installed_package(scripts: Path, tmp_path: Path) ->
     assert package.is_relative_to(scripts.parent) and hook.is_relative_to(package.parent)
     shim = next(tmp_path.glob("runs/*/*/rank-0.applied.json"))
     assert json.loads(shim.read_text())["problems"] == []
-
-
-@pytest.mark.slow
-def test_launch_rank_is_installed(scripts: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [str(scripts / "launch-rank"), "echo", "ran"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "ran\n"
-    assert done.stderr.startswith("launch-rank: rank 0, cpus ")
-
-
-@pytest.mark.slow
-def test_the_sandbox_is_a_command_of_the_package(scripts: Path, tmp_path: Path) -> None:
-    (sandbox,) = scripts.parent.glob("lib/python*/site-packages/launcher/slurm/scripts/sandbox")
-    command: list[str | Path] = [sandbox, "--folder", tmp_path, "status"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"sandbox: error: there is no cluster in {tmp_path}: ")

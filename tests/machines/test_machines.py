@@ -84,42 +84,27 @@ def test_where_a_machine_is_known_from_is_told_whole(launch: Launch, name: str) 
     assert f"source {' '.join(data['source'].split())}" in shown
 
 
-def test_this_machines_device_lists_are_not_the_clusters(
+def test_a_device_list_of_this_machine_is_not_the_clusters_and_is_told_of(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = plan(launch, "machine=dgx_h100")
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+    for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("LAUNCH_NIC", "mlx5_77")
-    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_77")
-    assert plan(launch, "machine=dgx_h100") == alone
-    chosen = plan(launch, "machine=dgx_h100", "env.CUDA_VISIBLE_DEVICES='4,5'")
-    assert list_pci(chosen) == list_pci(alone)[4:6]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["plan"], ["dry_run=true"]],
-    ids=lambda words: words[0],
-)
-def test_a_device_list_of_this_machine_is_told_of_with_how_to_have_it(
-    here: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> None:
+    for name in ("LAUNCH_NIC", "NCCL_IB_HCA"):
+        monkeypatch.setenv(name, "mlx5_77")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,2,5")
-    program = ["--", "true"] if words[0] == "dry_run=true" else []
+    assert plan(launch, "machine=dgx_h100") == alone
+    meant = "env.CUDA_VISIBLE_DEVICES=6,2,5"
+    chosen = plan(launch, "machine=dgx_h100", meant)
+    assert list_pci(chosen) == [list_pci(alone)[gpu] for gpu in (6, 2, 5)]
     warning = (
         "launch: warning: CUDA_VISIBLE_DEVICES=6,2,5 is of this machine, and does not count in a plan for "
-        "dgx_h100: set env.CUDA_VISIBLE_DEVICES=6,2,5 if it is meant for that"
+        f"dgx_h100: set {meant} if it is meant for that"
     )
-    assert launch(*words, "machine=dgx_h100", *program).err.splitlines().count(warning) == 1
-    meant = launch(*words, "machine=dgx_h100", "env.CUDA_VISIBLE_DEVICES=6,2,5", *program)
-    assert "does not count" not in meant.err
-    assert "does not count" not in launch("topo", "machine=dgx_h100").err
-    if words == ["plan"]:
-        made = json.loads(
-            launch("plan", "machine=dgx_h100", "env.CUDA_VISIBLE_DEVICES=6,2,5", "format=json").out
-        )
-        assert [rank["gpu"]["index"] for rank in made["ranks"]] == [6, 2, 5]
+    for words in (("plan", "machine=dgx_h100"), ("dry_run=true", "machine=dgx_h100", "--", "true")):
+        assert launch(*words).err.splitlines().count(warning) == 1
+        assert "CUDA_VISIBLE_DEVICES" not in launch(*words[:2], meant, *words[2:]).err
+    assert "CUDA_VISIBLE_DEVICES" not in launch("topo", "machine=dgx_h100").err
 
 
 def test_a_written_out_machine_is_planned_with_the_device_list(
