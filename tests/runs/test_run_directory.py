@@ -292,16 +292,8 @@ def test_what_is_said_if_nothing_can_be_written(tmp_path: Path, monkeypatch: pyt
 
 
 RECORD = {
-    "rank": 4,
-    "local_rank": 0,
-    "attempt": 1,
-    "pid": 77,
-    "agent": 70,
-    "host": "h",
-    "cpus": "0-3",
-    "memory": {"policy": "preferred", "nodes": "0"},
-    "problems": ["p"],
-    "more": None,
+    **{"rank": 4, "local_rank": 0, "attempt": 1, "pid": 77, "agent": 70, "host": "h", "cpus": "0-3"},
+    **{"memory": {"policy": "preferred", "nodes": "0"}, "problems": ["p"], "more": None},
 }
 APPLIED = {
     **{key: value for key, value in RECORD.items() if key != "more"},
