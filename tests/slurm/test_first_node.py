@@ -21,7 +21,7 @@ from launcher.config.settings import Settings
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import lost_nodes
 from launcher.slurm.attempt import Attempt
-from launcher.slurm.commands import ask_nodes, exclude_nodes
+from launcher.slurm.commands import exclude_nodes
 from launcher.slurm.job_request import JobRequest, write_job_request
 from launcher.slurm.lost_nodes import Liveness
 from tests.cli.make_runs import read_manifest
@@ -217,27 +217,20 @@ def test_a_node_is_guarded_before_its_ranks_start(environ: dict[str, str], tmp_p
         assert was_ready
 
 
-def test_the_port_of_a_node_is_never_shortened(environ: dict[str, str], tmp_path: Path) -> None:
-    """SLURM writes multiples of 512 as 17K, unless it is told not to; such a one says nothing of the node."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        row = f"echo 'n0|idle|127.0.0.1|{port}|'"
-        write_script(
-            tmp_path / "sinfo", f"case $* in *--noconvert*) {row} ;; *) echo 'n0|idle|h|17K|' ;; esac"
-        )
-        assert lost_nodes.try_connection(ask_nodes(["n0"], environ)["n0"]) is True
-    write_script(tmp_path / "sinfo", "echo 'n0|idle|127.0.0.1|17K|'")
-    assert lost_nodes.try_connection(ask_nodes(["n0"], environ)["n0"]) is None
-
-
-@pytest.mark.parametrize(("state", "is_lost"), [("allocated", False), ("allocated*", True)])
 def test_a_node_that_this_one_alone_cannot_reach_is_not_lost(
-    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, *, is_lost: bool
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_script(tmp_path / "sinfo", f"echo 'n0|{state}|127.0.0.1|1|'")
+    """Nor is one of which the port says nothing: SLURM writes multiples of 512 so, unless told not to."""
     monkeypatch.setattr("os.environ", environ)
-    assert bool(lost_nodes.find_evidence("n0", 60.0)) is is_lost
-    assert not lost_nodes.find_evidence("n0", 10.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        for row, is_lost in {
+            **{"allocated|127.0.0.1|1": False, "allocated*|127.0.0.1|1": True},
+            **{f"allocated*|127.0.0.1|{taken}": False, "allocated*|127.0.0.1|17K": False},
+        }.items():
+            write_script(tmp_path / "sinfo", f"case $* in *--noconvert*) echo 'n0|{row}|' ;; esac")
+            assert bool(lost_nodes.find_evidence("n0", 60.0)) is is_lost, row
+            assert not lost_nodes.find_evidence("n0", 10.0)
 
 
 def test_a_slow_slurm_delays_signals_for_a_limited_time(tmp_path: Path) -> None:

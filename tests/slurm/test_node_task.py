@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from launcher.launch.coordinator import GroupNode, GroupStart, JobEnd, Order
+from launcher.launch.coordinator import GroupNode, GroupStart, JobEnd
 from launcher.launch.signals import open_signal_channel
 from launcher.slurm.job_request import JobRequest, write_job_request
 from launcher.slurm.node_job import NodeControl, open_caches
@@ -229,7 +229,7 @@ def test_what_is_not_a_jobs_own_folder_stays(tmp_path: Path) -> None:
 
 MARK = "launch-task: "
 NODES = (GroupNode("n0", 2), GroupNode("n1", 2))
-ORDERS: dict[str, Order] = {
+ORDERS: dict[str, GroupStart | JobEnd] = {
     "first": GroupStart(0, NODES, "n0", 20000),
     "second": GroupStart(1, NODES, "n0", 20001),
     "over": JobEnd(failed=False),
@@ -237,7 +237,7 @@ ORDERS: dict[str, Order] = {
 }
 
 
-def render_order(order: Order) -> str:
+def render_order(order: GroupStart | JobEnd) -> str:
     return f"{'END' if isinstance(order, JobEnd) else 'START'} {json.dumps(asdict(order))}\n"
 
 
