@@ -65,6 +65,7 @@ MISTAKES = (
 FAILURES = (*MISTAKES, AssertionError, AttributeError, LookupError, TypeError)
 """The others are for a file of a shape that Hydra does not expect, or for a wrong call of ours."""
 BESIDE = {
+    "env": "; a variable is set by itself: env.{0}=VALUE",
     "cluster": "; any other option of sbatch is cluster.additional.{0}, of srun cluster.srun.{0}",
     "fit": "; what the estimate has no key for, `launch fit -- PROGRAM` measures on fake tensors",
 }
@@ -315,8 +316,9 @@ def normalize_overrides(
             value = given
         if value is given or not read_key(given):
             raise UsageError(f"cannot read {given!r} as KEY=VALUE: quote the value, as in 'KEY=\"…\"'")
-        names = value if isinstance(value, list) else [value]
         is_group = read_key(word) in groups and not word.startswith("~")
+        # A mapping sets some of a section's keys, and stays.
+        names = value if isinstance(value, list) else ["" if isinstance(value, dict) else value]
         if is_group and any(isinstance(name, int | float | list | dict | None) for name in names):
             raise UsageError(f"{given}: name an option of the group, as in {read_key(word)}=NAME")
     return words
