@@ -18,7 +18,7 @@ from _thread import get_ident
 from time import monotonic
 
 from .import_hook import (
-    REPLACED,
+    SAVERS,
     Suppressed,
     call_safely,
     is_foreign,
@@ -54,8 +54,6 @@ MAX_NOTES = 1024
 """Bytes of the notes, lines of UTF-8."""
 DUMP_OFFSET = 8
 """From SIGRTMIN; programs use SIGUSR1 and SIGUSR2, and the C library's first real-time signals."""
-SAVERS = ("torch.serialization", "torch.distributed.checkpoint.state_dict_saver", "safetensors.torch")
-"""Modules with functions that save."""
 LOG_LEVELS = ("FLAGS_caffe2_log_level", "_ZN3c1022FLAGS_caffe2_log_levelE")
 """Names of libc10's variable below which its messages are not printed; the second one is in a namespace."""
 ERROR = 2
@@ -320,7 +318,7 @@ def note_phases(beat: Heartbeat) -> None:
         beat.set_phase(beat.base)
 
     def watch_savers(module: ModuleType) -> None:
-        for name in REPLACED[module.__name__].split():
+        for name in SAVERS[module.__name__].split():
             if callable(getattr(module, name, None)):
                 surround(module, name, begin_saving, end_saving)
 

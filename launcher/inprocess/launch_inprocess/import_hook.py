@@ -18,10 +18,14 @@ if TYPE_CHECKING:  # these would cost each start of an interpreter some millisec
 else:
     from _signal import NSIG, getsignal  # `signal` costs a millisecond
 
-REPLACED = {
+SAVERS = {
     "torch.serialization": "save",
     "torch.distributed.checkpoint.state_dict_saver": "save async_save save_state_dict",
     "safetensors.torch": "save_file save_model",
+}
+"""Functions that save, by module."""
+REPLACED = {
+    **SAVERS,
     "torch.distributed.distributed_c10d": "init_process_group destroy_process_group",
     "gc": "collect get_objects get_referrers",
 }

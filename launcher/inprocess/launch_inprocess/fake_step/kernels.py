@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import library
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
-
-from .fake_tensors import find_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +34,7 @@ KEY = torch._C.DispatchKey.AutocastCUDA
 FLASH_TYPES = (torch.float16, torch.bfloat16)
 MOST_WIDTH = 256
 """Of a head, in flash attention."""
-libraries = library.Library("aten", "IMPL", KEY.name), library.Library("aten", "IMPL", "CUDA")
+autocast, autograd, cuda = (library.Library("aten", "IMPL", key) for key in (KEY.name, "AutogradCUDA", "CUDA"))
 """torch knows kernels as long as these live."""
 casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 """Weights, and what autocast has made of them, until it is left."""
@@ -45,37 +42,27 @@ casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 def replace_kernels() -> None:
     """Put these in the place of torch's."""
-    original, drop, clear = F.scaled_dot_product_attention, F.dropout, torch.clear_autocast_cache
+    loose: Any = torch
+    clear = loose.clear_autocast_cache
 
     def forget() -> None:
         casts.clear()
         clear()
 
-    def attend_or_not(query: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        return (attend if find_kind(query) == "cuda" else original)(query, *args, **named)
-
-    def dropout(
-        input: torch.Tensor,  # noqa: A002 - torch's own name
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-    ) -> torch.Tensor:
-        if training and 0 < p < 1 and not inplace and find_kind(input) == "cuda":
-            return torch.native_dropout(input, p, True)[0]
-        return drop(input, p, training, inplace)
-
-    functions: Any = F
-    functions.scaled_dot_product_attention, functions.dropout = attend_or_not, dropout
-    loose: Any = torch
     loose.clear_autocast_cache = forget
     with warnings.catch_warnings(action="ignore"):  # that torch has kernels of its own
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(KEY.name):
             short = name.removeprefix("aten::")
             if short != REFUSED:
-                libraries[0].impl(short, _make_kernel(short))
+                autocast.impl(short, _make_kernel(short))
+    autograd.impl("dropout", drop)
+    autograd.impl("scaled_dot_product_attention", attend)
+    # Where no autograd is, as in `inference_mode`, the dispatch mode asks for this.
+    attention: Any = torch.ops.aten.scaled_dot_product_attention.default
+    attention.py_kernels.setdefault(torch._C.DispatchKey.CompositeImplicitAutograd, attend)
     for name in ("silu_backward", "_fused_rms_norm"):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
-            libraries[1].impl(name, lambda *_: None)
+            cuda.impl(name, lambda *_: None)
     torch.backends.mha.set_fastpath_enabled(False)
 
 
@@ -121,6 +108,11 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
+def drop(tensor: torch.Tensor, share: float, is_training: bool) -> torch.Tensor:  # torch's own form
+    """Compute dropout by the kernel of a GPU."""
+    return torch.native_dropout(tensor, share, True)[0] if is_training and share else tensor
+
+
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -132,11 +124,6 @@ def attend(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Compute attention by the kernel of a GPU: flash, memory-efficient, or the formula."""
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        query, key, value = (each.to(dtype) for each in (query, key, value))
-        is_bias = attn_mask is not None and attn_mask.is_floating_point()
-        attn_mask = attn_mask.to(dtype) if is_bias else attn_mask  # type: ignore[union-attr]
     ops: Any = torch.ops.aten
     args: tuple[Any, ...]
     shape, named = query.shape, {"scale": scale}

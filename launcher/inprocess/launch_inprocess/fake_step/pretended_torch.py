@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device
 
-from ..import_hook import when_imported
+from ..import_hook import SAVERS, when_imported
 from .fake_tensors import CPU, GPU, find_kind, find_value, get_device, local, show_devices
 from .kernels import replace_kernels
 
@@ -28,20 +28,14 @@ if TYPE_CHECKING:
 
     from .session import StepMemory, StepSession
 
-LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
-NEW = "new_empty new_empty_strided new_full new_ones new_zeros"
+CONSTRUCTORS = _device._device_constructors()
+"""Those to which `torch.device(…)` as a context gives its device."""
+LIKE = [f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
+NEW = [f"new_{name}" for name in ("empty", "empty_strided", "full", "ones", "zeros")]
 OF_DATA = ("tensor", "as_tensor", "asarray")
 """These look for the GPU before they dispatch."""
-WITHOUT_WORKERS = {
-    **{"num_workers": 0, "prefetch_factor": None, "persistent_workers": False},
-    **{"pin_memory": False, "timeout": 0},
-}
-"""Attributes of a DataLoader that reads in this process."""
-SAVERS = {
-    "torch.serialization": "save",
-    "torch.distributed.checkpoint": "save async_save save_state_dict",
-    "torch.distributed.checkpoint.state_dict_saver": "save async_save save_state_dict",
-    "safetensors.torch": "save_file save_model",
+LEFT_OUT = {
+    **SAVERS,
     "transformers.modeling_utils": "PreTrainedModel.save_pretrained",
     "transformers.trainer": "Trainer._save_checkpoint Trainer.save_model",
     "accelerate.accelerator": "Accelerator.save Accelerator.save_state Accelerator.save_model",
@@ -63,6 +57,9 @@ NO_EFFECT = (
     "reset_accumulated_memory_stats"
 )
 """Functions of `torch.cuda`."""
+ACCELERATOR_EFFECTS = " ".join(
+    f"_accelerator_{name}" for name in ("setDeviceIndex", "setStream", "synchronizeDevice", "emptyCache")
+)
 PROPERTIES = {
     **dict.fromkeys(("is_integrated", "is_multi_gpu_board"), False),
     **{"multi_processor_count": 132, "max_threads_per_multi_processor": 2048, "warp_size": 32},
@@ -78,14 +75,10 @@ tensor_class: Any = torch.Tensor
 def replace_functions() -> None:
     """Put these in the place of torch's."""
     show_devices()
-    constructors = _device._device_constructors()  # which names them for `torch.device(…)` as a context
-    for function in constructors:
-        name = getattr(function, "__name__", "")
-        if getattr(torch, name, None) is function:
-            setattr(torch, name, name_device(function))
-    for owner, names in ((torch, LIKE), (tensor_class, NEW)):
-        for name in names.split():
-            setattr(owner, name, name_device(getattr(owner, name), has_default=False))
+    names = {function.__name__ for function in CONSTRUCTORS} & {*vars(torch)}
+    for owner, known in ((torch, {*LIKE, *names}), (tensor_class, NEW)):
+        for name in known:
+            setattr(owner, name, name_device(getattr(owner, name)))
     tensor_class.new_tensor = make_alike
     replace_moves()
     replace_values()
@@ -98,13 +91,13 @@ def make_alike(self: torch.Tensor, data: Any, *, dtype: Any = None, device: Any 
     return torch.tensor(data, dtype=dtype or self.dtype, device=device, **named)
 
 
-def name_device(function: Any, *, has_default: bool = True) -> Any:  # torch's
+def name_device(function: Any) -> Any:  # torch's
     """Return a function that names the GPU with its index, and that tells the program's `meta` from C++'s."""
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         device = named.get("device")
-        if device is None and has_default and not local.in_kernel:
+        if device is None and function in CONSTRUCTORS:
             device = find_default()
         if device is None or local.in_kernel:
             return function(*args, **named)
@@ -122,11 +115,8 @@ def name_device(function: Any, *, has_default: bool = True) -> Any:  # torch's
 
 def find_default() -> torch.device | None:
     """Return the device of the innermost `with torch.device(…)`, or of `set_default_device`."""
-    if torch._C._len_torch_function_stack():
-        for mode in reversed(_get_current_function_mode_stack()):
-            if isinstance(mode, _device.DeviceContext):
-                return mode.device
-    return None
+    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    return next((one.device for one in reversed(modes) if isinstance(one, _device.DeviceContext)), None)
 
 
 def as_device(value: Any) -> torch.device:
@@ -260,18 +250,13 @@ def pretend_cuda(gpu: dict[str, Any], memory: StepMemory) -> None:
     loose.Stream, loose.Event, loose.Generator = Pretended, Pretended, Generator
     loose.version.cuda = loose.version.cuda or "12.8"
     loose.cuda.nccl.version = give((2, 27, 5))
-    if hasattr(torch._C, "_get_accelerator"):  # FSDP2 asks there
-        loose._C._get_accelerator = give(torch.device("cuda"))
-    if hasattr(torch, "accelerator"):
-        answers = {
-            "set_device_index set_device_idx set_stream synchronize empty_cache": return_none,
-            "current_accelerator": give(torch.device("cuda")),
-            "is_available": give(True),
-            "device_count": torch.cuda.device_count,
-            "current_device_index current_device_idx": torch.cuda.current_device,
-            "current_stream": Pretended,
-        }
-        answer_by_names(torch.accelerator, answers)
+    answers = {  # FSDP2 and `torch.accelerator` ask there
+        "_get_accelerator _accelerator_getAccelerator": give(torch.device("cuda")),
+        "_accelerator_getDeviceIndex": give(0),
+        "_accelerator_getStream": Pretended,
+        ACCELERATOR_EFFECTS: return_none,
+    }
+    answer_by_names(loose._C, answers)
 
 
 def answer_by_names(module: ModuleType, answers: dict[str, Callable[..., Any]]) -> None:
@@ -371,7 +356,7 @@ def leave_out_work(session: StepSession) -> None:
     module: Any = torch.nn.Module
     loose.compile, loose.save = compile_nothing, return_none
     module.compile = lambda self, *_, **__: note()
-    for name, functions in SAVERS.items():
+    for name, functions in LEFT_OUT.items():
         when_imported(name, functools.partial(leave_out_saving, functions.split()))
     when_imported("torch.utils.data.dataloader", leave_out_workers)
 
@@ -390,7 +375,7 @@ def leave_out_workers(module: ModuleType) -> None:
     make = module.DataLoader.__iter__
 
     def iterate(loader: Any) -> Any:
-        vars(loader).update(WITHOUT_WORKERS)
+        vars(loader).update(num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0)
         return make(loader)
 
     module.DataLoader.__iter__ = iterate
