@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from _weakref import ref  # `weakref` costs a millisecond
 
-from .import_hook import is_foreign, when_imported
+from .import_hook import call_safely, when_imported
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -123,10 +123,6 @@ def _register_step_hook(module: ModuleType) -> None:
 
 
 def _call_actions(actions: list[Action], step: int) -> None:
-    """Call the actions of a step; a failure of this package does not end the program."""
+    """Call the actions of a step."""
     for action in actions:
-        try:
-            action(step)
-        except Exception as error:
-            if is_foreign(error):
-                raise
+        call_safely(action, step)

@@ -61,8 +61,6 @@ def list_tensors(value: object) -> list[Any]:
 
 def get_device(tensor: torch.Tensor) -> torch.device:
     """Return the device that C++ sees."""
-    if not torch._C._len_torch_function_stack():
-        return read_device(tensor)
     with torch._C.DisableTorchFunction():  # else it asks the property that stands for it
         return read_device(tensor)
 
@@ -80,7 +78,7 @@ def find_kind(tensor: torch.Tensor) -> str:
 def _see_device(tensor: Any) -> torch.device:
     """Return the device of a tensor as the program sees it."""
     if _has_own_dispatch(type(tensor)):
-        return getattr(tensor, tensor.__tensor_flatten__()[0][0]).device
+        return unwrap_tensor(tensor)[0].device
     kind = "" if local.in_kernel else find_kind(tensor)
     return DEVICES[kind] if kind else get_device(tensor)
 
@@ -88,6 +86,13 @@ def _see_device(tensor: Any) -> torch.device:
 def _has_own_dispatch(kind: type) -> bool:
     """Tell whether this is a tensor that turns operations into others, as DTensor does."""
     return kind not in (torch.Tensor, torch.nn.Parameter) and hasattr(kind, "__tensor_flatten__")
+
+
+def unwrap_tensor(value: Any) -> list[torch.Tensor]:
+    """Return the tensors with a storage within a tensor; a wrapper such as DTensor has them as attributes."""
+    if not _has_own_dispatch(type(value)):
+        return [value] if isinstance(value, torch.Tensor) else []
+    return [inner for name in value.__tensor_flatten__()[0] for inner in unwrap_tensor(getattr(value, name))]
 
 
 def show_devices() -> None:

@@ -34,7 +34,9 @@ KEY = torch._C.DispatchKey.AutocastCUDA
 FLASH_TYPES = (torch.float16, torch.bfloat16)
 MOST_WIDTH = 256
 """Of a head, in flash attention."""
-autocast, autograd, cuda = (library.Library("aten", "IMPL", key) for key in (KEY.name, "AutogradCUDA", "CUDA"))
+autocast, autograd, cuda = (
+    library.Library("aten", "IMPL", key) for key in ("AutocastCUDA", "AutogradCUDA", "CUDA")
+)
 """torch knows kernels as long as these live."""
 casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 """Weights, and what autocast has made of them, until it is left."""

@@ -274,7 +274,10 @@ class Generator(torch.Generator):
 
 
 def pretend_group() -> None:
-    """Have `init_process_group` and what is built on it make groups of the fake backend."""
+    """Have `init_process_group` and what is built on it make groups of the fake backend.
+
+    There, what the others would send is what this rank has.
+    """
     if not dist.is_available():
         return
     import torch.distributed.distributed_c10d as c10d
@@ -292,22 +295,11 @@ def pretend_group() -> None:
         named.update({key: None for key in ("device_id", "backend_options", "pg_options") if key in named})
         return make_helper(*args, **({**named, "backend": FAKE} if "backend" in named else named))
 
-    # What the others would send is what this rank has.
-    def gather_object(value: object, found: list[Any] | None = None, *_: object, **__: object) -> None:
-        if found is not None:
-            found[:] = [value] * len(found)
-
-    def scatter_object_list(found: list[Any], values: list[Any] | None, *_: object, **__: object) -> None:
-        found[0] = values[0] if values else None
-
     replacements = {
         "init_process_group": init_process_group,
         "_new_process_group_helper": make_group,
         "is_nccl_available": give(True),
         "get_backend": lambda *_, **__: "nccl" if torch.cuda.is_available() else "gloo",
-        "gather_object": gather_object,
-        "all_gather_object": lambda found, value, *_, **__: gather_object(value, found),
-        "scatter_object_list": scatter_object_list,
         **dict.fromkeys(WITHOUT_RESULT.split(), return_none),
     }
     for name, value in replacements.items():
@@ -346,16 +338,11 @@ def leave_out_work(session: StepSession) -> None:
     torch.compile returns the function as it is, and the result says so. A checkpoint of fake tensors is none.
     """
 
-    def note() -> None:
+    def compile_nothing(model: Any = None, *_: object, **__: object) -> Any:  # the user's
         session.note("torch.compile was left out: the memory is that of the program without it")
-
-    def compile_nothing(model: Any = None, **__: object) -> Any:  # the user's
-        note()
         return model if model is not None else lambda function: function
 
-    module: Any = torch.nn.Module
-    loose.compile, loose.save = compile_nothing, return_none
-    module.compile = lambda self, *_, **__: note()
+    loose.compile, loose.save, loose.nn.Module.compile = compile_nothing, return_none, compile_nothing
     for name, functions in LEFT_OUT.items():
         when_imported(name, functools.partial(leave_out_saving, functions.split()))
     when_imported("torch.utils.data.dataloader", leave_out_workers)

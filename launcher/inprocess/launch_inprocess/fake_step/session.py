@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .fake_tensors import FakeDispatch, get_device, list_tensors, make_fake
+from .fake_tensors import FakeDispatch, get_device, list_tensors, make_fake, unwrap_tensor
 from .pretended_torch import leave_out_work, pretend_cuda, pretend_group, replace_functions
 
 if TYPE_CHECKING:
@@ -37,10 +37,8 @@ MOST_NOTES = 20
 MOST_LINE = 200
 """Characters of a source line."""
 TRUE_NAMES = ("isfinite", "all_finite", "is_finite")
-HERE = os.path.dirname(os.path.abspath(__file__))
 LIBRARIES = tuple(
-    os.path.abspath(path) + os.sep
-    for path in (sysconfig.get_paths()["stdlib"], os.path.dirname(os.path.dirname(HERE)))
+    os.path.abspath(path) + os.sep for path in (sysconfig.get_paths()["stdlib"], f"{__file__}/../../..")
 )
 NO_OWNER = None, ""
 ROUNDING = 512
@@ -149,13 +147,6 @@ class StepMemory:
                 for own in (categories, modules.setdefault(each.owner, collections.Counter())):
                     own[each.category] += each.size
         return {"total": total, "categories": categories, "modules": modules}
-
-
-def unwrap_tensor(value: Any) -> list[torch.Tensor]:
-    """Return the tensors with a storage within a tensor; a wrapper such as DTensor has them as attributes."""
-    if type(value) in (torch.Tensor, nn.Parameter) or not hasattr(value, "__tensor_flatten__"):
-        return [value] if isinstance(value, torch.Tensor) else []
-    return [inner for name in value.__tensor_flatten__()[0] for inner in unwrap_tensor(getattr(value, name))]
 
 
 class StepSession:
@@ -336,7 +327,7 @@ def find_line(frames: Iterable[tuple[FrameType, int]]) -> dict[str, str]:
     """
     for frame, line in frames:
         file = frame.f_code.co_filename
-        if file.startswith(("<", *LIBRARIES)) or f"{os.sep}site-packages{os.sep}" in file or HERE in file:
+        if file.startswith(("<", *LIBRARIES)) or f"{os.sep}site-packages{os.sep}" in file:
             continue
         short = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
         return {"place": f"{short}:{line}", "line": linecache.getline(file, line).strip()[:MOST_LINE]}
