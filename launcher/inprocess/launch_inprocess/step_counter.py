@@ -86,8 +86,7 @@ COUNTER = StepCounter()
 def on_step(action: Action) -> None:
     """Have `action(step)` called after each step of the leading optimizer; the first step is 1.
 
-    What the action raises is dropped, but not what a signal's handler raises in it, or what is thrown into
-    this thread.
+    What the action raises is dropped, but not what a signal's handler raises in it.
     """
     if not COUNTER.actions:
         when_imported("torch.optim.optimizer", _register_step_hook)

@@ -104,23 +104,21 @@ def show_devices() -> None:
     kind.is_meta = property(lambda tensor: tensor.device.type == "meta")
     kind.get_device = lambda tensor: 0 if tensor.device.type == "cuda" else -1
     make_wrapper = kind._make_wrapper_subclass
-
-    def make_on_meta(*args: Any, **named: Any) -> Any:
-        if torch.device(named.get("device") or "cpu").type == "cuda":
-            named["device"] = META
-        return make_wrapper(*args, **named)
-
-    kind._make_wrapper_subclass = staticmethod(make_on_meta)
+    kind._make_wrapper_subclass = staticmethod(lambda *args, **named: make_wrapper(*args, **_lower(named)))
     mode: Any = FakeTensorMode
     dispatch = mode.dispatch
 
     def dispatch_as_kernel(own: Any, func: Any, types: Any, args: Any = (), named: Any = None) -> Any:
-        if named and named.get("device") is not None and named["device"].type == "cuda":
-            named = {**named, "device": META}
         with local.doing(in_kernel=True):
-            return dispatch(own, func, types, args, named)
+            return dispatch(own, func, types, args, _lower(named or {}))
 
     mode.dispatch = dispatch_as_kernel
+
+
+def _lower(named: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments with the device that C++ is to see."""
+    is_gpu = torch.device(named.get("device") or "cpu").type == "cuda"
+    return {**named, "device": META} if is_gpu else named
 
 
 @contextlib.contextmanager
@@ -171,19 +169,19 @@ class FakeDispatch(TorchDispatchMode):
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor computes shapes by torch's own fake tensors
         leaves = list_tensors((args, kwargs))
-        fakes = {id(leaf): kind for leaf in leaves if (kind := find_kind(leaf))}
-        if fakes and func is aten._local_scalar_dense.default:
+        kinds = [kind for leaf in leaves if (kind := find_kind(leaf))]
+        if kinds and func is aten._local_scalar_dense.default:
             value = find_value(args[0])
             return self.session.answer_scalar(args[0]) if value is None else value.item()
-        if (fakes or func is aten.to.device) and _is_composite(func):
+        if (kinds or func is aten.to.device) and _is_composite(func):
             with self:  # as autograd does, where it is on
                 return func.decompose(*args, **kwargs)
-        kind = self._choose_kind(kwargs.get("device"), leaves, list(fakes.values()))
+        kind = self._choose_kind(kwargs.get("device"), leaves, kinds)
         if not kind:
             result = func(*args, **kwargs)
         else:
             try:
-                result = self._run_fake(func, args, kwargs, kind, fakes)
+                result = self._run_fake(func, args, kwargs, kind)
             except Exception as error:
                 self.session.failure = func.name(), error
                 raise
@@ -203,10 +201,9 @@ class FakeDispatch(TorchDispatchMode):
             return "" if local.wants_meta or (leaves and not known) else known or self.last_kind
         return "cuda" if device is not None and device.type == "cuda" else known and "cpu"
 
-    def _run_fake(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: str, fakes: dict[int, str]
-    ) -> Any:
+    def _run_fake(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> Any:
         """Compute the shapes of an operation's results; one that has none without values ends the session."""
+        kwargs.pop("pin_memory", None)
         if func is aten.index.Tensor:
             args = [args[0], _name_rows(args[1])]
         value = _compute_value(func, args, kwargs) if _is_dynamic(func) or kind == "cpu" else None
@@ -214,28 +211,22 @@ class FakeDispatch(TorchDispatchMode):
             self.session.refuse(reason, func.name())
         if func is aten._to_copy.default and value is not None:
             return value  # the program has it back from the GPU
-        given, replaced = set(fakes), {}
+        given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-        def replace(leaf: torch.Tensor) -> torch.Tensor:
-            if id(leaf) in given or get_device(leaf).type == "meta":
-                given.add(id(leaf))
-                return leaf
-            shape = _make_shape(leaf)
-            replaced[id(shape)] = leaf, shape
+        def lower(leaf: torch.Tensor) -> torch.Tensor:
+            shape = leaf if get_device(leaf).type == "meta" else _make_shape(leaf)
+            given[id(shape)] = leaf, shape
             return shape
 
         def wrap(leaf: torch.Tensor) -> torch.Tensor:
-            if id(leaf) in replaced:
-                return replaced[id(leaf)][0]
-            return leaf if id(leaf) in given else make_fake(leaf, kind)
+            return given[id(leaf)][0] if id(leaf) in given else make_fake(leaf, kind)
 
         if value is not None and _is_dynamic(func):
             result = tree_map_only(torch.Tensor, _make_shape, value)
         else:
-            lowered, named = tree_map_only(torch.Tensor, replace, (tuple(args), kwargs))
+            lowered, named = tree_map_only(torch.Tensor, lower, (tuple(args), kwargs))
             if "device" in named:
                 named["device"] = META
-            named.pop("pin_memory", None)
             with _compute_shapes():
                 result = func(*lowered, **named)
         found = tree_map_only(torch.Tensor, wrap, result)
@@ -290,17 +281,12 @@ def _find_version(tensor: torch.Tensor) -> int:
 
 def _compute_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the known values of its arguments; None if those of one are unknown."""
-    if func._schema.is_mutable or func.namespace != "aten":
+    known = {id(leaf): find_value(leaf) for leaf in list_tensors((args, kwargs))}
+    if func._schema.is_mutable or func.namespace != "aten" or any(one is None for one in known.values()):
         return None
-    known = {}
-    for leaf in list_tensors((args, kwargs)):
-        known[id(leaf)] = find_value(leaf)
-        if known[id(leaf)] is None:
-            return None
     values, named = tree_map_only(torch.Tensor, lambda leaf: known[id(leaf)], (tuple(args), kwargs))
     if "device" in named:
         named["device"] = CPU
-    named.pop("pin_memory", None)
     return func(*values, **named)
 
 

@@ -57,15 +57,15 @@ NO_EFFECT = (
     "reset_accumulated_memory_stats"
 )
 """Functions of `torch.cuda`."""
-ACCELERATOR_EFFECTS = " ".join(
-    f"_accelerator_{name}" for name in ("setDeviceIndex", "setStream", "synchronizeDevice", "emptyCache")
+ACCELERATOR_NO_EFFECT = (
+    "_accelerator_setDeviceIndex _accelerator_maybeExchangeDevice _accelerator_setStream "
+    "_accelerator_synchronizeDevice"
 )
+"""Functions of `torch._C`."""
 PROPERTIES = {
     **dict.fromkeys(("is_integrated", "is_multi_gpu_board"), False),
     **{"multi_processor_count": 132, "max_threads_per_multi_processor": 2048, "warp_size": 32},
-    **{"regs_per_multiprocessor": 65536, "shared_memory_per_block": 49152, "L2_cache_size": 50 << 20},
-    **{"shared_memory_per_block_optin": 232448, "shared_memory_per_multiprocessor": 233472},
-    **{"gcnArchName": "", "uuid": "00000000-0000-0000-0000-000000000000"},
+    **{"L2_cache_size": 50 << 20, "gcnArchName": "", "uuid": "00000000-0000-0000-0000-000000000000"},
 }
 """Of the pretended GPU, beside its name, memory and capability: an H100's."""
 loose: Any = torch
@@ -252,9 +252,11 @@ def pretend_cuda(gpu: dict[str, Any], memory: StepMemory) -> None:
     loose.cuda.nccl.version = give((2, 27, 5))
     answers = {  # FSDP2 and `torch.accelerator` ask there
         "_get_accelerator _accelerator_getAccelerator": give(torch.device("cuda")),
-        "_accelerator_getDeviceIndex": give(0),
+        "_accelerator_getDeviceIndex _accelerator_exchangeDevice": give(0),
+        "_accelerator_deviceCount": torch.cuda.device_count,
+        "_accelerator_isAllocatorInitialized": give(False),
         "_accelerator_getStream": Pretended,
-        ACCELERATOR_EFFECTS: return_none,
+        ACCELERATOR_NO_EFFECT: return_none,
     }
     answer_by_names(loose._C, answers)
 
