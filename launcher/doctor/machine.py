@@ -76,7 +76,7 @@ def judge_machine(case: Case) -> tuple[Finding, ...]:
 def judge_plan(plan: Plan) -> Iterator[Finding]:
     """The warnings of the probe and of the planner."""
     for warning in plan.warnings:
-        if warning.subject == "machine":
+        if warning.rule == "machine":
             yield found("placement.probe", "warning", warning=warning.what)
         else:
             yield found("placement.plan", "warning", warning=warning.what, fix=warning.fix)

@@ -289,14 +289,9 @@ class PlanWarning:
     """Something that the plan could not give, or a setting that is seldom meant."""
 
     rule: str
-    """A table of warnings.toml."""
+    """A table of warnings.toml; `machine` is what the probe has told."""
     values: Mapping[str, object]
     """What its texts are filled with; sets are written as cpulists."""
-
-    @property
-    def subject(self) -> str:
-        """`machine` (told by the probe), `placement`, `memory`, `devices`, `nic`, `workers` and the like."""
-        return _read_rules()[self.rule]["subject"]
 
     @property
     def what(self) -> str:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import ceil
 
 from launcher.plan.model import DataloaderConfig, Machine, Memory, PlanWarning, RankPlan, Request, warn
 from launcher.plan.topology import Placement, Topology, find_usable
@@ -55,7 +56,7 @@ def count_system_cores(ranks: int) -> float:
 
 def count_node_cores(ranks: int, workers: int) -> int:
     """Cores that a node needs for as many ranks, with as many DataLoader workers each."""
-    return ranks * (workers + 1) + -int(-count_system_cores(ranks) // 1)
+    return ranks * (workers + 1) + ceil(count_system_cores(ranks))
 
 
 def count_rank_cores(workers: int) -> int:

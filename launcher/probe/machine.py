@@ -137,7 +137,7 @@ def read_cpu_sets(tree: Tree, status: dict[str, str]) -> tuple[frozenset[int], f
     if not allowed & online:
         # Seen with lxcfs, which renumbers `online` for a container; the affinity is the scheduler's word.
         text = f"no CPU of Cpus_allowed_list ({{items}}) is in {path} ({{value}}): taken as online"
-        tree.add_warning(text, *allowed, path=path)
+        tree.add_warning(text, *allowed, value=tree.read(path))
         online = allowed
     return online, allowed & online
 
@@ -181,7 +181,7 @@ def read_cpu_topology(
     cores, bad = _group_cpus(sorted(place), read_siblings)
     if bad:
         text = "thread_siblings_list of CPUs {items} is {value}: each is taken as a core of its own"
-        tree.add_warning(text, *bad, path=f"{CPU}cpu{bad[0]}/topology/thread_siblings_list")
+        tree.add_warning(text, *bad, value=tree.read(f"{CPU}cpu{bad[0]}/topology/thread_siblings_list"))
     cores.update((cpu, cpu) for cpu in bad)
     firsts = sorted(set(cores.values()))
     above, bad = _group_cpus(firsts, read_last_cache)
@@ -270,7 +270,7 @@ def read_numa_nodes(
         values = [parse_number(word) or 0 for word in (tree.read(path) or "").split()]
         if len(values) != len(ids) or values[ids.index(node)] != LOCAL:
             text = "distance of NUMA nodes {items} is {value}: 10 and 20 are assumed"
-            tree.add_warning(text, node, path=path)
+            tree.add_warning(text, node, value=tree.read(path))
             values = [LOCAL if other == node else REMOTE for other in ids]
         nodes.append(NumaNode(node, sizes[node], node in bound, tuple(zip(ids, values, strict=True))))
     return tuple(nodes)

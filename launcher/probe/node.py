@@ -91,11 +91,9 @@ def read_node_facts(
     paths: Sequence[tuple[str, str]] = (),
     *,
     host: str = "",
-    node_rank: int = 0,
     python: str | None = None,
     gpus: str | None = None,
     nvml: ModuleType | None = None,
-    clock: Callable[[], float] = time.time,
     patience: float = PATIENCE,
 ) -> Facts:
     """Read the facts of the node whose files are below `root`; `paths` are given with their purposes.
@@ -149,8 +147,8 @@ def read_node_facts(
     kernel = "proc/sys/kernel/"
     return Facts(
         host=host or (tree.read(f"{kernel}hostname") or ""),
-        node_rank=node_rank,
-        time=clock() if tree.is_real else 0.0,
+        node_rank=0,
+        time=time.time() if tree.is_real else 0.0,
         nics=read_nic_ports(tree),
         paths=tuple(looked_at),
         xids=xids,

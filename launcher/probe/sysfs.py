@@ -102,14 +102,9 @@ class Tree:
         numbers = (parse_number(name.removeprefix(stem)) for name in names)
         return sorted(number for number in numbers if number is not None and number < NAME_LIMIT)
 
-    def add_warning(self, text: str, *items: int | str, path: str = "", value: str | None = None) -> None:
-        """Add a warning; notes of one text become one, with all `{items}` and the first `{value}`.
-
-        The value is the content of `path` if one is named.
-        """
-        if text not in self._oddities:
-            self._oddities[text] = (quote_content(self.read(path) if path else value), set())
-        self._oddities[text][1].update(items)
+    def add_warning(self, text: str, *items: int | str, value: str | None = None) -> None:
+        """Add a warning; notes of one text become one, with all `{items}` and the first `{value}`."""
+        self._oddities.setdefault(text, (quote_content(value), set()))[1].update(items)
 
     def list_warnings(self) -> tuple[str, ...]:
         """The notes as warnings, in the order of their first time."""

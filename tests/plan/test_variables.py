@@ -55,7 +55,7 @@ MACHINE = convert(describe(["0-15"], []))
 def see(gpus: tuple[Gpu, ...], environ: dict[str, str]) -> tuple[list[Gpu], list[dict[str, str]], list[str]]:
     """The GPUs of a job's ranks, what shows each alone, and the warnings about devices."""
     made = plan(replace(MACHINE, gpus=gpus), ask(environ=environ, devices="own"))
-    told = [warning for warning in made.warnings if warning.subject == "devices"]
+    told = [warning for warning in made.warnings if warning.rule in ("invalid", "repeated")]
     assert all(warning.fix for warning in told)
     shown = [{name: value for name, value in rank.env if name in (CUDA, HIP)} for rank in made.ranks]
     return [rank.gpu for rank in made.ranks if rank.gpu], shown, list(map(str, told))

@@ -32,8 +32,8 @@ def list_bad(facts: Facts, settings: Wanted | None = None) -> list[tuple[str, st
 
 def test_this_machine_is_read_and_nothing_is_invented(tmp_path: Path) -> None:
     before = time.time()
-    facts = read_node_facts("/", [(str(tmp_path), "run directory"), ("/", "data")], host="here", node_rank=3)
-    assert (facts.host, facts.node_rank) == ("here", 3)
+    facts = read_node_facts("/", [(str(tmp_path), "run directory"), ("/", "data")], host="here")
+    assert (facts.host, facts.node_rank) == ("here", 0)
     assert before <= facts.time <= time.time()
     assert facts.cpus == len(os.sched_getaffinity(0))
     assert facts.memory_kib > (facts.free_memory_kib or 0) > 0
@@ -158,10 +158,12 @@ def test_a_driver_that_stops_dies_or_fails_is_told_and_the_rest_is_read(tmp_path
     }
 
 
-def test_a_skewed_clock_is_found_by_what_the_first_node_read() -> None:
+def test_a_skewed_clock_is_found_by_what_the_first_node_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """No namespace has a real-time clock of its own: the reader is given a clock that is wrong."""
     asked = time.time()
-    late = read_node_facts(host="n2", clock=lambda: time.time() - 90)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: asked - 90)
+        late = read_node_facts(host="n2")
     right = read_node_facts(host="n1")
     answered = time.time()
     nodes = [replace(node, asked=asked, answered=answered, load=None) for node in (right, late)]

@@ -194,8 +194,8 @@ def test_long_files_are_read_whole_and_endless_ones_are_not(tmp_path: Path) -> N
 def test_notes_of_one_text_become_one_warning(tmp_path: Path) -> None:
     put(tmp_path, "odd", "x\x1b{items}" + "y" * 60)
     tree = Tree(tmp_path)
-    tree.add_warning("{items} is {value}", 3, path="odd")
-    tree.add_warning("{items} is {value}", 1, 2, "name", path="other")
+    tree.add_warning("{items} is {value}", 3, value=tree.read("odd"))
+    tree.add_warning("{items} is {value}", 1, 2, "name", value="other")
     tree.add_warning("nothing else", value=None)
     first, second = tree.list_warnings()
     assert first == f"1-3, name is 'x\\x1b{{items}}{'y' * 31}…'"
