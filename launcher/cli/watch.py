@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from launcher.cli.plan import check_target, explain, write_file
 from launcher.cli.runs import choose_one
 from launcher.codec import load
 from launcher.config.run_path import read_config_value
-from launcher.errors import MachineError, UsageError
+from launcher.errors import UsageError
 from launcher.files import LARGEST, open_own, read_file, write_whole
 from launcher.plan.model import Plan, RankPlan, parse_machine, warn
 from launcher.protocol import name_plan_file, parse_plan_file
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAME = "report.html"
-INSTALL = "pip install 'launch-ranks[report]'"
 SCHEMA = 1
 """Version of the JSON form."""
 
@@ -161,18 +159,17 @@ class WrittenPlan:
 def write_run_report(call: Call) -> int:
     """Write the page of the named run, or of the newest, and print its path; return 0.
 
-    Raises UsageError or MachineError.
+    Raises UsageError.
     """
     config = call.config
     path = choose_one(config, call.names, "report")
-    if find_spec("jinja2") is None:  # which torch brings along
-        raise MachineError(f"launch report needs jinja2: {INSTALL}")
-    if find_spec("matplotlib") is None:
-        logger.warning(f"without matplotlib the page has no charts: {INSTALL}")
     if config.save is not None:
         check_target("save", config.save)
+    from launcher.report.charts import DRAWS
     from launcher.report.page import read_account, render_report
 
+    if not DRAWS:
+        logger.warning("without matplotlib the page has no charts: pip install 'launch-ranks[report]'")
     account = read_account(path)
     page, target = render_report(account, _read_plans(path)), path / NAME
     if config.save is not None:

@@ -128,7 +128,7 @@ def _list_hangs(path: Path, job: JobState | None) -> list[Hang]:
     found = [*(job.hangs if job else ()), *filter(None, written)]
     # Of the same hang, what tells that steps went on is newer.
     hangs = {hang.number: hang for hang in sorted(found, key=lambda hang: hang.recovered is not None)}
-    return [hangs[number] for number in sorted(hangs) if 0 < number < 10**6]
+    return [hangs[number] for number in sorted(hangs)]
 
 
 def _list_events(

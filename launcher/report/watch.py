@@ -33,8 +33,6 @@ _NEWEST = 3
 """Stragglers and notes that are told of."""
 _BUCKETS = 20
 """Own times that differ by less than one part of so many of their median keep the order of ranks."""
-_JUDGES_LATE = 30.0
-"""Seconds after which what the judging node has written is no longer the state of now."""
 _LONGEST, _LONGEST_NAME = 400, 16
 """Characters of a sentence, and of a host's name."""
 _MOST_LINES = 30
@@ -348,9 +346,6 @@ def _list_findings(view: View) -> Iterator[tuple[str, str]]:
     """Give sentences with their style: the hang, silent nodes, stragglers, and what else there is to note."""
     job, snapshot = view.snapshot.job, view.snapshot
     live = view.run.state == "running"
-    if job and live and snapshot.job_age > _JUDGES_LATE:
-        late = shorten_age(snapshot.job_age)
-        yield f"{job.host}, which judges the job, has written nothing for {late}", WARN
     if job and job.hangs:
         hang = job.hangs[-1]
         sentence = hang.verdict.sentence

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.files import LARGEST, read_file, read_stat
+from launcher.files import read_file, read_stat
 from launcher.inprocess.launch_inprocess import heartbeat as hook
-from launcher.protocol import name_plan_file
-from launcher.runs.records import read_ranks
 from launcher.watch.hang import find_quantile
 from launcher.watch.model import PHASES, GpuSample, Heartbeat, Rank, RankEntry, RankSample, list_fields
 from launcher.watch.procfs import START, Sample
+from launcher.watch.run_files import read_planned
 
 _START_STACK = 28 - 3
 """Index of this field of proc(5)'s stat in `read_stat`."""
@@ -195,10 +194,7 @@ _FRESH = 4
 
 def read_planned_gpus(run_path: Path, host: str) -> dict[int, tuple[int, str, str]]:
     """Return index, UUID and PCI address of each local rank's GPU; none if the plan cannot be read."""
-    try:
-        plans = read_ranks(read_file(run_path / name_plan_file(host), LARGEST, own=True))
-    except (OSError, ValueError):
-        return {}
+    plans = read_planned(run_path, host, own=True)
     return {one.local_rank: (one.gpu.index, one.gpu.uuid, one.gpu.pci) for one in plans if one.gpu}
 
 

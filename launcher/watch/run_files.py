@@ -21,12 +21,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from launcher.codec import dump, load
 from launcher.files import LARGEST, open_below, read_file, write_whole
-from launcher.runs.records import NodeRecord, read_nodes
+from launcher.protocol import name_plan_file
+from launcher.runs.records import NodeRecord, read_nodes, read_ranks
 from launcher.watch.model import Hang, JobState, NodeEvidence, NodeReport, RankEvidence
+
+if TYPE_CHECKING:
+    from launcher.plan.model import RankPlan
 
 FOLDER = "watch"
 _REPORT, EVIDENCE, ANSWER = "node-", "evidence-", "stack-"
@@ -98,11 +102,10 @@ def _list_stacks(rank: RankEvidence) -> Iterator[str]:
     where = f"rank {rank.rank} on {rank.host}, {rank.phase}, step {rank.step}"
     yield f"{where}, {rank.idle or 0:.0f} s without progress"
     for process in (rank.process, *rank.children):
-        inside = process.system_call or process.wait_channel
         what = "process" if process is rank.process else "\nchild"
-        yield f"{what} {process.pid} {process.command}: state {process.state}" + (
-            f", in {inside}" if inside else ""
-        )
+        inside = process.system_call or process.wait_channel
+        where = f", in {inside}" if inside else ""
+        yield f"{what} {process.pid} {process.command}: state {process.state}{where}"
         for stack in process.stacks:
             main = " (main)" if stack.is_current else ""
             yield f"  thread {stack.thread}{main}, innermost first:"
@@ -121,6 +124,14 @@ def read_value(kind: type[T], path: Path, *, own: bool = False) -> T | None:
         return load(kind, read_file(path, LARGEST, own=own))
     except (OSError, ValueError):
         return None
+
+
+def read_planned(run_path: Path, host: str, *, own: bool = False) -> "tuple[RankPlan, ...]":
+    """Read the plans of a node's ranks; none if they cannot be read."""
+    try:
+        return read_ranks(read_file(run_path / name_plan_file(host), LARGEST, own=own))
+    except (OSError, ValueError):
+        return ()
 
 
 def read_job_state(run_path: Path, *, own: bool = False) -> JobState | None:
@@ -262,15 +273,11 @@ class Worker(Generic[T]):
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
-    def put(self, item: T, share: float = 1.0) -> bool:
-        """Leave an item to the thread; return False if it was dropped: such a share of places is taken."""
-        if self._items.qsize() >= share * self._items.maxsize:
-            return False
-        try:
-            self._items.put_nowait((item,))
-        except queue.Full:
-            return False
-        return True
+    def put(self, item: T, share: float = 1.0) -> None:
+        """Leave an item to the thread, unless such a share of the places is taken."""
+        with suppress(queue.Full):
+            if self._items.qsize() < share * self._items.maxsize:
+                self._items.put_nowait((item,))
 
     def wait_idle(self, seconds: float) -> bool:
         """Wait until all is done, at most so long; tell whether it is."""

@@ -10,13 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cpulist import format_cpulist
-from launcher.files import LARGEST, read_file
-from launcher.protocol import name_applied_file, name_plan_file
+from launcher.protocol import name_applied_file
 from launcher.runs.progress import Progress, find_printed_step, read_mtime
 from launcher.runs.rank_logs import measure_file, read_tail
-from launcher.runs.records import Applied, compare_rank, describe_memory, read_ranks
+from launcher.runs.records import Applied, compare_rank, describe_memory
 from launcher.watch.model import JobState, NodeEvidence, NodeReport, ProcessState
-from launcher.watch.run_files import ANSWER, EVIDENCE, ReportCache, is_silent, read_value, watch_path
+from launcher.watch.run_files import (
+    ANSWER,
+    EVIDENCE,
+    ReportCache,
+    is_silent,
+    read_planned,
+    read_value,
+    watch_path,
+)
 
 if TYPE_CHECKING:
     from launcher.plan.model import RankPlan
@@ -61,8 +68,6 @@ class RunSnapshot:
     """The newest step that rank 0 has printed."""
     step_seconds: float | None = None
     """Between two printed steps, as far as they were seen to come."""
-    job_age: float = 0.0
-    """Seconds since the judging node has written what it knows."""
 
 
 class RunReader:
@@ -93,7 +98,6 @@ class RunReader:
             job.value if job else None,
             progress,
             (seen[-1][0] - seen[0][0]) / (seen[-1][1] - seen[0][1]) if len(seen) > 1 else None,
-            now - job.seen if job else 0.0,
         )
 
 
@@ -131,11 +135,7 @@ class RankDetails:
 def read_details(run_path: Path, rank: int, local_rank: int, host: str, attempt: int) -> RankDetails:
     """Read what a run's directory has of a rank."""
     record = read_value(Applied, run_path / name_applied_file(rank))
-    try:
-        plans = read_ranks(read_file(run_path / name_plan_file(host), LARGEST))
-    except (OSError, ValueError):
-        plans = ()
-    plan = next((one for one in plans if one.local_rank == local_rank), None)
+    plan = next((one for one in read_planned(run_path, host) if one.local_rank == local_rank), None)
     differences = [*record.problems] if record else ["it left no record of its placement"]
     if record and plan:
         differences += [line for line in compare_rank(plan, record) if line not in differences]

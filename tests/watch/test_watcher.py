@@ -190,7 +190,7 @@ def test_while_it_hangs_metrics_give_way_to_reports_and_both_to_what_is_known_of
         log.add(MetricsEvent("checkpoint", 100.0))
     for number in range(999):
         files.submit(replace(REPORT, number=number), STATE)
-    assert files.worker.put((tmp_path / "verdict").touch)
+    files.worker.put((tmp_path / "verdict").touch)
     answer.set()
     assert files.worker.wait_idle(PATIENCE)
     assert [one.value.number for one in files.found.reports] == [998]
