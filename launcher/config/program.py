@@ -60,8 +60,9 @@ def spell_options(program: Mapping[str, object]) -> Mapping[str, object]:
     found = {key: value for key, value in program.items() if value != "auto"}
     if not isinstance(found.get("global_batch"), int):
         found.pop("global_batch", None)
-    recompute = found.get("activation_checkpointing")
-    return {**found, "activation_checkpointing": {True: "full", False: "none"}.get(recompute, recompute)}  # type: ignore[call-overload]
+    if isinstance(recompute := found.get("activation_checkpointing"), bool):
+        found["activation_checkpointing"] = "full" if recompute else "none"
+    return found
 
 
 def resolve_program(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:

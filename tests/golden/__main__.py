@@ -32,7 +32,10 @@ def record_on_slurm(cluster: str) -> None:
             record(name, run_on_slurm(name, Path(folder), sandbox, environ))
 
 
-words = sys.argv[1:] or ["machines", "plans", "outputs", "report", "runs"]
+KNOWN = ["machines", "plans", "outputs", "report", "runs"]
+words = sys.argv[1:] or KNOWN
+if any(word not in KNOWN and not Path(word, "slurm.conf").is_file() for word in words):
+    sys.exit(__doc__)
 for word in sorted(words, reverse=True):  # plans and outputs clear the environment: they come last
     if word == "runs":
         record_local()
