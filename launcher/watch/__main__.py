@@ -409,7 +409,6 @@ def main() -> None:
     watcher.end(_LAST)
     if os.getppid() != watcher.supervisor:  # the supervisor was killed, and cannot do it
         shutil.rmtree(watcher.settings.folder, ignore_errors=True)
-    sys.stdout.flush()
     os._exit(0)  # threads that wait for a filesystem would hold the interpreter's end up
 
 
