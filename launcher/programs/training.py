@@ -245,12 +245,14 @@ class Trainer:
                 self._log(step, loss)
             if votes is None:
                 continue
-            agreed = votes.agree()
+            agreed = votes.exchange()
             due = step == train.steps or (train.checkpoint_every > 0 and step % train.checkpoint_every == 0)
             if agreed != NOTHING or due:
                 self._save(loss, agreed)
             if agreed == STOP and step < train.steps:
                 return EXIT_RESTART
+        if votes:
+            votes.finish()
         if self.is_gpu:
             # In use is also what is not torch's: CUDA's context, NCCL's buffers, other processes.
             free, total = torch.cuda.mem_get_info(self.device)
@@ -434,6 +436,7 @@ class SignalVotes:
 
     def __init__(self) -> None:
         self.asked = NOTHING
+        self.vote: tuple[Any, Tensor] | None = None
         for number in ACTIONS:
             signal.signal(number, self._receive)
             signal.siginterrupt(number, False)  # system calls of libraries go on
@@ -441,13 +444,23 @@ class SignalVotes:
     def _receive(self, number: int, _: FrameType | None) -> None:
         self.asked = max(self.asked, ACTIONS[signal.Signals(number)])
 
-    def agree(self) -> int:
-        """Return what all ranks are to do: the most that one of them was asked for since the last time.
+    def exchange(self) -> int:
+        """Return what all ranks agreed on a step ago, and start the next agreement; once each step.
 
-        CPUs agree, so that no rank waits for its GPU.
+        One small all_reduce between CPUs runs beside the next step: no rank waits for its GPU, and all read
+        the same answer at the same step, although a signal reaches them at different times.
         """
+        agreed = self.finish()
         vote = torch.tensor(self.asked)
         # Nothing is lost to a signal in between: a smaller request was part of the larger one.
         self.asked = NOTHING if self.asked == int(vote) else self.asked
-        dist.all_reduce(vote, dist.ReduceOp.MAX)
+        self.vote = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True), vote
+        return agreed
+
+    def finish(self) -> int:
+        """Return the result of the agreement that was started last."""
+        if self.vote is None:
+            return NOTHING
+        (work, vote), self.vote = self.vote, None
+        work.wait()
         return int(vote)

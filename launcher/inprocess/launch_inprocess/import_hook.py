@@ -8,12 +8,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # these would cost each start of an interpreter some milliseconds
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
+    from signal import NSIG, getsignal
     from types import FrameType, ModuleType
     from typing import Any, TypeVar
 
     Action = Callable[[ModuleType], object]
     Argument = TypeVar("Argument")
     Function = Callable[..., Any]
+else:
+    from _signal import NSIG, getsignal  # `signal` costs a millisecond
 
 SAVERS = {
     "torch.serialization": "save",
@@ -124,17 +127,25 @@ class Suppressed:
 
 
 def is_foreign(error: Exception) -> bool:
-    """Tell whether a signal's handler of the program has raised it, or a tracer.
+    """Tell whether a signal's handler of the program has raised it, or it was thrown into this thread.
 
-    These are called with the frame that they interrupt. All else is a failure of this package, whatever of
-    the program's it has called: a plugin of torch's, an audit hook.
+    A handler is called with the frame that it interrupts, as a tracer is; one that has let go of it is known
+    by its code, if it is still set. What is thrown has a type that is neither Python's nor torch's, and comes
+    up in code that is. All else is a failure of this package, whatever of the program's it has called: a
+    plugin of torch's, an audit hook.
     """
+    handlers: list[Any] = [handler for handler in map(getsignal, range(1, NSIG)) if callable(handler)]
+    codes = {getattr(one, "__code__", None) for handler in handlers for one in (handler, handler.__call__)}
     trace, frame = error.__traceback__, None
     while trace is not None:
         outer, frame, trace = frame, trace.tb_frame, trace.tb_next
-        if outer is not None and _has_argument(frame, outer):
+        if frame.f_code in codes or (outer is not None and _has_argument(frame, outer)):
             return True
-    return False
+    places = (type(error).__module__, frame.f_globals.get("__name__") if frame is not None else None)
+    package, place = (str(name).partition(".")[0] for name in places)
+    own, python = __name__.partition(".")[0], getattr(sys, "stdlib_module_names", (package,))  # since 3.10
+    known = {own, "torch", *python}
+    return package not in known and place in known
 
 
 def _has_argument(frame: FrameType, argument: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from _weakref import ref  # `weakref` costs a millisecond
 
-from .import_hook import call_safely, when_imported
+from .import_hook import is_foreign, when_imported
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ COUNTER = StepCounter()
 def on_step(action: Action) -> None:
     """Have `action(step)` called after each step of the leading optimizer; the first step is 1.
 
-    What the action raises is dropped, but not what a signal's handler raises in it.
+    What the action raises is dropped, but not what a signal's handler raises in it, or what is thrown into
+    this thread.
     """
     if not COUNTER.actions:
         when_imported("torch.optim.optimizer", _register_step_hook)
@@ -122,6 +123,10 @@ def _register_step_hook(module: ModuleType) -> None:
 
 
 def _call_actions(actions: list[Action], step: int) -> None:
-    """Call the actions of a step."""
+    """Call the actions of a step; a failure of this package does not end the program."""
     for action in actions:
-        call_safely(action, step)
+        try:
+            action(step)
+        except Exception as error:
+            if is_foreign(error):
+                raise
