@@ -6,6 +6,7 @@ short, of another version, or planted by another user.
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from itertools import repeat
@@ -69,6 +70,45 @@ def convert(kind: type[T], data: object, least: float = -inf) -> T:
     """
     found: T = _convert(kind, data, least, "")
     return found
+
+
+def salvage(kind: Any, data: object) -> Any:  # noqa: ANN401 - see convert
+    """Make a value as `convert` does of JSON that may be damaged: what has another type is left out.
+
+    That is an entry of a list, or a field, which then has its default. Raises DecodeError if nothing is left:
+    a field without default is missing, or the whole is of another type.
+    """
+    if isinstance(kind, UnionType):
+        (kind,) = (one for one in kind.__args__ if one is not NoneType)
+        return None if data is None else salvage(kind, data)
+    arguments = getattr(kind, "__args__", ())
+    if is_dataclass(kind) and isinstance(kind, type):
+        found, values = _check_type(dict, data, ""), dict[str, Any]()
+        for item, key, is_required in _list_fields(kind):
+            with suppress(KeyError, DecodeError):
+                values[item.name] = salvage(item.type, found[key])
+            if is_required and item.name not in values:
+                raise _misfit(f".{key}", "is missing")
+        return kind(**values)
+    if arguments and kind.__origin__ in (list, tuple):
+        made = []
+        for item in _check_type(list, data, ""):
+            with suppress(DecodeError):
+                made.append(salvage(arguments[0], item))
+        return kind.__origin__(made)
+    return convert(kind, data)
+
+
+def take_dict(found: Mapping[str, object], key: str) -> dict[str, Any]:
+    """Return an object in JSON of others; empty if there is none."""
+    value = found.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def take_list(found: Mapping[str, object], key: str) -> list[object]:
+    """Return a list in JSON of others; empty if there is none."""
+    value = found.get(key)
+    return value if isinstance(value, list) else []
 
 
 def to_plain(value: Any) -> Any:  # noqa: ANN401 - see convert

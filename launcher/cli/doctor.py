@@ -34,7 +34,7 @@ from launcher.probe.node import read_health, read_node_facts
 from launcher.protocol import LAUNCH_PLAN, LAUNCH_QUIET, LAUNCH_RECORD_DIR, PREFIX, name_host, name_plan_file
 from launcher.report.findings import list_preflight_lines, print_findings, summarise_preflight
 from launcher.report.tables import make_console
-from launcher.runs.manifest import stamp_time, write_manifest
+from launcher.runs.manifest import Outcome, Run, stamp_time, write_manifest
 from launcher.runs.records import RunRecords, compare_rank, find_last_run, read_run
 from launcher.runs.run_directory import RunDir
 
@@ -194,7 +194,7 @@ def _try_plan(plan: Plan) -> Sequence[Finding]:
 # Before a run on this machine
 
 
-def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
+def check_before_run(job: Job, run: RunDir, manifest: Run) -> int:
     """Check this machine, tell what was found, and return 0 if the run is to start.
 
     Raises MachineError if it is not, for `preflight.on_failure`; returns 128+n for a signal that stopped it.
@@ -205,7 +205,7 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
         report = _check_this_machine(job.config, job.environ, run.path, job.program)
     except SystemExit as stop:
         status, report = int(stop.code or 0), "stopped"
-        manifest["outcome"] = {"state": "stopped", "exit_code": status, "signal": name_signal(status - 128)}
+        manifest.last.outcome = Outcome("stopped", exit_code=status, signal=name_signal(status - 128))
     reason = f"preflight found this machine sick (preflight.on_failure={settings.on_failure})"
     if isinstance(report, PreflightReport):
         lines = list_preflight_lines(report)
@@ -217,15 +217,14 @@ def check_before_run(job: Job, run: RunDir, manifest: dict[str, Any]) -> int:
             logger.info("preflight: this node starts all the same: the job's others wait for it")
         action = "stop" if stops else "start"
         told = {"action": action, "left_out": [], "lines": lines}
-        manifest["preflight"] = {**describe_report(report), **told}
+        manifest.last.preflight = {**describe_report(report), **told}
     elif not status:
         logger.warning(f"preflight: this machine was not checked: {report}")
-        manifest["preflight"] = {"kind": settings.kind, "problem": report}
+        manifest.last.preflight = {"kind": settings.kind, "problem": report}
     if stops:
-        outcome = {"state": "failed", "cause": "sick_node", "exit_code": EXIT_MACHINE, "reason": reason}
-        manifest["outcome"] = outcome
+        manifest.last.outcome = Outcome("failed", "sick_node", EXIT_MACHINE, reason=reason)
     if stops or status:
-        manifest["ended"] = stamp_time()
+        manifest.last.ended = stamp_time()
     try:
         if isinstance(report, PreflightReport):
             write_preflight_report(run.path, run.first_attempt, report)

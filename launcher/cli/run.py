@@ -375,7 +375,7 @@ def run_batch(batch: Sequence[Composed], call: Call) -> Iterator[int]:
     The process exits if the user stops a trial or leaves it to the queue.
     """
     from launcher.launch.signals import STOPPING
-    from launcher.runs.manifest import CLOSED, read_manifest, take_dict
+    from launcher.runs.manifest import CLOSED, read_manifest
 
     if not all(map(is_for_slurm, batch)):
         for each in batch:
@@ -388,8 +388,8 @@ def run_batch(batch: Sequence[Composed], call: Call) -> Iterator[int]:
         each.tree.follow = True
     status, specs = submit_all(batch, call)
     for spec in specs:
-        outcome = take_dict(read_manifest(spec.run_path), "outcome")
-        if outcome.get("state") not in CLOSED:
+        outcome = read_manifest(spec.run_path).last.outcome
+        if outcome.state not in CLOSED:
             logger.info(f"the sweep stops here, since {spec.run_path} has not ended")
             sys.exit(status)
-        yield int(outcome.get("exit_code") or 0)
+        yield outcome.exit_code or 0

@@ -7,26 +7,23 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from launcher.cli.main import Call, print_json
 from launcher.config.settings import Settings, refuse
 from launcher.errors import EXIT_MACHINE, MachineError, SchedulerError, UsageError
-from launcher.files import LARGEST, read_file
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.runs.manifest import (
     OPEN,
+    Outcome,
     check_process,
     open_process,
-    parse_manifest,
     read_manifest,
     stamp_time,
-    take_dict,
     write_manifest,
 )
 from launcher.runs.rank_logs import Output, RunOutputReader
@@ -161,7 +158,8 @@ def show_nodes(call: Call) -> int:
     from launcher.runs.node_history import collect_history
 
     config = call.config
-    nodes = list(collect_history(_read_manifests(Path(config.runs_dir))))
+    newest = islice(list_runs(Path(config.runs_dir)), MOST_MANIFESTS)
+    nodes = list(collect_history((name_run(path), read_manifest(path)) for path in newest))
     if call.names:
         chosen: set[str] = set()
         for name in call.names:
@@ -185,13 +183,6 @@ def show_nodes(call: Call) -> int:
     if left := len(nodes) - len(shown):
         print_text(f"and {left} nodes with less trouble: name them, as in `launch nodes n1*`\n")
     return 0
-
-
-def _read_manifests(runs_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Give the newest runs' names and manifests; those that cannot be read are left out."""
-    for path in islice(list_runs(runs_dir), MOST_MANIFESTS):
-        with contextlib.suppress(OSError):
-            yield name_run(path), parse_manifest(read_file(path / "manifest.json", LARGEST))
 
 
 def _choose_hosts(hosts: Sequence[str], name: str) -> set[str]:
@@ -247,8 +238,9 @@ def _open_launch(run: RunStatus, opened: contextlib.ExitStack) -> int | None:
     if not run.process:
         raise refuse("no_process", MachineError, run=run)
     if check_process(run.process) is None:
-        host, pid = run.process.get("host"), run.process.get("pid")
-        raise MachineError(f"{run.run} is process {pid} on {host}: give this command there")
+        raise MachineError(
+            f"{run.run} is process {run.process.pid} on {run.process.host}: give this command there"
+        )
     try:
         descriptor = open_process(run.process, Path(run.path))
     except ProcessLookupError:
@@ -267,7 +259,7 @@ def _confirm(runs: Sequence[RunStatus]) -> bool:
     if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError("launch cancel asks first, and there is no terminal to ask on: give yes=true")
     for run in runs:
-        what = f"job {run.job_id}" if not run.process else f"process {run.process.get('pid')}"
+        what = f"job {run.job_id}" if not run.process else f"process {run.process.pid}"
         where = f" on {run.nodelist}" if run.nodelist and run.state == "running" else ""
         since = f" for {describe_time(run.seconds)}" if run.seconds is not None else ""
         sys.stderr.write(escape_text(f"  {run.run}, {what}, {run.state}{where}{since}") + "\n")
@@ -304,11 +296,10 @@ def _record_cancellation(run: RunStatus) -> None:
     """Write that a run was cancelled, if its job has not: it never began, or was killed."""
     path = Path(run.path)
     manifest = read_manifest(path)
-    if take_dict(manifest, "outcome").get("state") not in OPEN:
+    if manifest.last.outcome.state not in OPEN:
         return
-    manifest["ended"] = stamp_time()
-    words = {"cause": "cancelled", "reason": "cancelled", "exit_code": 128 + signal.SIGTERM}
-    manifest["outcome"] = {"state": "stopped", **words}
+    manifest.last.ended = stamp_time()
+    manifest.last.outcome = Outcome("stopped", "cancelled", 128 + signal.SIGTERM, reason="cancelled")
     try:
         write_manifest(RunDir(path), manifest)
     except OSError as error:

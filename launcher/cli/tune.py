@@ -32,7 +32,7 @@ from launcher.launch.local_run import prepare_run
 from launcher.launch.signals import KILL_GRACE, TERM_GRACE
 from launcher.probe.limits import find_usable_memory, is_memory_low
 from launcher.protocol import LAUNCH_LOADER_DEFAULT, LAUNCH_METER, LAUNCH_NUM_WORKERS
-from launcher.runs.manifest import read_manifest, stamp_time, take_dict, write_manifest
+from launcher.runs.manifest import Outcome, read_manifest, stamp_time, write_manifest
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.run_directory import RunDir, write_json
 from launcher.runs.secrets import mask_words
@@ -154,7 +154,7 @@ class Tuning:
         logger.info(f"run directory {run.path}")
 
         def end(state: str, status: int) -> None:
-            manifest.update(ended=stamp_time(), outcome={"state": state, "exit_code": status})
+            manifest.last.ended, manifest.last.outcome = stamp_time(), Outcome(state, exit_code=status)
             try:
                 write_manifest(run, manifest)
             except OSError as error:
@@ -330,16 +330,16 @@ class Tuning:
             )
         if status:
             exit_code = 128 - status if status < 0 else status
-            failure = take_dict(take_dict(read_manifest(path), "outcome"), "first_failure")
+            failure = read_manifest(path).last.outcome.first_failure
             if not failure:
                 errors = [line for line in said if line.startswith("launch: error: ")]
                 how = f"`launch` of the trial {describe_exit(status)}: see {console}"
                 raise MeasureError([how, *errors][-1].removeprefix("launch: error: "), exit_code)
-            rank, last = failure["rank"], failure["last_lines"]
-            where = f"rank {rank} on {failure['host']} (local rank {failure['local_rank']})"
-            err, out = (RunDir(path).rank_log(rank, failure["attempt"], end) for end in ("err", "out"))
+            rank, last = failure.rank, failure.last_lines
+            where = f"rank {rank} on {failure.host} (local rank {failure.local_rank})"
+            err, out = (RunDir(path).rank_log(rank, failure.attempt, end) for end in ("err", "out"))
             log = out if last and last[-1] not in read_tail(err, LOG_LINES) else err
-            first, *lines = describe_first_failed_rank(where, failure["reason"], str(log), last)
+            first, *lines = describe_first_failed_rank(where, failure.reason, str(log), last)
             raise MeasureError(first, exit_code, lines)
         return search.measure(records, value, len(self.job.plan.ranks))
 

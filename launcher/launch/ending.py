@@ -7,7 +7,6 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from launcher.codec import load
@@ -18,6 +17,7 @@ from launcher.launch.job import Job
 from launcher.launch.processes import Death, RankProcess
 from launcher.launch.signals import name_signal
 from launcher.protocol import name_applied_file
+from launcher.runs.manifest import Outcome
 from launcher.runs.rank_logs import read_tail
 from launcher.runs.records import Applied, RankFailure, compare_applied, read_error
 from launcher.runs.run_directory import RunDir
@@ -208,7 +208,7 @@ def check_success(job: Job, run: RunDir, end: NodeEnd) -> list[str]:
 
 
 def post_end(
-    config: NotifyConfig, run: RunDir, host: str, outcome: Mapping[str, object], *, job_id: str | None = None
+    config: NotifyConfig, run: RunDir, host: str, outcome: Outcome, *, job_id: str | None = None
 ) -> None:
     """Tell notify.url of the manifest's outcome, from one node of the job; a failure is a warning."""
     if config.url is None or run.node_rank > 0:
@@ -218,28 +218,27 @@ def post_end(
         from launcher.watch.notify import Notifier
 
         event, sentence = describe_outcome(outcome)
-        code, state = outcome.get("exit_code"), str(outcome.get("state"))
         settings = NotifySettings(url=config.url, format=config.format, events=tuple(config.events))
         name = f"{run.path.parent.name}/{run.path.name}"
         job = {"run": name, "job_id": job_id, "host": host, "run_dir": str(run.path)}
         notifier = Notifier(settings, logger.warning, job)
-        notifier.tell(event, sentence, state=state, exit_code=code if isinstance(code, int) else None)
+        notifier.tell(event, sentence, state=outcome.state, exit_code=outcome.exit_code)
         notifier.close(NOTICE_PATIENCE)
     except Exception as error:  # the program's exit code counts, whatever becomes of the message
         logger.warning(f"notify.url was not told of the end ({type(error).__name__})")
 
 
-def describe_outcome(outcome: Mapping[str, object]) -> tuple[str, str]:
+def describe_outcome(outcome: Outcome) -> tuple[str, str]:
     """Return the event, `fail` or `end`, and why it ended so: who failed first, and the manifest's reason.
 
     An attempt that failed and is requeued is a `fail` too, but not one that was preempted, or that ran into
     its time limit.
     """
-    state, first, reason = str(outcome.get("state")), outcome.get("first_failure"), outcome.get("reason")
-    goes_on = state == "requeued" and outcome.get("cause") in ("preempted", "timeout", "requeued")
+    state, first = outcome.state, outcome.first_failure
+    goes_on = state == "requeued" and outcome.cause in ("preempted", "timeout", "requeued")
     parts = [state]
-    if isinstance(first, Mapping):
-        parts.append(f"rank {first['rank']} on {first['host']} {first['reason']}")
-    if reason:
-        parts.append(str(reason))
+    if first:
+        parts.append(f"rank {first.rank} on {first.host} {first.reason}")
+    if outcome.reason:
+        parts.append(outcome.reason)
     return "fail" if state in ("failed", "requeued") and not goes_on else "end", "; ".join(parts)

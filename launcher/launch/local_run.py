@@ -18,7 +18,7 @@ from launcher.launch.supervisor import Supervisor, make_agent
 from launcher.launch.terminal import Terminal, open_terminal
 from launcher.launch.warm.process import WarmProcess
 from launcher.launch.watching import keep_watch_folder, watch_node
-from launcher.runs.manifest import describe_start, identify_process, stamp_time, write_manifest
+from launcher.runs.manifest import Outcome, Run, begin_run, identify_process, stamp_time, write_manifest
 from launcher.runs.progress import LONG_BEFORE, CleanEnd, describe_progress, explain_early_exits
 from launcher.runs.run_directory import (
     RunDir,
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 def execute_job(
     job: Job,
     run: RunDir,
-    manifest: dict[str, object],
+    manifest: Run,
     make_viewer: Callable[[Job, RunDir, Terminal | None], "OutputViewer"],
     early: WarmProcess | None,
 ) -> int:
@@ -62,7 +62,7 @@ def execute_job(
             end = Supervisor(job, run, viewer, agent, watching, manifest, terminal).run_to_end()
         except OSError as error:
             release_space(run)
-            manifest["outcome"] = {"state": "failed", "exit_code": EXIT_MACHINE, "reason": str(error)}
+            manifest.last.outcome = Outcome("failed", exit_code=EXIT_MACHINE, reason=str(error))
             with contextlib.suppress(OSError):
                 write_manifest(run, manifest)
             raise MachineError(f"the ranks could not be started ({error}): see {run.path}") from None
@@ -70,9 +70,7 @@ def execute_job(
             if terminal:
                 terminal.finish()
             watching.close()
-    for name, found in watching.found.items():
-        if found:
-            manifest[name] = found
+    manifest.last.hangs, manifest.last.stragglers = watching.found["hangs"], watching.found["stragglers"]
     report_end(job, run, manifest, viewer, end, time.monotonic() - started)
     if not viewer.close():
         os._exit(end.status)  # a thread is stuck in a write, and the interpreter's own end would wait for it
@@ -80,7 +78,7 @@ def execute_job(
 
 
 def report_end(
-    job: Job, run: RunDir, manifest: dict[str, object], viewer: "OutputViewer", end: NodeEnd, seconds: float
+    job: Job, run: RunDir, manifest: Run, viewer: "OutputViewer", end: NodeEnd, seconds: float
 ) -> None:
     """Write how the job ended, and say it."""
     trouble, failure = release_space(run), describe_failure(job, run, end)
@@ -95,16 +93,17 @@ def report_end(
         early = explain_early_exits(run, ends, before, len(job.plan.ranks))
     events = [*filter(None, (trouble, early))]
     state = "stopped" if is_requested and not end.hang else end.state
-    written: dict[str, object] = {
-        "state": state,
-        **({"cause": "hang", "reason": end.hang} if end.hang else {}),
-        "exit_code": end.status,
-        "signal": name_signal(end.signal) if end.signal else None,
-        "events": list(events),
-        "first_failure": failure and failure.to_json(job.host),
-        "attempts": 1 + max((d.process.attempt for d in end.deaths), default=run.first_attempt),
-    }
-    manifest |= {"ended": stamp_time(), "outcome": written}
+    outcome = Outcome(
+        state,
+        cause="hang" if end.hang else None,
+        exit_code=end.status,
+        signal=name_signal(end.signal) if end.signal else None,
+        reason=end.hang or None,
+        events=list(events),
+        first_failure=failure.describe(job.host, failure.attempt) if failure else None,
+        attempts=1 + max((d.process.attempt for d in end.deaths), default=run.first_attempt),
+    )
+    manifest.last.ended, manifest.last.outcome = stamp_time(), outcome
     try:
         write_manifest(run, manifest)
     except OSError as error:
@@ -135,12 +134,12 @@ def report_end(
         logger.log(level, line)
     logger.info(f"{state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
     logger.info(f"run directory {run.path}")
-    post_end(job.config.notify, run, job.host, written)
+    post_end(job.config.notify, run, job.host, outcome)
 
 
 def prepare_run(
     spec: JobSpec, argv: Sequence[str], hosts: Sequence[str], plan: Mapping[str, object] | None = None
-) -> tuple[RunDir, dict[str, object]]:
+) -> tuple[RunDir, Run]:
     """Make or open the run directory, with configuration and manifest, and return it and the manifest.
 
     `plan` is the first host's, if it is made already. Raises MachineError, leaving nothing, or
@@ -153,14 +152,13 @@ def prepare_run(
         else:
             run = open_run_dir(spec.run_path, spec.config.node_rank)
         write_private(run.path / "config.yaml", spec.config_text)
-        manifest = describe_start(run, ["launch", *argv], spec.choices)
-        manifest["hosts"] = list(hosts)
-        manifest["agent"] = spec.agent.kind
+        manifest = begin_run(run, ["launch", *argv], spec.choices)
+        manifest.last.hosts, manifest.agent = list(hosts), spec.agent.kind
         if runs_bundled(spec.config):
             chosen = ("batch_size", "grad_accumulation", "activation_checkpointing", "parallel")
-            manifest["training"] = {key: spec.config.program.get(key) for key in chosen}
+            manifest.training = {key: spec.config.program.get(key) for key in chosen}
         if hosts:  # else a job is being submitted, and hangs on no process of ours
-            manifest["process"] = identify_process(os.getpid())
+            manifest.process = identify_process(os.getpid())
             open_own(run.path)  # until this process ends, which is known as the run's by that
         write_manifest(run, manifest)
         if plan:

@@ -58,6 +58,7 @@ from launcher.launch.warm.program import ExecNeededError
 from launcher.launch.watching import Watching
 from launcher.probe.limits import count_oom_kills
 from launcher.protocol import LAUNCH_PARENT
+from launcher.runs.manifest import Run
 from launcher.runs.provenance import describe_sources
 from launcher.runs.rank_logs import measure_file, read_tail
 from launcher.runs.records import AppliedReader, name_error_file
@@ -502,7 +503,7 @@ class Supervisor:
     viewer: "OutputViewer"
     agent: Agent
     watching: Watching
-    manifest: dict[str, object] | None = None
+    manifest: Run | None = None
     """It is completed with the sources' versions while the job runs; None if another process writes it."""
     terminal: Terminal | None = None
     """If the program has the user's terminal."""
@@ -538,10 +539,12 @@ class Supervisor:
         agent, job, log = self.agent, self.job, self.run.agent_log(self.job.host)
         manifest, log_begin = self.manifest, measure_file(log)
         # Asks git and the package index, which can take seconds on a network filesystem.
-        sources = Thread(
-            target=lambda: manifest and manifest.update(describe_sources(Path(str(manifest["directory"])))),
-            daemon=True,
-        )
+
+        def add_sources() -> None:
+            if manifest:
+                manifest.add_sources(describe_sources(Path(manifest.directory)))
+
+        sources = Thread(target=add_sources, daemon=True)
         with catch_signals() as inbox:
             try:
                 agent.begin()

@@ -11,7 +11,6 @@ from functools import cache
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
@@ -23,7 +22,7 @@ from launcher.plan.model import Plan
 from launcher.report.charts import DRAWS, Chart, Charts, Event, draw_machine, make_chart
 from launcher.report.tables import shorten_time
 from launcher.report.watch import describe_process
-from launcher.runs.manifest import read_manifest, read_time, take_dict, take_list
+from launcher.runs.manifest import Run, read_manifest, read_time
 from launcher.runs.records import RunRecords, compare_rank, read_run
 from launcher.runs.run_status import RunStatus, add_progress, read_status
 from launcher.runs.secrets import mask_words
@@ -68,7 +67,7 @@ class RunAccount:
     """A run, as far as its directory tells."""
 
     status: RunStatus
-    manifest: Mapping[str, Any]
+    manifest: Run
     records: RunRecords
     reports: tuple[NodeReport, ...]
     """The last one of each node."""
@@ -186,9 +185,8 @@ def render_report(account: RunAccount, plans: Mapping[str, Plan]) -> bytes:
         account=account,
         status=status,
         manifest=manifest,
-        git=take_dict(manifest, "git"),
-        packages=take_dict(manifest, "packages"),
-        last_lines=take_list(status.first_failure or {}, "last_lines")[-30:],
+        git=manifest.git or {},
+        packages=manifest.packages or {},
         ranks=max(planned, len({state.rank for one in account.reports for state in one.ranks})),
         steps=max(steps, default=0),
         page=page,

@@ -223,10 +223,9 @@ def _list_details(run: "RunStatus") -> Iterator[tuple[str, ...]]:
         words = f"{state}: {attempt.reason}" if attempt.reason else state
         yield "" if number else "attempts", f"{shorten_time(attempt.started)} to {until}", words
     if failure := run.first_failure:
-        who = f"rank {failure.get('rank')} on {failure.get('host')} (local rank {failure.get('local_rank')})"
-        yield "first failure", f"{who} {failure.get('reason')}"
-        lines = failure.get("last_lines")
-        for line in lines if isinstance(lines, list) else ():
+        who = f"rank {failure.rank} on {failure.host} (local rank {failure.local_rank})"
+        yield "first failure", f"{who} {failure.reason}"
+        for line in failure.last_lines:
             yield "", f"| {line}"
     checked = run.preflight or {}
     lines, problem = checked.get("lines"), checked.get("problem")

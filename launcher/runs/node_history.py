@@ -6,11 +6,11 @@ Manifests may be another user's: an attempt with a value of another type than ou
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.runs.manifest import read_time, take_earlier
+from launcher.runs.manifest import AttemptRecord, Run, read_time
 
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 """A host's name, and SLURM's for a node."""
@@ -59,23 +59,23 @@ class NodeHistory:
         return self.sick + self.lost + self.hang + self.slow
 
 
-def collect_history(manifests: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[NodeHistory, ...]:
-    """Return all nodes of some runs, given as NAME/ID and manifest: those with the most trouble first.
+def collect_history(manifests: Iterable[tuple[str, Run]]) -> tuple[NodeHistory, ...]:
+    """Return all nodes of some runs, given with their NAME/ID: those with the most trouble first.
 
     Among nodes with the same trouble, those with more warnings, and with newer events, come first.
     """
     seen: dict[str, list[tuple[float, str]]] = defaultdict(list)
     events: dict[str, list[NodeEvent]] = defaultdict(list)
     for run, manifest in manifests:
-        for attempt in (*take_earlier(manifest), manifest):
-            began = read_time(attempt.get("started"))
+        for attempt in manifest.attempts:
+            began = read_time(attempt.started)
             try:
-                hosts = [*attempt.get("hosts", ())][:MOST_HOSTS]
                 found = [*find_events(attempt)][::-1]  # the first of each sort counts
                 texts = {(host, kind): text for host, kind, text in found}
             except (AttributeError, KeyError, TypeError):
                 continue
-            named = [host for host in (*hosts, *(host for host, _ in texts)) if isinstance(host, str)]
+            hosts = (*attempt.hosts[:MOST_HOSTS], *(host for host, _ in texts))
+            named = [host for host in hosts if isinstance(host, str)]
             for host in filter(HOST.fullmatch, dict.fromkeys(named)):
                 seen[host].append((-math.inf if began is None else began, run))
                 kinds = [kind for kind in KINDS if (host, kind) in texts]
@@ -95,21 +95,21 @@ def collect_history(manifests: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple
     return tuple(sorted(nodes, key=rank))
 
 
-def find_events(attempt: Mapping[str, Any]) -> Iterator[tuple[Any, str, str]]:
+def find_events(attempt: AttemptRecord) -> Iterator[tuple[Any, str, str]]:
     """Give host, sort and text of each event of an attempt; raises what a manifest that is not ours makes."""
-    preflight = attempt.get("preflight") or {}
+    preflight = attempt.preflight or {}
     for found in preflight.get("findings", ()):
         kind = "sick" if found.get("level") == "error" else "warning"
         yield found.get("host"), kind, f"{found.get('subject')}: {found.get('what')}"
     for host in preflight.get("sick", ()):
         yield host, "sick", "preflight found it sick"
-    for host in (attempt.get("outcome") or {}).get("lost", ()):
+    for host in attempt.outcome.lost:
         yield host, "lost", "it was lost"
-    for one in attempt.get("replacements", ()):
+    for one in attempt.replacements:
         text = f"it was lost, and {one.get('spare')} took its place: {one.get('evidence')}"
         yield one.get("lost"), "lost", text
-    for hang in attempt.get("hangs", ()):
+    for hang in attempt.hangs:
         for host in hang["verdict"]["hosts"]:
             yield host, "hang", str(hang["verdict"].get("sentence") or "")
-    for slow in attempt.get("stragglers", ()):
+    for slow in attempt.stragglers:
         yield slow.get("host"), "slow", f"rank {slow.get('rank')}: {slow.get('detail')}"

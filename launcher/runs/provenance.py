@@ -5,6 +5,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 DISTRIBUTION = "launch-ranks"
 """What pip calls this project; it is recorded as `launch`."""
@@ -26,7 +27,7 @@ FILTER = re.compile(r"(?i)filter\..*\.(?:clean|process|required)", re.DOTALL)
 """Settings whose programs git runs on a file to compare it (gitattributes(5))."""
 
 
-def describe_sources(directory: Path) -> dict[str, object]:
+def describe_sources(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the git commit, whether the work tree is dirty, and package versions, for the manifest.
 
     No program is run that the repository names, which may be anybody's.

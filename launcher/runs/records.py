@@ -17,7 +17,7 @@ from launcher.cpulist import format_cpulist
 from launcher.files import LARGEST, open_below, read_file, write_whole
 from launcher.plan.model import Memory, RankPlan
 from launcher.protocol import name_applied_file, name_memory_file, name_plan_file, parse_plan_file
-from launcher.runs.manifest import take_dict, take_list
+from launcher.runs.manifest import FirstFailure, Run, parse_manifest
 from launcher.runs.run_directory import RunDir, write_private
 from launcher.runs.secrets import mask_text
 from launcher.text import escape_text
@@ -45,17 +45,9 @@ class RankFailure:
         """The exit code as a shell gives it: 128+n for signal n."""
         return 128 - self.exitcode if self.exitcode < 0 else self.exitcode
 
-    def to_json(self, host: str) -> dict[str, object]:
+    def describe(self, host: str, attempt: int) -> FirstFailure:
         """Return it as a manifest has it."""
-        return {
-            "rank": self.rank,
-            "local_rank": self.local_rank,
-            "host": host,
-            "attempt": self.attempt,
-            "exit_code": self.status,
-            "reason": self.reason,
-            "last_lines": list(self.lines),
-        }
+        return FirstFailure(self.rank, self.local_rank, host, attempt, self.status, self.reason, self.lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +268,10 @@ def read_run(path: Path) -> RunRecords:
             damaged.append(f"{file.name} cannot be read ({reason[:200]})")
             return None
 
-    def read_manifest(data: bytes) -> dict[str, Any]:
-        found = load(dict[str, Any], data)
-        if not isinstance(take_dict(found, "outcome").get("state"), str):
+    def read_manifest(data: bytes) -> Run:
+        load(dict[str, Any], data)  # tells what is wrong
+        found = parse_manifest(data)
+        if not found.last.outcome.state:
             raise DecodeError("it has no outcome.state")
         return found
 
@@ -287,9 +280,9 @@ def read_run(path: Path) -> RunRecords:
     files = sorted(path.glob(name_applied_file("*")))
     records = [record for file in files if (record := read(partial(load, Applied), file))]
     file = min(path.glob("manifest*.json"), default=path / "manifest.json")
-    manifest = read(read_manifest, file) or {}
+    run = read(read_manifest, file) or Run()
     # A SLURM job's node that was left out or replaced by a spare one has a plan; others have its ranks.
-    last_hosts = take_list(manifest, "hosts") if manifest.get("slurm") else []
+    last_hosts = run.last.hosts if run.last.slurm else []
     damaged_hosts = {host for host, plan in plans.items() if plan is None}
     planned = {host for host in plans if not last_hosts or host in last_hosts}
     names = sorted((planned | {record.host for record in records}) - damaged_hosts)
@@ -303,8 +296,7 @@ def read_run(path: Path) -> RunRecords:
         newest = {record.local_rank: record for record in own if record.attempt == last}
         found = tuple(newest[rank] for rank in sorted(newest))
         hosts.append(HostRecords(name, plans.get(name) or (), found, last))
-    state = take_dict(manifest, "outcome").get("state", "")
-    return RunRecords(str(path), tuple(hosts), state, tuple(damaged))
+    return RunRecords(str(path), tuple(hosts), run.last.outcome.state, tuple(damaged))
 
 
 def read_ranks(data: bytes) -> tuple[RankPlan, ...]:

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -16,14 +16,14 @@ from launcher.files import LARGEST, is_planted, open_directory, read_file
 from launcher.runs.manifest import (
     CLOSED,
     JOB,
+    FirstFailure,
+    Outcome,
+    ProcessId,
+    Run,
     check_process,
-    read_job,
     read_manifest,
     read_own_manifest,
     read_time,
-    take_dict,
-    take_earlier,
-    take_list,
 )
 from launcher.runs.progress import find_last_line, find_newest, find_printed_step, read_mtime
 from launcher.runs.rank_logs import list_attempts
@@ -129,7 +129,7 @@ def _find_jobs(runs_dir: Path, number: str) -> Sequence[Path]:
         with suppress(OSError):
             # Parsing thousands of manifests would take seconds.
             if mark in read_file(path / "manifest.json", LARGEST):
-                job, _, member = (read_job(read_manifest(path)) or "").partition("_")
+                job, _, member = (read_manifest(path).job_id or "").partition("_")
                 if number in (job, f"{job}_{member}"):
                     if not member or "_" in number:
                         return [path.absolute()]
@@ -192,7 +192,7 @@ class RunStatus:
     seconds: float | None = None
     """How long the last attempt has run, or a job that waits has waited; None if that is not known."""
     exit_code: int | None = None
-    first_failure: Mapping[str, object] | None = None
+    first_failure: FirstFailure | None = None
     command: tuple[str, ...] = ()
     spares: tuple[str, ...] = ()
     """Nodes that wait to take the place of one that is lost."""
@@ -200,8 +200,8 @@ class RunStatus:
     """Of the last attempt: the `lost` node, the `spare` in its place, the `time`, and the `evidence`."""
     attempts: tuple[AttemptStatus, ...] = ()
     """Oldest first."""
-    process: Mapping[str, object] = field(default_factory=dict)
-    """What the run hangs on if it is no SLURM job: see `manifest.py`."""
+    process: ProcessId | None = None
+    """What the run hangs on if it is no SLURM job."""
     preflight: Mapping[str, object] | None = None
     """What the checks before its start found: `kind`, `seconds`, `sick`, `findings` and more."""
     watch: Mapping[str, object] | None = None
@@ -219,44 +219,42 @@ def read_status(path: Path, *, own: bool = False) -> RunStatus:
     With `own`, which is for what acts upon it, one that another user may have written is `unknown`. Whether
     the process of a run that says that it is running is there is looked at.
     """
-    manifest, doubt = {}, "its manifest.json cannot be read"
+    run, doubt = Run(), "its manifest.json cannot be read"
     try:
-        manifest = read_own_manifest(path) if own else read_manifest(path)
+        run = read_own_manifest(path) if own else read_manifest(path)
     except PermissionError as error:
         doubt = f"{error.filename}: {error.strerror}"
-    outcome, job_id = take_dict(manifest, "outcome"), read_job(manifest)
-    state = STATES.get(str(outcome.get("state")), "unknown")
-    started, ended = (str(manifest.get(key) or "") for key in ("started", "ended"))
-    begin, end = read_time(started), time.time() if state in LIVE else read_time(ended)
+    last, outcome, job_id = run.last, run.last.outcome, run.job_id
+    state = STATES.get(outcome.state, "unknown")
+    begin, end = read_time(last.started), time.time() if state in LIVE else read_time(last.ended)
     if state == "queued":
-        begin = read_time(ended) or begin  # of the attempt before, if there was one
-    before = [str(take_dict(entry, "outcome").get("state")) for entry in take_earlier(manifest)]
+        begin = read_time(last.ended) or begin  # of the attempt before, if there was one
+    before = [attempt.outcome.state for attempt in run.attempts[:-1]]
     resumes = sum(word in CLOSED or (word == "running" and not job_id) for word in before)  # by run_dir=
-    hosts, code = [str(host) for host in take_list(manifest, "hosts")], outcome.get("exit_code")
     status = RunStatus(
         run=name_run(path),
         path=str(path.absolute()),
         state=state,
         reason=doubt if state == "unknown" else explain_outcome(outcome),
         job_id=job_id,
-        nodes=len(hosts),
-        nodelist=",".join(hosts),
+        nodes=len(last.hosts),
+        nodelist=",".join(last.hosts),
         restarts=max(0, max(list_attempts(path), default=0) - resumes),
-        started=started,
-        ended=ended,
+        started=last.started,
+        ended=last.ended or "",
         seconds=None if begin is None or end is None else max(0.0, end - begin),
-        exit_code=code if isinstance(code, int) else None,
-        first_failure=take_dict(outcome, "first_failure") or None,
-        command=tuple(map(str, take_list(manifest, "command"))),
-        spares=tuple(map(str, take_list(manifest, "spares"))),
-        replacements=tuple(one for one in take_list(manifest, "replacements") if isinstance(one, dict)),
-        attempts=read_attempts(manifest),
-        process=take_dict(manifest, "process"),
-        preflight=take_dict(manifest, "preflight") or None,
+        exit_code=outcome.exit_code,
+        first_failure=outcome.first_failure,
+        command=tuple(last.command),
+        spares=tuple(last.spares),
+        replacements=tuple(last.replacements),
+        attempts=list_attempt_states(run),
+        process=run.process,
+        preflight=last.preflight,
     )
     if state != "running" or not status.process or (is_alive := check_process(status.process)):
         return status
-    host, pid = (status.process.get(key) for key in ("host", "pid"))
+    host, pid = status.process.host, status.process.pid
     if is_alive is False:
         full = f"; {FULL}" if is_full(RunDir(path)) else ""
         return mark_lost(status, f"process {pid} on {host} is gone, and left no word{full}")
@@ -276,31 +274,34 @@ def mark_lost(status: RunStatus, reason: str) -> RunStatus:
     return replace(status, state="lost", reason=reason, seconds=None)
 
 
-def explain_outcome(outcome: Mapping[str, object]) -> str:
+def explain_outcome(outcome: Outcome) -> str:
     """Say why a run ended: who failed first, the cause, or the signal."""
-    failure, cause = take_dict(outcome, "first_failure"), str(outcome.get("cause") or "")
-    reason = str(outcome.get("reason") or "")
-    is_crash = bool(failure) and cause in ("", "crash")
-    words = list(map(str, take_list(outcome, "events"))) if is_crash else []
+    failure, cause, reason = outcome.first_failure, outcome.cause, outcome.reason or ""
+    is_crash = failure is not None and cause in (None, "crash")
+    words = list(outcome.events) if is_crash else []
     words += [reason or cause] if cause and not is_crash else []
-    who = f"rank {failure.get('rank')} on {failure.get('host')}"
-    if failure and not any(f"{who} " in word for word in words):
-        words.append(f"{who} {failure.get('reason')}")
-    if not words and outcome.get("signal"):
-        words.append(f"by {outcome['signal']}")
+    if failure:
+        who = f"rank {failure.rank} on {failure.host}"
+        if not any(f"{who} " in word for word in words):
+            words.append(f"{who} {failure.reason}")
+    if not words and outcome.signal:
+        words.append(f"by {outcome.signal}")
     return "; ".join(words or [reason])
 
 
-def read_attempts(manifest: Mapping[str, object]) -> tuple[AttemptStatus, ...]:
-    """Return a manifest's starts; a submission that never ran is none."""
-    found = []
-    for entry in (*take_earlier(manifest), manifest):
-        outcome = take_dict(entry, "outcome")
-        state, cause = (str(outcome.get(key) or "") for key in ("state", "cause"))
-        if state and state != "submitted":
-            started, ended = (str(entry.get(key) or "") for key in ("started", "ended"))
-            found.append(AttemptStatus(started, ended, state, cause, explain_outcome(outcome)))
-    return tuple(found)
+def list_attempt_states(run: Run) -> tuple[AttemptStatus, ...]:
+    """Return a run's starts; a submission that never ran is none."""
+    return tuple(
+        AttemptStatus(
+            one.started,
+            one.ended or "",
+            one.outcome.state,
+            one.outcome.cause or "",
+            explain_outcome(one.outcome),
+        )
+        for one in run.attempts
+        if one.outcome.state not in ("", "submitted")
+    )
 
 
 def add_progress(status: RunStatus) -> RunStatus:

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from launcher.codec import convert
 from launcher.config.settings import RequeueConfig
@@ -20,14 +19,14 @@ from launcher.launch.ending import post_end
 from launcher.launch.signals import name_signal
 from launcher.protocol import name_host
 from launcher.runs.manifest import (
-    OF_ATTEMPT,
-    OF_START,
-    describe_start,
+    AttemptRecord,
+    Outcome,
+    Run,
+    SlurmJob,
+    begin_run,
     read_manifest,
     read_time,
     stamp_time,
-    take_dict,
-    take_earlier,
     write_manifest,
 )
 from launcher.runs.progress import (
@@ -193,7 +192,7 @@ class AttemptEnd:
         ended = self.cause in ("cancelled", "preempted", "timeout") and self.decision.cause == self.cause
         return "stopped" if ended else "failed"
 
-    def describe(self, first_attempt: int) -> dict[str, Any]:
+    def describe(self, first_attempt: int, *, advanced: bool | None) -> Outcome:
         """Return the manifest's outcome; of many things that happened, its reason has the first ones."""
         step, state, failure = self.step, self.state, None
         events = [*self.first_events, *self.events]
@@ -202,28 +201,29 @@ class AttemptEnd:
             events = [*events[: MAX_NAMED - 1], events[MAX_NAMED - 1] + more]
         if self.first:
             record, failed = self.first
-            failure = {**failed.to_json(record.host), "attempt": first_attempt + record.restarts}
+            failure = failed.describe(record.host, first_attempt + record.restarts)
         restarts = max((record.restarts for record in step.records), default=0)
-        return {
-            "state": state,
-            "cause": self.cause if state == "requeued" else self.decision.cause,
-            "exit_code": self.exit_code,
-            "signal": name_signal(step.stops[0]) if step.stops else None,
-            "reason": None if self.cause is None else "; ".join([*events, self.decision.reason]),
-            "events": list(self.first_events),
-            "lost": list(self.lost),
-            **({"sick": list(step.sick)} if step.sick else {}),
-            "first_failure": failure,
-            "attempts": None if step.srun_exitcode is None else 1 + first_attempt + restarts,
-            "step": self.advance.step,
-            "checkpoint": self.advance.newest,
-        }
+        return Outcome(
+            state,
+            cause=self.cause if state == "requeued" else self.decision.cause,
+            exit_code=self.exit_code,
+            signal=name_signal(step.stops[0]) if step.stops else None,
+            reason=None if self.cause is None else "; ".join([*events, self.decision.reason]),
+            events=list(self.first_events),
+            lost=list(self.lost),
+            sick=list(step.sick),
+            first_failure=failure,
+            attempts=None if step.srun_exitcode is None else 1 + first_attempt + restarts,
+            step=self.advance.step,
+            checkpoint=self.advance.newest,
+            advanced=advanced,
+        )
 
 
 def decide_requeue(
     cause: str | None,
     policy: RequeueConfig,
-    past: Sequence[Mapping[str, Any]],
+    past: Sequence[Outcome],
     advanced: bool | None,
     number: int = 0,
 ) -> Decision:
@@ -239,18 +239,18 @@ def decide_requeue(
     text, idle = CAUSES[cause].text, 0
     if cause == "cancelled":
         return Decision(False, cause, text)
-    for outcome in ({"cause": cause, "advanced": advanced}, *reversed(past)):
-        known, made = CAUSES.get(outcome.get("cause", "")), outcome.get("advanced")
-        if known and not known.is_counted and not made:
+    for outcome in (Outcome(cause=cause, advanced=advanced), *reversed(past)):
+        known = CAUSES.get(outcome.cause or "")
+        if known and not known.is_counted and not outcome.advanced:
             continue
-        if made is not False:
+        if outcome.advanced is not False:
             break
         idle += 1
     if 0 < policy.no_progress <= idle:
         reason = f"no progress in {idle} attempts in a row (cluster.requeue.no_progress={policy.no_progress})"
         return Decision(False, "no_progress", reason)
     if cause in LIMITED:
-        allowed, before = getattr(policy, cause), sum(outcome.get("cause") == cause for outcome in past)
+        allowed, before = getattr(policy, cause), sum(outcome.cause == cause for outcome in past)
         if before >= allowed:
             often = f" after {before} of them" if allowed > 0 else ""
             return Decision(False, cause, f"{text}: not requeued{often} (cluster.requeue.{cause}={allowed})")
@@ -261,8 +261,6 @@ def decide_requeue(
     return Decision(True, cause, f"{again} (attempt {number + 1} of at most {policy.limit})")
 
 
-Manifest = dict[str, Any]
-"""A manifest, or one of its earlier attempts."""
 CLAIM = "ended-by-"
 """`logs/ATTEMPT/ended-by-0` links to the name of the node that ends an attempt, `-1` if that is lost too."""
 
@@ -279,6 +277,12 @@ class NodeOrder:
     warnings: tuple[str, ...] = ()
     """What is wrong with what was asked for."""
 
+    def assign(self, ranks_on: int) -> AttemptRecord:
+        """Return an attempt whose ranks are on the first nodes, so many; the others are spare ones."""
+        account = {"source": self.source, "why": self.why, "hosts": list(self.hosts)}
+        hosts, spares = list(self.hosts[:ranks_on]), list(self.hosts[ranks_on:])
+        return AttemptRecord(hosts=hosts, spares=spares, node_order=account)
+
 
 @dataclass(slots=True)
 class Attempt:
@@ -287,7 +291,7 @@ class Attempt:
     request: JobRequest
     run: RunDir
     environ: Mapping[str, str]
-    manifest: Manifest
+    manifest: Run
     requeues: bool
     """The job is ours to requeue; false if `launch` runs in somebody's allocation."""
     step: StepReport = field(default_factory=StepReport)
@@ -297,12 +301,12 @@ class Attempt:
     @property
     def hosts(self) -> tuple[str, ...]:
         """The nodes of the ranks, in their order."""
-        return tuple(self.manifest["hosts"])
+        return tuple(self.manifest.last.hosts)
 
     @property
     def spares(self) -> tuple[str, ...]:
         """Nodes that wait, without ranks, to replace one that is lost."""
-        return tuple(self.manifest.get("spares", ()))
+        return tuple(self.manifest.last.spares)
 
     @property
     def job_id(self) -> str:
@@ -330,20 +334,19 @@ class Attempt:
         return (*self.hosts, *self.spares)
 
     @property
-    def earlier(self) -> tuple[Manifest, ...]:
+    def earlier(self) -> tuple[AttemptRecord, ...]:
         """The attempts that led to this one by requeues of the same job, oldest first."""
-        earlier: list[Manifest] = []
-        for entry in reversed(take_earlier(self.manifest)):
-            requeued = take_dict(entry, "outcome").get("state") == "requeued"
-            if not requeued or take_dict(entry, "slurm").get("job_id") != self.job_id:
+        earlier: list[AttemptRecord] = []
+        for entry in reversed(self.manifest.attempts[:-1]):
+            if entry.outcome.state != "requeued" or not entry.slurm or entry.slurm.job_id != self.job_id:
                 break
             earlier.append(entry)
         return tuple(reversed(earlier))
 
     @property
-    def outcomes(self) -> list[Manifest]:
+    def outcomes(self) -> list[Outcome]:
         """How those attempts ended."""
-        return [entry["outcome"] for entry in self.earlier]
+        return [entry.outcome for entry in self.earlier]
 
     @property
     def number(self) -> int:
@@ -355,8 +358,8 @@ class Attempt:
 
         None if neither a step nor a checkpoint was ever seen: then there is nothing to judge by.
         """
-        steps = [step for outcome in self.outcomes if (step := outcome.get("step")) is not None]
-        times = [when for outcome in self.outcomes if (when := outcome.get("checkpoint")) is not None]
+        steps = [outcome.step for outcome in self.outcomes if outcome.step is not None]
+        times = [outcome.checkpoint for outcome in self.outcomes if outcome.checkpoint is not None]
         if advance.step is None and advance.newest is None and not steps and not times:
             return None
         later = advance.step is not None and advance.step > max(steps, default=-1)
@@ -381,19 +384,18 @@ class Attempt:
 
         A node that is down tells of its loss; the rest are taken for preemptions.
         """
-        outcome = take_dict(self.manifest, "outcome")
-        lost = [*commands.ask_down_nodes(self.manifest.get("hosts") or (), self.environ)]
+        lost = [*commands.ask_down_nodes(self.hosts, self.environ)]
         advance = measure_attempt(self.run, self.request.progress_patterns)
-        self.manifest["outcome"] = {
-            **outcome,
-            "state": "requeued",
-            "cause": outcome.get("cause") or ("node_failure" if lost else "preempted"),
-            "reason": f"{', '.join(lost)} was lost" if lost else "it was killed before it could say why",
-            "lost": lost,
-            "step": advance.step,
-            "checkpoint": advance.newest,
-            "advanced": self.has_advanced(advance),
-        }
+        self.manifest.last.outcome = replace(
+            self.manifest.last.outcome,
+            state="requeued",
+            cause="node_failure" if lost else "preempted",
+            reason=f"{', '.join(lost)} was lost" if lost else "it was killed before it could say why",
+            lost=lost,
+            step=advance.step,
+            checkpoint=advance.newest,
+            advanced=self.has_advanced(advance),
+        )
 
     def write(self) -> None:
         """Write the manifest, unless another node has ended this attempt; if that fails, say so and go on."""
@@ -439,7 +441,7 @@ def diagnose(
                     evidence = f", and {lost[host]}" if host in lost else ""
                     lost[host] = f"it left no record{evidence}"
     # SLURM may start a job again before it has sorted out what another node's loss has left.
-    after_loss = attempt.outcomes and attempt.outcomes[-1].get("cause") == "node_failure"
+    after_loss = attempt.outcomes and attempt.outcomes[-1].cause == "node_failure"
     refused = any(record.agent_said.startswith(NOT_STARTED) for record in step.records)
     asks = bool(first and first[1].status in attempt.request.config.cluster.requeue.exit_codes)
     is_users = step.cancelled or (is_stopped and any(record.signal for record in step.records))
@@ -588,44 +590,36 @@ def start_attempt(
     since the last attempt has finished, with that one's code: SLURM requeues a preempted job, and one that
     lost a node, by itself, and what `cluster.requeue` says of it is carried out here.
     """
-    found: Manifest = read_manifest(run.path) or describe_start(run, request.command, request.choices)
-    state, slurm = take_dict(found, "outcome").get("state"), take_dict(found, "slurm")
-    earlier, job_id = take_earlier(found), commands.name_job(environ)
-    if requeues and state == "running" and slurm.get("job_id") == job_id:
-        last_run = RunDir(run.path, found.get("attempt") or 0)
-        Attempt(request, last_run, environ, found, requeues).reconstruct_outcome()
-    if requeues and state != "submitted" and slurm:
-        earlier.append({key: found[key] for key in OF_ATTEMPT if key in found})
-    spares = order.hosts[request.max_nodes :]
-    manifest = {
-        **{key: value for key, value in found.items() if key not in OF_START},
-        "directory": request.directory,
-        "submitted": found.get("submitted") or found.get("started"),
-        "started": stamp_time(),
-        "ended": None,
-        "hosts": list(order.hosts[: request.max_nodes]),
-        "attempt": run.first_attempt,
-        "slurm": {**slurm, "job_id": job_id, "restarts": commands.count_restarts(environ)},
-        "outcome": {"state": "running"},
-        "earlier": earlier,
-        "node_order": {"source": order.source, "why": order.why, "hosts": list(order.hosts)},
-        **({"spares": list(spares)} if spares else {}),
-    }
+    found = read_manifest(run.path)
+    if not found.id:
+        found = begin_run(run, request.command, request.choices)
+    last, job_id = found.last, commands.name_job(environ)
+    is_attempt = requeues and last.outcome.state != "submitted" and last.slurm is not None
+    if requeues and last.outcome.state == "running" and last.slurm and last.slurm.job_id == job_id:
+        Attempt(request, RunDir(run.path, last.attempt), environ, found, requeues).reconstruct_outcome()
+    record = order.assign(request.max_nodes)
+    record.command, record.started, record.outcome = last.command, stamp_time(), Outcome("running")
+    record.attempt, record.slurm = run.first_attempt, SlurmJob(job_id, commands.count_restarts(environ))
+    manifest = replace(
+        found,
+        directory=request.directory,
+        submitted=found.submitted or last.started,
+        attempts=[*(found.attempts if is_attempt else found.attempts[:-1]), record],
+    )
     attempt = Attempt(request, run, environ, manifest, requeues)
     if requeues and attempt.outcomes:
-        *before, last = attempt.outcomes
-        policy = request.config.cluster.requeue
-        decision = decide_requeue(last.get("cause"), policy, before, last.get("advanced"))
+        *before, ended = attempt.outcomes
+        decision = decide_requeue(ended.cause, request.config.cluster.requeue, before, ended.advanced)
         if not decision.requeue:  # the manifest is closed with the last attempt's end
-            number, closed = len(before) + 1, attempt.earlier[-1]
-            state = "failed" if decision.cause else "succeeded"
-            closed["outcome"] |= {"state": state, "cause": decision.cause, "reason": decision.reason}
-            attempt.manifest = {**manifest, **closed, "earlier": earlier[:-1]}
+            number = len(before) + 1
+            ended.state = "failed" if decision.cause else "succeeded"
+            ended.cause, ended.reason = decision.cause, decision.reason
+            manifest.attempts.pop()
             attempt.write()
             refusal = LaunchError(
                 f"attempt {number + 1} does not begin: attempt {number} ended: {decision.reason}"
             )
-            refusal.exit_code = closed["outcome"].get("exit_code") or int(state == "failed")
+            refusal.exit_code = ended.exit_code or int(ended.state == "failed")
             raise refusal
     with hold_manifest(run.path):
         attempt.write()
@@ -706,11 +700,12 @@ def report_end(attempt: Attempt, end: AttemptEnd) -> None:
     if end.trouble and end.cause is None:
         logger.info(f"warning: {end.trouble}")
     now, result = time.time(), describe_progress(end.advance.steps)
-    seconds = now - (read_time(attempt.manifest["started"]) or now)
+    last = attempt.manifest.last
+    seconds = now - (read_time(last.started) or now)
     logger.info(f"{end.state} after {describe_time(seconds)}" + (f": {result}" if result else ""))
     logger.info(f"run directory {attempt.run.path}")
-    notify, outcome = attempt.request.config.notify, attempt.manifest["outcome"]
-    post_end(notify, attempt.run, attempt.hosts[0], outcome, job_id=attempt.job_id)
+    notify = attempt.request.config.notify
+    post_end(notify, attempt.run, attempt.hosts[0], last.outcome, job_id=attempt.job_id)
 
 
 def carry_out(attempt: Attempt, end: AttemptEnd) -> AttemptEnd:
@@ -742,10 +737,8 @@ def carry_out(attempt: Attempt, end: AttemptEnd) -> AttemptEnd:
     # The next attempt is kept off the nodes that this one and those before it have lost, also those that a
     # spare one has replaced, or found sick.
     bad = [*end.lost, *end.step.sick]
-    for entry in (attempt.manifest, *reversed(attempt.earlier)):
-        outcome, replaced = entry["outcome"], entry.get("replacements") or ()
-        bad += [host for key in ("lost", "sick") for host in outcome.get(key) or ()]
-        bad += [one["lost"] for one in replaced]
+    for entry in (attempt.manifest.last, *reversed(attempt.earlier)):
+        bad += [*entry.outcome.lost, *entry.outcome.sick, *(one["lost"] for one in entry.replacements)]
     if bad:
         min_nodes = attempt.request.min_nodes + attempt.request.config.cluster.spares
         warning = commands.exclude_nodes(attempt.job_id, list(dict.fromkeys(bad)), min_nodes, attempt.environ)
@@ -758,11 +751,9 @@ def write_outcome(attempt: Attempt, end: AttemptEnd) -> None:
     """Complete the manifest, with the hangs and stragglers that the node has written that judged them."""
     from launcher.watch.run_files import read_job_state  # not at the start of the job
 
-    manifest, state = attempt.manifest, read_job_state(attempt.run.path, own=True)
+    last, state = attempt.manifest.last, read_job_state(attempt.run.path, own=True)
     if state and state.attempt == attempt.run.first_attempt:
-        account = {"hangs": [*map(asdict, state.hangs)], "stragglers": [*map(asdict, state.stragglers)]}
-        manifest |= {key: found for key, found in account.items() if found}
-    advanced = attempt.has_advanced(end.advance)
-    manifest["ended"] = stamp_time()
-    manifest["outcome"] = {**end.describe(attempt.run.first_attempt), "advanced": advanced}
+        last.hangs, last.stragglers = [*map(asdict, state.hangs)], [*map(asdict, state.stragglers)]
+    last.ended = stamp_time()
+    last.outcome = end.describe(attempt.run.first_attempt, advanced=attempt.has_advanced(end.advance))
     attempt.write()

@@ -212,8 +212,8 @@ class FirstNode:
             restarts = choose_restarts(config, attempt.environ) or 0
             coordinator = Coordinator(attempt.step_hosts, len(attempt.hosts), restarts, find_endpoint)
         step = start_nodes(attempt, endpoint, coordinator)
-        if "git" not in attempt.manifest:  # else the submission has told of the sources
-            attempt.manifest.update(describe_sources(Path(attempt.request.directory)))
+        if attempt.manifest.git is None:  # else the submission has told of the sources
+            attempt.manifest.add_sources(describe_sources(Path(attempt.request.directory)))
         if step.coordinator and attempt.spares:
             from launcher.slurm.lost_nodes import NodeReplacement  # most jobs have no use for it
 
@@ -599,7 +599,7 @@ def run_preflight(first: FirstNode, kind: str) -> bool:
         return True  # whoever starts the step sees it
     if isinstance(report, str):
         logger.warning(f"preflight: the nodes were not checked: {report}")
-        attempt.manifest["preflight"] = {"kind": kind, "problem": report}
+        attempt.manifest.last.preflight = {"kind": kind, "problem": report}
         attempt.write()
         return True
     choice = choose_hosts(
@@ -619,10 +619,11 @@ def run_preflight(first: FirstNode, kind: str) -> bool:
         logger.warning(f"preflight: its report could not be written ({error})")
     left_out = [host for host in attempt.step_hosts if host in report.sick and host not in choice.hosts]
     account = {**describe_report(report), "action": choice.action, "left_out": left_out, "lines": lines}
-    attempt.manifest |= {"hosts": list(choice.hosts or attempt.hosts), "preflight": account}
+    last = attempt.manifest.last
+    last.hosts, last.preflight = list(choice.hosts or attempt.hosts), account
     if spares:
         left = [host for host in candidates if host not in attempt.hosts and host not in report.sick]
-        attempt.manifest["spares"] = left[: request.config.cluster.spares]
+        last.spares = left[: request.config.cluster.spares]
     attempt.write()
     if choice.hosts:
         return True

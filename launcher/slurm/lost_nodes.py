@@ -31,7 +31,7 @@ from pathlib import Path
 from launcher.errors import LaunchError, SchedulerError
 from launcher.launch.signals import FORWARDED
 from launcher.protocol import LAUNCH_ATTEMPT, name_host
-from launcher.runs.manifest import CLOSED, read_manifest, stamp_time, take_dict
+from launcher.runs.manifest import CLOSED, read_manifest, stamp_time
 from launcher.runs.records import read_nodes
 from launcher.runs.run_directory import RunDir, release_space
 from launcher.slurm.attempt import (
@@ -268,10 +268,10 @@ class NodeReplacement:
                     "evidence": "SLURM gave it up" if silence is None else UNREACHABLE,
                     "silence": None if silence is None else round(silence, 1),
                 }
-                attempt.manifest.setdefault("replacements", []).append(account)
-        attempt.manifest["hosts"] = list(hosts)
+                attempt.manifest.last.replacements.append(account)
+        attempt.manifest.last.hosts = list(hosts)
         if spares != [*attempt.spares]:
-            attempt.manifest["spares"] = spares
+            attempt.manifest.last.spares = spares
             attempt.write()
         if not (self.losses or self.step.lost) or not coordinator.is_over:
             return
@@ -372,9 +372,9 @@ def end_attempt(run: RunDir, first: str, evidence: str, heard: float) -> bool:
     Once it is claimed, SIGTERM is ignored: the requeue ends this step, too. Raises LaunchError or OSError.
     """
     environ, manifest = os.environ, read_manifest(run.path)
-    if not manifest:
+    if not manifest.id:
         return False
-    if manifest.get("attempt") != run.first_attempt:
+    if manifest.last.attempt != run.first_attempt:
         return True
     attempt = Attempt(read_job_request(run.path, environ), run, environ, manifest, requeues=True)
     status, own = ask_job(attempt.job_id, environ), name_host(environ)
@@ -395,7 +395,7 @@ def end_attempt(run: RunDir, first: str, evidence: str, heard: float) -> bool:
             f"node {first}, which ran the batch script, is lost: {evidence}, and nothing was heard of it"
             f" for {time.monotonic() - heard:.0f} s: {own} ends the attempt in its place"
         )
-    if take_dict(manifest, "outcome").get("state") not in CLOSED:
+    if manifest.last.outcome.state not in CLOSED:
         records = [one for one in read_nodes(run.path, run.first_attempt) if one.host in attempt.hosts]
         attempt.step = StepReport(1, records, attempt.hosts)
         end = carry_out(attempt, diagnose(attempt, status, lost, trouble))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from launcher.errors import SchedulerError, UsageError
 from launcher.files import open_file
 from launcher.launch.signals import FORWARDED, SignalQueue, catch_signals
-from launcher.runs.manifest import CLOSED, OPEN, check_process, read_job, read_own_manifest, take_dict
+from launcher.runs.manifest import CLOSED, OPEN, check_process, read_own_manifest
 from launcher.runs.rank_logs import Follower, find_logs
 from launcher.runs.run_directory import FULL, RunDir, is_full
 from launcher.runs.run_status import RunStatus, mark_lost, read_status
@@ -181,11 +181,11 @@ def refuse_run_in_use(path: Path, *, submits: bool) -> None:
         found = read_own_manifest(path)
     except PermissionError:  # what opens the directory refuses it, and says why
         return
-    if take_dict(found, "outcome").get("state") not in OPEN:
+    if found.last.outcome.state not in OPEN:
         return
-    process, job_id, holder = take_dict(found, "process"), read_job(found), ""
+    process, job_id, holder = found.process, found.job_id, ""
     if process and check_process(process):
-        holder = f"process {process.get('pid')}, which is running"
+        holder = f"process {process.pid}, which is running"
     elif job_id and job_id != name_job(os.environ):  # runs in an allocation are judged by their processes
         try:
             job = ask_queue([job_id]).get(job_id)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launcher.config.start import parse_nproc, plan_node
 from launcher.errors import MachineError, SchedulerError, UsageError
@@ -22,7 +22,7 @@ from launcher.files import LARGEST, read_file
 from launcher.launch.job import JobSpec
 from launcher.launch.local_run import prepare_run, refuse_run
 from launcher.protocol import LAUNCH_SECRETS, name_host
-from launcher.runs.manifest import read_job, read_manifest, write_manifest
+from launcher.runs.manifest import Outcome, Run, SlurmJob, read_manifest, write_manifest
 from launcher.runs.provenance import describe_sources
 from launcher.runs.run_directory import RunDir, write_private
 from launcher.runs.secrets import mask_words
@@ -128,7 +128,7 @@ def _show_plan(plan: "Plan", spec: JobSpec) -> None:
 
 
 def stage_run(
-    spec: JobSpec, argv: Sequence[str], sources: Mapping[str, object], undo: contextlib.ExitStack
+    spec: JobSpec, argv: Sequence[str], sources: Mapping[str, dict[str, Any]], undo: contextlib.ExitStack
 ) -> Mapping[str, object]:
     """Make or open the run directory, with configuration, manifest and request in it; raises MachineError.
 
@@ -153,7 +153,9 @@ def stage_run(
 
     try:
         secrets = write_job_request(make_job_request(spec, argv), run.path)
-        write_manifest(run, {**manifest, **sources, "outcome": {"state": "submitted"}})
+        manifest.last.outcome = Outcome("submitted")
+        manifest.add_sources(sources)
+        write_manifest(run, manifest)
     except OSError as error:
         raise refuse_run(spec, error) from None
     return secrets
@@ -163,8 +165,9 @@ def write_job_id(path: Path, job_id: str) -> None:
     """Add the job's number to a run's manifest, unless the job has done so; raises OSError or KeyError."""
     with hold_manifest(path):
         found = read_manifest(path)
-        if found["outcome"]["state"] == "submitted":
-            write_manifest(RunDir(path), {**found, "slurm": {"job_id": job_id}})
+        if found.last.outcome.state == "submitted":
+            found.last.slurm = SlurmJob(job_id)
+            write_manifest(RunDir(path), found)
 
 
 def _send_script(
@@ -318,9 +321,8 @@ def run_allocation(spec: JobSpec, argv: Sequence[str]) -> int:
         else:
             logger.info(f"{', '.join(hosts)} plan for themselves: this machine is none of them")
         request = make_job_request(spec, argv)
-        order = first_node.order_job_nodes(os.environ, request)
-        placed = {"hosts": order.hosts[: request.max_nodes], "spares": order.hosts[request.max_nodes :]}
-        attempt = Attempt(request, RunDir(spec.run_path), os.environ, placed, requeues=False)
+        placed = first_node.order_job_nodes(os.environ, request).assign(request.max_nodes)
+        attempt = Attempt(request, RunDir(spec.run_path), os.environ, Run(attempts=[placed]), requeues=False)
         sys.stderr.flush()
         print_text(join_words(first_node.describe_node_step(attempt).render(os.environ)) + "\n")
         return 0
@@ -346,7 +348,7 @@ def _run_own_job(spec: JobSpec, argv: Sequence[str]) -> int:
     The first attempt does what a submission would have done before.
     """
     spec, job_id = _set_kind(spec, "slurm"), name_job(os.environ)
-    if read_job(read_manifest(spec.run_path)) == job_id:
+    if read_manifest(spec.run_path).job_id == job_id:
         secrets: Mapping[str, object] = write_job_request(make_job_request(spec, argv), spec.run_path)
     else:
         with contextlib.ExitStack() as undo:

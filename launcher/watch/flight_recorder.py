@@ -24,8 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launcher.codec import DecodeError, parse_json
-from launcher.runs.manifest import take_dict, take_list
+from launcher.codec import DecodeError, parse_json, take_dict, take_list
 from launcher.watch.model import Call, CollectiveTimes, GroupState, Heartbeat
 
 TRACE = ("fr_trace_json", "dump_nccl_trace_json")

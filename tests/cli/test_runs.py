@@ -8,12 +8,13 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.runs.manifest import open_process
+from launcher.runs.manifest import ProcessId, open_process
 from tests.cli.make_runs import identify_process, make_run, read_manifest, write_applied, write_log
 from tests.seam import (
     LAUNCH,
@@ -67,8 +68,13 @@ def test_no_run_yet_and_mistakes(launch: Launch, here: Path) -> None:
 
 
 def test_a_run_that_failed(launch: Launch, here: Path) -> None:
-    failure = {"rank": 3, "local_rank": 1, "host": "n2", "reason": "was killed by SIGKILL (signal 9)"}
-    failure["last_lines"] = ["Traceback", "RuntimeError: \x1b[31moh\x1b[0m"]
+    failure: dict[str, Any] = {"rank": 3, "local_rank": 1, "host": "n2"}
+    failure["reason"] = "was killed by SIGKILL (signal 9)"
+    failure |= {
+        "attempt": 1,
+        "exit_code": 137,
+        "last_lines": ["Traceback", "RuntimeError: \x1b[31moh\x1b[0m"],
+    }
     outcome = {"exit_code": 137, "cause": "crash", "first_failure": failure}
     checked = {"lines": ["sick: n3: limits: \x1b[2J", "light checks of 3 nodes in 9.9 s: 1 sick (n3)"]}
     path = make_run(here / "runs", state="failed", hosts=["n1", "n2"], outcome=outcome, preflight=checked)
@@ -174,14 +180,14 @@ def test_a_run_is_known_by_its_process_and_that_by_more_than_its_number(launch: 
 
 
 def test_a_process_is_signalled_as_the_launch_of_its_run_alone(tmp_path: Path) -> None:
-    mine = identify_process(os.getpid())
+    mine = ProcessId(**identify_process(os.getpid()))  # type: ignore[arg-type]
     with pytest.raises(PermissionError, match="is not the launch of this run"):
         open_process(mine, tmp_path)
     held = os.open(tmp_path, os.O_RDONLY)
     os.close(open_process(mine, tmp_path))
-    for other in ({"start": 1}, {"boot": "another"}):
+    for other in (replace(mine, start=1), replace(mine, boot="another")):
         with pytest.raises(ProcessLookupError):
-            open_process({**mine, **other}, tmp_path)
+            open_process(other, tmp_path)
     os.close(held)
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from launcher.codec import dump
 from launcher.config.program import fill_env
 from launcher.config.settings import Settings
 from launcher.config.start import read_machine
@@ -18,7 +19,7 @@ from launcher.errors import UsageError
 from launcher.protocol import LAUNCH_SECRETS
 from launcher.rank.entry import PlacementError, PlanEntry, read_plan_file
 from launcher.rank.shim import shorten_text
-from launcher.runs.manifest import describe_start
+from launcher.runs.manifest import begin_run
 from launcher.runs.run_directory import RunDir
 from launcher.runs.secrets import mask_tree, mask_variables, mask_words
 from launcher.slurm.job_request import JobRequest, read_job_request, write_job_request
@@ -70,7 +71,7 @@ def test_no_secret_is_written_and_all_arrive(
         config = Settings(env={"A": own[0]}, program={"command": [*words, 3], "x": {"y": words}})
         request = JobRequest(config, {}, tuple(words), tuple(mask_words(words)), folder, 1, 1)
         carried = write_job_request(request, Path(folder))
-        manifest = json.dumps(describe_start(RunDir(Path(folder)), words, {}))
+        manifest = dump(begin_run(RunDir(Path(folder)), words, {}))
         written = (Path(folder) / "job.json").read_text()
         environ = {LAUNCH_SECRETS: json.dumps({folder: carried})}
         assert read_job_request(Path(folder), environ) == request

@@ -203,8 +203,8 @@ def test_a_pipe_that_somebody_reads_is_no_log(tmp_path: Path) -> None:
 
 def make_runs(folder: Path, uid: int) -> list[str]:
     run = create_run_dir(folder / f"of-{uid}" / ID)
-    write_private(run.manifest_path, "{}")
-    return [open_run_dir(run.path, None).path.name, str(read_own_manifest(run.path))]
+    write_private(run.manifest_path, json.dumps({"name": "a"}))
+    return [open_run_dir(run.path, None).path.name, read_own_manifest(run.path).name]
 
 
 def test_an_ordinary_user_has_runs_where_others_have_theirs() -> None:
@@ -212,11 +212,11 @@ def test_an_ordinary_user_has_runs_where_others_have_theirs() -> None:
     with open_folder() as folder:
         (folder / "box").mkdir()
         (folder / "box").chmod(0o1733)
-        assert run_as(STRANGER, partial(make_runs, folder / "box", STRANGER)) == ["20310203-040506", "{}"]
+        assert run_as(STRANGER, partial(make_runs, folder / "box", STRANGER)) == ["20310203-040506", "a"]
         (folder / "runs").mkdir()
         (folder / "runs").chmod(0o1777)
         for uid in (STRANGER, STRANGER - 1):
-            assert run_as(uid, partial(make_runs, folder / "runs", uid)) == ["20310203-040506", "{}"]
+            assert run_as(uid, partial(make_runs, folder / "runs", uid)) == ["20310203-040506", "a"]
         path = folder / f"runs/of-{STRANGER - 1}/20310203-040506"
         with pytest.raises(PermissionError):
             run_as(STRANGER, partial(open_run_dir, path, None))
@@ -227,12 +227,12 @@ def test_a_filesystem_that_shows_all_as_anothers_is_known_by_what_is_made_there(
 ) -> None:
     """As NFS does with root_squash and all_squash, and EFS by its access points."""
     run = open_run_dir(tmp_path / "run", None)
-    write_private(run.manifest_path, '{"a": 1}')
+    write_private(run.manifest_path, '{"name": "a"}')
     give_away(run.path)
     with pytest.raises(PermissionError):
         read_own_manifest(run.path)
     monkeypatch.setattr(files, "find_shown_uid", lambda _: STRANGER)
-    assert read_own_manifest(run.path) == {"a": 1}
+    assert read_own_manifest(run.path).name == "a"
     assert open_run_dir(run.path, None).path == run.path
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config.settings import RequeueConfig
+from launcher.runs.manifest import Outcome
 from launcher.slurm.attempt import (
     choose_stop_time,
     classify_end,
@@ -27,11 +28,10 @@ POLICY = RequeueConfig(
     no_progress=3, limit=200,
 )  # fmt: skip
 LIMITED = ("preempted", "timeout", "node_failure", "sick_node", "stopped", "requested", "hang", "crash")
-ENDS = st.fixed_dictionaries(
-    {
-        "cause": st.sampled_from([*LIMITED, "requeued", "cancelled"]),
-        "advanced": st.sampled_from([True, False, None]),
-    }
+ENDS = st.builds(
+    Outcome,
+    cause=st.sampled_from([*LIMITED, "requeued", "cancelled"]),
+    advanced=st.sampled_from([True, False, None]),
 )
 
 
@@ -55,7 +55,7 @@ def test_the_class_of_an_end() -> None:
 def test_what_becomes_of_the_job() -> None:
     """An earlier attempt is how often it was so, its class, and whether it advanced."""
     for cause, earlier, advanced, requeue, decided, reason in TABLES["requeues"]:
-        past = [{"cause": was, "advanced": made} for count, was, made in earlier for _ in range(count)]
+        past = [Outcome(cause=was, advanced=made) for count, was, made in earlier for _ in range(count)]
         decision = decide_requeue(cause, POLICY, past, advanced)
         assert (decision.requeue, decision.cause) == (requeue, decided), (cause, earlier)
         assert reason in (None, decision.reason)
@@ -70,16 +70,16 @@ def test_what_becomes_of_the_job() -> None:
         **{name: st.integers(-1, 5) for name in LIMITED},
     ),
 )
-def test_no_policy_requeues_for_ever(ends: list[dict[str, Any]], policy: RequeueConfig) -> None:
+def test_no_policy_requeues_for_ever(ends: list[Outcome], policy: RequeueConfig) -> None:
     """However attempts end, what is requeued stays within the limit and within each reason's own."""
-    past: list[dict[str, Any]] = []
+    past: list[Outcome] = []
     for end in ends:
-        if not decide_requeue(end["cause"], policy, past, end["advanced"]).requeue:
+        if not decide_requeue(end.cause, policy, past, end.advanced).requeue:
             break
         past.append(end)
     assert len(past) <= max(policy.limit - 1, 0)
     for reason in LIMITED:
-        assert sum(attempt["cause"] == reason for attempt in past) <= max(getattr(policy, reason), 0)
+        assert sum(attempt.cause == reason for attempt in past) <= max(getattr(policy, reason), 0)
 
 
 def test_whose_the_checkpoint_signal_is_and_when_the_ranks_are_stopped() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config.settings import Settings
+from launcher.runs import manifest
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import lost_nodes
 from launcher.slurm.attempt import Attempt
@@ -67,12 +68,12 @@ def make_attempt(environ: dict[str, str], folder: Path, *hosts: str, requeues: i
     run = open_run_dir(folder / "run", None)
     request = JobRequest(config, {}, ("x",), ("launch", "x"), "/", 2, 3)
     write_job_request(request, run.path)
-    started = {"started": datetime.now(UTC).isoformat(), "hosts": list(hosts), "attempt": 0, "earlier": []}
-    manifest = {**started, "outcome": {"state": "running"}, "slurm": {"job_id": "7"}}
-    run.manifest_path.write_text(json.dumps(manifest))
+    started = {"id": run.id, "started": datetime.now(UTC).isoformat(), "hosts": list(hosts)}
+    written = {**started, "outcome": {"state": "running"}, "slurm": {"job_id": "7"}}
+    run.manifest_path.write_text(json.dumps(written))
     (run.path / "logs/0").mkdir(parents=True, exist_ok=True)
     (run.path / "logs/slurm-7.out").touch()
-    return Attempt(request, run, environ, manifest, requeues=True)
+    return Attempt(request, run, environ, manifest.read_manifest(run.path), requeues=True)
 
 
 @contextmanager

@@ -219,7 +219,7 @@ def test_inside_an_allocation_nothing_is_requeued_and_the_run_can_be_submitted_a
     assert again.code == 0, again
     manifest = json.loads(path.read_text())
     (entry,) = manifest["earlier"]
-    assert manifest["outcome"] == {"state": "submitted"}
+    assert manifest["outcome"]["state"] == "submitted"
     assert (entry["slurm"]["job_id"], entry["attempt"]) == ("7", 0)
     assert entry["node_order"]["hosts"] == entry["hosts"] == ["n0", "n1"]
 

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from launcher.codec import convert
 from launcher.config.settings import NotifyConfig
 from launcher.launch.ending import describe_outcome, post_end
+from launcher.runs.manifest import FirstFailure, Outcome
 from launcher.runs.run_directory import RunDir
 from launcher.watch.metrics import (
     MetricsEvent,
@@ -184,8 +185,8 @@ def test_what_cannot_be_given_out_is_a_warning_each_and_the_job_goes_on(tmp_path
 
 # Notifications, as the end of a job posts them
 
-FAILURE = {"rank": 3, "host": "n<2>", "reason": "exited with code 1"}
-FAILED = {"state": "failed", "exit_code": 1, "first_failure": FAILURE}
+FAILURE = FirstFailure(3, 0, "n<2>", 0, 1, "exited with code 1", ())
+FAILED = Outcome("failed", exit_code=1, first_failure=FAILURE)
 
 
 @pytest.fixture
@@ -274,8 +275,8 @@ def test_a_server_that_does_not_answer_delays_nobody_and_one_node_alone_posts(
         ({"state": "requeued", "cause": "preempted", "reason": "r"}, "end", "requeued; r"),
     ],
 )
-def test_what_is_told_of_an_end(outcome: dict[str, object], event: str, sentence: str) -> None:
-    assert describe_outcome(outcome) == (event, sentence)
+def test_what_is_told_of_an_end(outcome: dict[str, Any], event: str, sentence: str) -> None:
+    assert describe_outcome(Outcome(**outcome)) == (event, sentence)
 
 
 # Metrics
