@@ -104,7 +104,8 @@ def kill_processes(cluster: Cluster, choose: Callable[[Process], bool]) -> set[i
     """Send SIGKILL until none of the chosen is left, and return their numbers; raises SandboxError.
 
     A machine's processes end all at once, so they are stopped first: the process that srun leaves behind to
-    cancel its step if srun dies would still get that done on another CPU.
+    cancel its step if srun dies would still get that done on another CPU. Children die before their parents:
+    those that stay behind, stopped, would be sent SIGHUP and go on.
     A keeper goes once all below it is gone, or what a dying process leaves would get out of sight.
     """
     killed: set[int] = set()
@@ -113,8 +114,9 @@ def kill_processes(cluster: Cluster, choose: Callable[[Process], bool]) -> set[i
         chosen = [process for process in list_processes(cluster) if choose(process)]
         below = {process.pid: process.node for process in chosen if process.program != KEEPER}
         keepers = {process.pid for process in chosen if process.node not in below.values()}
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in (*below, *keepers):
+        pids = [*below, *keepers]
+        for number, order in ((signal.SIGSTOP, pids), (signal.SIGKILL, pids[::-1])):
+            for pid in order:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
         killed.update(below, keepers)

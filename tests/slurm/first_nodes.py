@@ -14,15 +14,15 @@ import traceback
 
 EAGER = {
     "launcher.slurm.first_node": {"RETRY": 0.0, "RECORD_TIMEOUT": 0.2, "CLOSE_TIMEOUT": 0.5},
-    "launcher.slurm.commands": {"RETRY": 0.0, "SHORT_TIMEOUT": 0.3},
+    "launcher.slurm.commands": {"RETRY": 0.0, "SHORT_TIMEOUT": 1.5},
     "launcher.slurm.step": {"CLOSE_TIMEOUT": 0.5},
     "launcher.slurm.lost_nodes": {"ALIVE_PERIOD": 0.05, "RETRY": 0.05, "END_PATIENCE": 0.2},
     "launcher.watch.run_files": {},
     "psutil": {},
 }
 """Pauses that nobody has to wait for here, in modules that are loaded once for all starts."""
-LONGEST = 30
-"""Seconds for a start, which needs less than one; then SIGALRM ends it."""
+LONGEST = 120
+"""Seconds for a start, which needs less than one on an idle machine; then SIGALRM ends it."""
 
 
 def start_first_node(start: dict[str, object]) -> int:

@@ -1,15 +1,14 @@
-"""Real SLURM clusters for a session's tests: without accounting, with it, and one that forgets jobs soon."""
+"""Real SLURM clusters for a session's tests: without accounting, and with it."""
 
 import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,20 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.seam import Result, clean_environ, find_processes, is_alive, run_outside, wait_for
+from tests.seam import PATIENCE, Result, clean_environ, find_processes, run_outside, wait_for
 
 COMMAND = Path(__file__).parents[3] / "slurm" / "sandbox"
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE"}
 """States that no job of these tests leaves again."""
-
-
-STUBBORN = """
-env -i setsid sh -c 'trap "" TERM; echo $$ > {folder}/orphan; kill -STOP $$' &
-trap "" TERM
-echo $$ > {folder}/batch
-while true; do sleep 1; done
-"""
-"""A job that ends by SIGKILL alone, and a process that has left its session and its environment."""
+SOON = 60
+"""Seconds that processes have to end, once they are told to: those that are left live for longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,7 @@ class Sandbox:
         """Whether its SLURM tracks and constrains jobs by cgroups."""
         return "ProctrackType=proctrack/cgroup" in self.conf.read_text()
 
-    def run(self, *words: str | Path, env: Mapping[str, str] | None = None, timeout: float = 60) -> str:
+    def run(self, *words: str | Path, env: Mapping[str, str] | None = None) -> str:
         """Run a command, one of SLURM's as a rule, and return its output; it must succeed."""
         done = subprocess.run(
             words,
@@ -59,7 +51,7 @@ class Sandbox:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=PATIENCE,
             check=False,
         )
         assert done.returncode == 0, (
@@ -71,34 +63,37 @@ class Sandbox:
         """Run `slurm/sandbox WORDS` on this cluster: kill NAME, start NAME, restart-controller, ps."""
         return self.run(sys.executable, COMMAND, "--folder", self.folder, *words)
 
-    def launch(
-        self, *words: str | bytes, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 120
-    ) -> Result:
+    def launch(self, *words: str | bytes, cwd: Path, env: Mapping[str, str] | None = None) -> Result:
         """Run `launch WORDS` as a user on the login node does."""
-        return run_outside(words, cwd, {**self.environ, **(env or {})}, timeout=timeout)
+        return run_outside(words, cwd, {**self.environ, **(env or {})})
+
+    @contextmanager
+    def without(self, name: str) -> Iterator[None]:
+        """Have a node, or a daemon, dead for a while."""
+        self.break_it("kill", name)
+        try:
+            yield
+        finally:
+            self.break_it("start", name)
 
     def list_processes(self, program: str = "") -> list[str]:
         """Return the processes of jobs (those of a program), as "PID NODE PROGRAM"."""
         lines = self.break_it("ps").splitlines()
         return [line for line in lines if not program or line.split(maxsplit=2)[2] == program]
 
-    def wait_empty(self, timeout: float = 60) -> None:
+    def wait_empty(self) -> None:
         """Wait until no job has left a process behind."""
-        wait_for(
-            lambda: not self.list_processes(),
-            "the end of jobs' processes",
-            timeout,
-            lambda: self.break_it("ps"),
-        )
+        tell = partial(self.break_it, "ps")
+        wait_for(lambda: not self.list_processes(), "the end of jobs' processes", SOON, tell)
 
     def list_states(self, job_id: str) -> list[str]:
         """The states of a job, or of all members of an array."""
         words = ("squeue", "--states=all", "--array", "--noheader", f"--jobs={job_id}", "--format=%T")
         return self.run(*words).split()
 
-    def wait(self, job_id: str, *states: str, timeout: float = 120) -> str:
+    def wait(self, job_id: str, *states: str) -> str:
         """Wait until a job (each member of an array) is in one of the states, and return it (the first's)."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + PATIENCE
         while not set(now := self.list_states(job_id)) <= set(states):
             stuck = ENDED & set(now) - set(states)
             if stuck or time.monotonic() > end:
@@ -110,12 +105,18 @@ class Sandbox:
 
 
 def ask_command(
-    *words: str | Path, env: Mapping[str, str] | None = None, timeout: float = 900
+    *words: str | Path, env: Mapping[str, str] | None = None, preexec_fn: Callable[[], None] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run slurm/sandbox."""
-    environ = {**clean_environ(), **(env or {})}
-    command = [sys.executable, COMMAND, *words]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(
+        [sys.executable, COMMAND, *words],
+        env={**clean_environ(), **(env or {})},
+        preexec_fn=preexec_fn,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
 
 
 def demand_programs(*options: str) -> None:
@@ -199,7 +200,7 @@ def nothing_is_left(sandbox: Sandbox, tmp_path: Path) -> Iterator[None]:
     yield
     try:
         await_nothing(str(tmp_path))
-        sandbox.wait_empty(15)
+        sandbox.wait_empty()
     finally:
         sandbox.run("scancel", "--me")
 
@@ -207,7 +208,7 @@ def nothing_is_left(sandbox: Sandbox, tmp_path: Path) -> Iterator[None]:
 def await_nothing(word: str) -> None:
     """Wait until no process is there whose command line or environment holds a word; they must go."""
     left = partial(find_processes, word)
-    wait_for(lambda: not left(), "the processes' end", 15, lambda: str(left()))
+    wait_for(lambda: not left(), "the processes' end", SOON, lambda: str(left()))
 
 
 @pytest.fixture
@@ -240,44 +241,3 @@ def short() -> Iterator[Path]:
         yield folder
         if folder.exists():
             ask_command("--folder", folder, "down", "--now")
-
-
-BRIEF = "MinJobAge=2\nMessageTimeout=2\n"
-"""In seconds; the defaults are 300 and 10."""
-
-
-@contextmanager
-def start_forgetful(*options: str) -> Iterator[Sandbox]:
-    """A cluster of its own."""
-    demand_programs(*options)
-    with start_sandbox(*options) as cluster:
-        text = cluster.conf.read_text().replace("MinJobAge=3600\n", BRIEF)
-        assert BRIEF in text
-        cluster.conf.write_text(text)
-        cluster.run("scontrol", "reconfigure")
-        yield cluster
-
-
-def forget(cluster: Sandbox, job_id: str) -> None:
-    """Wait until the controller no longer knows a job."""
-    words = ("squeue", "--noheader", "--states=all", "--format=%A")
-    wait_for(lambda: job_id not in cluster.run(*words).split(), f"job {job_id} to be forgotten", 90)
-
-
-@contextmanager
-def stop_controller(cluster: Sandbox) -> Iterator[None]:
-    """No slurmctld for a while."""
-    pid = int((cluster.folder / "slurmctld.pid").read_text())
-    os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: not is_alive(pid), "slurmctld's end", 30)
-    try:
-        yield
-    finally:
-        cluster.run("slurmctld", "-f", cluster.conf)
-        wait_for(lambda: does_answer(cluster), "slurmctld", 30)
-
-
-def does_answer(cluster: Sandbox) -> bool:
-    """Whether slurmctld answers."""
-    ping = ["scontrol", "ping"]
-    return subprocess.run(ping, env=cluster.environ, capture_output=True, check=False).returncode == 0

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.programs.start_program import read_losses
-from tests.seam import find_processes, wait_for
+from tests.seam import PATIENCE, find_processes, wait_for
 from tests.slurm.cluster.conftest import ENDED, Sandbox
 
 SHRUNK = (
@@ -56,6 +57,11 @@ class Run:
         files = sorted(self.path.glob(f"logs/*/rank-{rank}.out"), key=lambda path: int(path.parent.name))
         return "".join(path.read_text(errors="replace") for path in files)
 
+    def find_rank(self, rank: int) -> psutil.Process:
+        """The process of a rank that runs now."""
+        record = json.loads((self.path / f"rank-{rank}.applied.json").read_text())
+        return psutil.Process(int(record["pid"]))
+
     def read_console(self) -> str:
         """What the batch script printed, over all attempts."""
         return "".join(
@@ -68,20 +74,20 @@ class Run:
 
     def await_step(self, step: int) -> None:
         """Wait until rank 0 has printed a step."""
-        self.wait_for(lambda: max(self.read_losses(), default=0) >= step, f"step {step}", 90)
+        self.wait_for(lambda: max(self.read_losses(), default=0) >= step, f"step {step}")
 
-    def await_end(self, timeout: float = 150) -> str:
+    def await_end(self, timeout: float = PATIENCE) -> str:
         """Wait until the run says that it is over and SLURM that the job is; return the run's state."""
         states = ("succeeded", "failed", "stopped")
         self.wait_for(lambda: self.outcome["state"] in states, "the end", timeout)
-        self.sandbox.wait(self.job_id, *ENDED, timeout=60)
+        self.sandbox.wait(self.job_id, *ENDED)
         return str(self.outcome["state"])
 
     def find_processes(self) -> dict[int, str]:
         """Processes of the job that are still there, on all nodes."""
         return find_processes(str(self.path))
 
-    def wait_for(self, check: Callable[[], object], what: str, timeout: float = 60) -> None:
+    def wait_for(self, check: Callable[[], object], what: str, timeout: float = PATIENCE) -> None:
         """Wait until a condition holds; where it does not come to, the test fails with what is known."""
         wait_for(check, what, timeout, self.describe)
 

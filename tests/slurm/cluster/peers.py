@@ -1,10 +1,8 @@
 """A program without torch whose ranks hang together by connections, as those of a real one do.
 
-`python peers.py [WHAT]`: it prints a step every tenth of a second until there is a file `stop` in the working
-directory, and then ends with 0. A rank that loses its connection to the others fails as gloo does. WHAT:
-
-early   rank 1 ends with 0 at step 5
-again   in a job's first attempt, SIGUSR2 and a file `again` make all ranks exit with 75
+`python peers.py [again]`: it prints a step every tenth of a second until there is a file `stop` in the
+working directory, and then ends with 0. A rank that loses its connection to the others fails as gloo does.
+With `again`, SIGUSR2 makes a rank exit with 75 in a job's first attempt.
 """
 
 import os
@@ -15,12 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-what = sys.argv[1] if len(sys.argv) > 1 else ""
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
 place = Path(f"hub-{os.environ.get('SLURM_JOB_ID')}-{attempt}")
 asked: list[int] = []
-if what == "again" and attempt == "0":
+if "again" in sys.argv and attempt == "0":
     signal.signal(signal.SIGUSR2, lambda *_: asked.append(75))
 
 
@@ -47,9 +44,7 @@ peers = meet()
 for step in range(1, 100_000):
     print(f"step {step}/100000 loss 1.0", flush=True)
     ready, _, _ = select.select(peers, [], [], 0.1)
-    if what == "early" and rank == 1 and step == 5:
-        leave(0)
-    if asked or (what == "again" and attempt == "0" and Path("again").exists()):
+    if asked:
         leave(75)
     if Path("stop").exists():
         leave(0)

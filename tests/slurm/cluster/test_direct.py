@@ -1,13 +1,8 @@
 """agent=direct on several nodes: what ranks find, starts after a death or a hang, stops in each phase."""
 
-import json
 import shlex
-import signal
-import time
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 from tests.cli.make_runs import read_nodes
@@ -15,7 +10,7 @@ from tests.programs.start_program import read_losses
 from tests.seam import write_program
 from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.jobs import SHRUNK, Run, submit
-from tests.slurm.cluster.test_step import HOSTILE, SHOW, allocate, finish
+from tests.slurm.cluster.test_step import HOSTILE, SHOW, allocate, finish, read_found
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("nothing_is_left")]
 
@@ -35,13 +30,6 @@ while not os.path.exists("stop"):
 """
 
 
-def read_environ(run: Path, rank: int) -> dict[str, Any]:
-    text = (run / f"logs/0/rank-{rank}.out").read_text()
-    (line,) = (line for line in text.splitlines() if line.startswith("FOUND "))
-    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
-    return found
-
-
 def test_the_environment_is_that_of_torchrun(sandbox: Sandbox, tmp_path: Path) -> None:
     words = shlex.join(["nproc_per_node=auto", "env.NICE=a b", "--", write_program(tmp_path, SHOW), *HOSTILE])
     script = "\n".join(
@@ -51,7 +39,7 @@ def test_the_environment_is_that_of_torchrun(sandbox: Sandbox, tmp_path: Path) -
     assert done.code == 0, done
     theirs, ours = (next(tmp_path.glob(f"runs/{agent}/*")) for agent in ("torchrun", "direct"))
     for rank in range(2):
-        before, after = read_environ(theirs, rank), read_environ(ours, rank)
+        before, after = read_found(theirs, rank), read_found(ours, rank)
         assert before["argv"] == after["argv"] and before["cwd"] == after["cwd"]
         names = {*before["env"], *after["env"]} - OF_A_RUN
         pairs = {name: (before["env"].get(name), after["env"].get(name)) for name in names}
@@ -60,12 +48,6 @@ def test_the_environment_is_that_of_torchrun(sandbox: Sandbox, tmp_path: Path) -
     assert [(r["state"], r["exit_code"], r["ranks"]) for r in read_nodes(ours, 0)] == [
         ("succeeded", 0, 1)
     ] * 2
-
-
-def find_rank(run: Run, rank: int) -> psutil.Process:
-    """The program's process of a rank that runs now."""
-    record = json.loads((run.path / f"rank-{rank}.applied.json").read_text())
-    return psutil.Process(record["pid"])
 
 
 def read_new(run: Run, attempt: int, rank: int = 0) -> str:
@@ -80,13 +62,8 @@ TWO = (*SHRUNK, "nodes=2", "nproc_per_node=1", "agent=direct", "restarts=2")
 def test_a_rank_that_dies_is_replaced_with_its_peers(sandbox: Sandbox, tmp_path: Path, victim: int) -> None:
     run = submit(sandbox, tmp_path, *TWO, "program.steps=60")
     run.await_step(15)
-    process = find_rank(run, victim)
-    died = time.time()
-    process.kill()
-    run.wait_for(lambda: read_losses(read_new(run, 1)), "a step of the second start", 60)
-    seconds = time.time() - died
+    run.find_rank(victim).kill()
     assert run.await_end() == "succeeded"
-    print(f"RECOVERY {seconds:.2f} s after the death of rank {victim}")
     steps = run.read_losses()
     assert list(steps) == list(range(1, 61))
     assert min(read_losses(read_new(run, 1))) in (11, 21), "it goes on after a checkpoint"
@@ -107,8 +84,7 @@ def test_scancel_leaves_nothing(sandbox: Sandbox, tmp_path: Path, phase: str) ->
         run.wait_for(lambda: any("slurm.task" in words for words in run.find_processes().values()), "tasks")
     else:
         run.wait_for(lambda: all("UP 0" in read_new(run, 0, rank) for rank in range(4)), "the ranks")
-    if phase == "restart":
-        find_rank(run, 3).send_signal(signal.SIGKILL)
+        run.find_rank(3).kill()
         run.wait_for(lambda: "all ranks start again" in run.read_console(), "word of the restart")
     sandbox.run("scancel", run.job_id)
     assert run.await_end() == "stopped"

@@ -1,9 +1,7 @@
 """`follow=true` on a real SLURM: the wait in the queue, a controller that goes away, Ctrl-C, exit codes."""
 
-import json
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -11,10 +9,10 @@ import pytest
 
 from tests.launch.terminals import Terminal, launch_on_terminal
 from tests.seam import find_run, wait_for
-from tests.slurm.cluster.conftest import ENDED, Sandbox
+from tests.slurm.cluster.conftest import Sandbox
 from tests.slurm.cluster.jobs import Run
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("nothing_is_left")]
 SMALL = ("cluster=slurm", "nproc_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1")
 WORK = """
 import pathlib, time
@@ -40,23 +38,6 @@ def follow(sandbox: Sandbox, folder: Path, *words: str) -> AbstractContextManage
     return launch_on_terminal(folder, WORK, *SMALL, "follow=true", *words, SLURM_CONF=conf)
 
 
-@pytest.fixture(autouse=True)
-def _no_job_is_left(sandbox: Sandbox) -> Iterator[None]:
-    yield
-    if jobs := sandbox.run("squeue", "--noheader", "--format=%A").split():
-        sandbox.run("scancel", *jobs)
-        for job in jobs:
-            sandbox.wait(job, *ENDED)
-
-
-def test_why_a_job_waits_is_told(sandbox: Sandbox, tmp_path: Path) -> None:
-    words = ("--parsable", "--output=/dev/null", "--nodes=4", "--exclusive", "--wrap=sleep 600")
-    first, _ = (sandbox.run("sbatch", *words).strip() for _ in range(2))
-    sandbox.wait(first, "RUNNING")
-    with follow(sandbox, tmp_path, "nodes=4", "cluster.exclusive=true") as terminal:
-        terminal.expect("waits: Priority (jobs of higher priority go first)")
-
-
 def test_the_controller_may_go_away_meanwhile(sandbox: Sandbox, tmp_path: Path) -> None:
     with follow(sandbox, tmp_path) as terminal:
         terminal.expect("step 1/9 loss 5.5")
@@ -69,7 +50,7 @@ def test_the_controller_may_go_away_meanwhile(sandbox: Sandbox, tmp_path: Path) 
 
 def test_ctrl_c_asks_and_detaches(sandbox: Sandbox, tmp_path: Path) -> None:
     with follow(sandbox, tmp_path, "cluster.additional.hold=true") as terminal:
-        terminal.expect("JobHeldUser")
+        terminal.expect("waits: JobHeldUser (held: ")
         terminal.type("\x03")
         job = Run(find_run(tmp_path), sandbox).job_id
         terminal.expect(f"cancel job {job}, or detach? [c/d]")
@@ -99,7 +80,6 @@ def test_launch_follows_what_it_submits(sandbox: Sandbox, tmp_path: Path, code: 
     assert done.code == code, done
     for rank in (0, 1):
         assert re.search(rf"^\[n\d:{rank}\] rank {rank}$", done.out, re.MULTILINE), done
-    run = next((tmp_path / "runs").glob("*/*"))
-    outcome = json.loads((run / "manifest.json").read_text())["outcome"]
-    assert (outcome["state"], outcome["exit_code"]) == ("failed" if code else "succeeded", code)
-    assert done.err.splitlines()[-1] == f"launch: run directory {run}", done
+    run = Run(find_run(tmp_path), sandbox)
+    assert (run.outcome["state"], run.outcome["exit_code"]) == ("failed" if code else "succeeded", code)
+    assert done.err.splitlines()[-1] == f"launch: run directory {run.path}", done

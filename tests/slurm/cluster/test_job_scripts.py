@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.seam import LAUNCH, clean_environ, write_script
+from tests.seam import LAUNCH, PATIENCE, clean_environ, write_program, write_script
 
 from .conftest import Sandbox
 from .jobs import SHRUNK, Run
+from .test_step import SHOW, read_found
 
 SLURM = Path(__file__).parents[3] / "slurm"
 PAIRS = {"torchrun": ["--no-python", "--", "launch-rank"], "srun": ["--cpu-bind=none", "launch-rank"]}
 """The plain scripts, and the words that are new in the others."""
-SCRIPTS = sorted(SLURM.glob("*.sbatch"))
 TRAIN = """
 import os, sys
 local_rank, rank, size, *meeting = (os.environ[name] for name in (
@@ -30,29 +30,22 @@ open(f"{local_rank}-{rank}-of-{size}", "w").write("\\n".join([cpus, repr(meeting
 """
 
 
-def read_step(name: str) -> list[str]:
-    """The words of the script's srun command, with its variables as they are written."""
+def read_step(name: str) -> str:
+    """The script's srun command, as the shell reads it."""
     text = (SLURM / f"{name}.sbatch").read_text().replace("\\\n", " ")
     (line,) = (line for line in text.splitlines() if line.startswith("srun "))
-    return shlex.split(line)
+    return line
 
 
-def read_core(name: str) -> str:
-    """What srun would run on a node, as the shell reads it."""
-    text = (SLURM / f"{name}.sbatch").read_text().replace("\\\n", " ")
-    (line,) = (line for line in text.splitlines() if line.startswith("srun "))
-    return re.sub(r"^srun( --\S+)*", "exec", line)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_is_one_that_sbatch_takes(script: Path) -> None:
-    subprocess.run(["bash", "-n", str(script)], check=True)
-    lines = script.read_text().splitlines()
-    assert lines[0] == "#!/bin/bash"
-    options = [line for line in lines if line.startswith("#SBATCH")]
-    first = next(at for at, line in enumerate(lines) if line and not line.startswith("#"))
-    assert options == lines[1 : 1 + len(options)]  # sbatch stops reading at the first command
-    assert first > len(options)
+def test_every_script_has_its_pair_and_is_one_that_sbatch_takes() -> None:
+    scripts = {path.stem: path for path in SLURM.glob("*.sbatch")}
+    assert scripts.keys() == {*PAIRS, *(f"{name}-launch-rank" for name in PAIRS), "launch"}
+    for script in scripts.values():
+        subprocess.run(["bash", "-n", str(script)], check=True)
+        lines = script.read_text().splitlines()
+        options = [line for line in lines if line.startswith("#SBATCH")]
+        # sbatch stops reading at the first command
+        assert lines[: 1 + len(options)] == ["#!/bin/bash", *options]
 
 
 @pytest.mark.parametrize(("name", "new"), PAIRS.items(), ids=PAIRS)
@@ -64,37 +57,24 @@ def test_a_pair_differs_in_two_words(name: str, new: list[str]) -> None:
     assert [word for word in changed[1].split() if word not in new] == changed[0].split()
     readme = (SLURM / "README.md").read_text()
     assert f"-{changed[0]}\n+{changed[1]}\n" in readme
-
-
-def test_every_script_has_its_pair() -> None:
-    names = {path.stem for path in SCRIPTS}
-    assert names == {*PAIRS, *(f"{name}-launch-rank" for name in PAIRS), "launch"}
+    # The step ends with its first failure.
+    assert {"--kill-on-bad-exit=1", "--wait=60"} <= {*shlex.split(read_step(name))}
 
 
 def prepare(folder: Path) -> dict[str, str]:
     """A program to run, and an environment as on a node of a job of one node with two ranks."""
     (folder / "train.py").write_text(TRAIN)
-    bin_dir = folder / "bin"
-    bin_dir.mkdir()
-    package = str(SLURM.parent)
-    python = f"PYTHONPATH={shlex.quote(package)} exec {shlex.quote(sys.executable)} "
-    commands = {
-        "launch-rank": f'{python} -c "from launcher.rank.shim import main; main()" "$@"',
-        "torchrun": f'{python} -m torch.distributed.run "$@"',
-        "python": f'{python} "$@"',
-    }
-    for name, text in commands.items():
-        write_script(bin_dir / name, text)
     job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS": "2"}
     rendezvous = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    return {**clean_environ(), **job, **rendezvous, "PATH": f"{bin_dir}:{os.environ['PATH']}"}
+    return {**clean_environ(), **job, **rendezvous, "PATH": make_commands(folder)}
 
 
 def test_what_the_torchrun_script_runs_on_a_node(tmp_path: Path) -> None:
     name = "torchrun-launch-rank"
+    core = re.sub(r"^srun( --\S+)*", "exec", read_step(name))
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", read_core(name), name, "--lr", "3e 4", ""],
-        cwd=tmp_path, env=prepare(tmp_path), capture_output=True, text=True, timeout=120, check=False,
+        ["bash", "-euo", "pipefail", "-c", core, name, "--lr", "3e 4", ""],
+        cwd=tmp_path, env=prepare(tmp_path), capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and done.stderr.count("launch-rank: rank") == 2, done.stderr
     # Both ranks can meet, had their arguments, and of the CPUs some of their own: each has planned the node.
@@ -106,11 +86,6 @@ def test_what_the_torchrun_script_runs_on_a_node(tmp_path: Path) -> None:
         meetings.add(meeting)
     assert len(meetings) == 1 and sets[0] | sets[1] <= os.sched_getaffinity(0)
     assert len(os.sched_getaffinity(0)) == 1 or not sets[0] & sets[1]
-
-
-def test_srun_ends_the_step_with_its_first_failure() -> None:
-    for name in PAIRS:
-        assert {"--kill-on-bad-exit=1", "--wait=60"} <= set(read_step(name))
 
 
 QUOTED = ["", 'it\'s "quoted"', "$(touch broken) `touch broken`", "grüße 日本 *", "a\nb", "--"]
@@ -130,40 +105,37 @@ dist.destroy_process_group()
 """
 
 
-def make_commands(folder: Path) -> Path:
-    """The commands that the scripts call, as an activated environment has them."""
+def make_commands(folder: Path) -> str:
+    """The PATH of an activated environment, which has the commands that the scripts call."""
     commands = {
         "launch": LAUNCH,
         "launch-rank": (sys.executable, "-c", "from launcher.rank.shim import main; main()"),
         "torchrun": (sys.executable, "-m", "torch.distributed.run"),
         "python": (sys.executable,),
     }
-    folder.mkdir()
+    (folder / "bin").mkdir()
     for name, words in commands.items():
-        write_script(folder / name, f'exec {shlex.join(words)} "$@"')
-    return folder
+        write_script(folder / "bin" / name, f'exec {shlex.join(words)} "$@"')
+    return f"{folder}/bin:{os.environ['PATH']}"
 
 
 def run_script(name: str, sandbox: Sandbox, parent: Path) -> list[dict[str, Any]]:
-    """Submit a script as it is, and return what its two ranks saw."""
+    """Submit a script as it is, and return what its two ranks saw.
+
+    Both have met, on nodes of their own, with the arguments as they were given.
+    """
     folder = parent / f"{name} it's"
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(TRAIN_ON_CLUSTER)
-    path = f"{make_commands(folder / 'bin')}:{os.environ['PATH']}"
-    script = SLURM / f"{name}.sbatch"
-    options = ("--parsable", f"--chdir={folder}", *SMALL)
-    job = sandbox.run("sbatch", *options, script, *ARGUMENTS, env={"PATH": path}).strip()
+    words = ("--parsable", f"--chdir={folder}", *SMALL, str(SLURM / f"{name}.sbatch"), *ARGUMENTS)
+    job = sandbox.run("sbatch", *words, env={"PATH": make_commands(folder)}).strip()
     try:
         sandbox.wait(job, "COMPLETED")
     except pytest.fail.Exception as error:
         raise AssertionError((folder / f"train-{job}.out").read_text()) from error
     sandbox.wait_empty()
     assert not (folder / "broken").exists()
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
-
-
-def check_ranks(ranks: list[dict[str, Any]]) -> None:
-    """Both ranks met, on nodes of their own, with the arguments as they were given."""
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert [rank["ranks"] for rank in ranks] == [2, 2]
     assert [rank["argv"] for rank in ranks] == [ARGUMENTS] * 2
     environs = [rank["environ"] for rank in ranks]
@@ -172,41 +144,38 @@ def check_ranks(ranks: list[dict[str, Any]]) -> None:
     assert len({environ["SLURMD_NODENAME"] for environ in environs}) == 2
     assert len({environ["MASTER_ADDR"] for environ in environs}) == 1
     assert [environ["CUDA_VISIBLE_DEVICES"] for environ in environs] == ["0", "0"]
+    return ranks
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("name", ["torchrun", "srun"])
+@pytest.mark.parametrize("name", PAIRS)
 def test_a_script_runs_the_same_with_launch_rank(name: str, sandbox: Sandbox, tmp_path: Path) -> None:
     before = run_script(name, sandbox, tmp_path)
     after = run_script(f"{name}-launch-rank", sandbox, tmp_path)
-    check_ranks(before)
-    check_ranks(after)
     for old, new in zip(before, after, strict=True):
         for variable in VARIABLES:
             assert new["environ"][variable] == old["environ"][variable], variable
         lost = set(old["environ"]) - set(new["environ"])
-        assert not {variable for variable in lost if not variable.startswith("SLURM")}
+        assert all(variable.startswith("SLURM") for variable in lost)
     assert "LAUNCH_NUM_WORKERS" in after[0]["environ"]
     assert "LAUNCH_NUM_WORKERS" not in before[0]["environ"]
 
 
 @pytest.mark.slurm
 def test_the_script_with_launch(sandbox: Sandbox, tmp_path: Path) -> None:
-    ranks = run_script("launch", sandbox, tmp_path)
-    check_ranks(ranks)
+    run_script("launch", sandbox, tmp_path)
     (manifest,) = (tmp_path / "launch it's" / "runs").glob("*/*/manifest.json")
-    outcome = json.loads(manifest.read_text())["outcome"]
-    assert outcome["state"] == "succeeded"
+    assert json.loads(manifest.read_text())["outcome"]["state"] == "succeeded"
 
 
 @pytest.mark.slurm
 def test_srun_and_launch_rank_alone_make_ranks_that_meet(sandbox: Sandbox, tmp_path: Path) -> None:
     """The line that the README shows, in a script that exports nothing."""
     (tmp_path / "train.py").write_text(TRAIN_ON_CLUSTER)
-    path = f"{make_commands(tmp_path / 'bin')}:{os.environ['PATH']}"
+    environ = {"PATH": make_commands(tmp_path)}
     options = ("--parsable", f"--chdir={tmp_path}", "--nodes=2", "--gpus-per-node=2", "--cpus-per-task=4")
     line = "srun --ntasks-per-node=2 --cpu-bind=none launch-rank python train.py a"
-    job = sandbox.run("sbatch", *options, "--ntasks-per-node=2", "--wrap", line, env={"PATH": path}).strip()
+    job = sandbox.run("sbatch", *options, "--ntasks-per-node=2", "--wrap", line, env=environ).strip()
     sandbox.wait(job, "COMPLETED")
     sandbox.wait_empty()
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
@@ -219,20 +188,11 @@ def test_srun_and_launch_rank_alone_make_ranks_that_meet(sandbox: Sandbox, tmp_p
 
 # `launch … dry_run=true > job.sh; sbatch job.sh`: the script runs its job, and requeues it
 
-SHOW = """
-import json, os, sys
-from pathlib import Path
-rank = int(os.environ["RANK"])
-names = ("A", "HF_TOKEN", "OUT", "WORLD_SIZE")
-seen = {"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}}
-Path(f"rank-{rank}.json").write_text(json.dumps(seen))
-"""
 SECRET = ["--api-key", "sesame"]
 
 
 def submit_shown(sandbox: Sandbox, folder: Path, *words: str, env: dict[str, str] | None = None) -> str:
     """Write the script of a dry run, submit it, and return the job's number."""
-    (folder / "show.py").write_text(SHOW)
     done = sandbox.launch("dry_run=true", *words, cwd=folder)
     assert done.code == 0, done
     (folder / "job.sh").write_text(done.out)
@@ -243,22 +203,17 @@ def submit_shown(sandbox: Sandbox, folder: Path, *words: str, env: dict[str, str
 @pytest.mark.slurm
 def test_a_script_runs_the_job_with_its_words_and_secrets(sandbox: Sandbox, tmp_path: Path) -> None:
     words = ("nodes=2", "nproc_per_node=1", "env.A='1 2'", "env.HF_TOKEN=sesame", "env.OUT='${run_dir}/out'")
-    more = ("cluster.time=10", "--", "show.py", *ARGUMENTS, *SECRET)
+    more = ("cluster.time=10", "--", write_program(tmp_path, SHOW), *ARGUMENTS, *SECRET)
     secrets = {"HF_TOKEN": "sesame", "SECRET_2": "sesame"}
     job = submit_shown(sandbox, tmp_path, *words, *more, env=secrets)
     sandbox.wait(job, "COMPLETED")
-    run = Run(tmp_path / "runs" / "show" / f"job-{job}", sandbox)
+    run = Run(tmp_path / "runs" / "program" / f"job-{job}", sandbox)
+    expected = {"A": "1 2", "HF_TOKEN": "sesame", "OUT": f"{run.path}/out", "WORLD_SIZE": "2"}
     for rank in range(2):
-        seen = json.loads((tmp_path / f"rank-{rank}.json").read_text())
-        assert seen == {
-            "argv": [*ARGUMENTS, *SECRET],
-            "A": "1 2",
-            "HF_TOKEN": "sesame",
-            "OUT": f"{run.path}/out",
-            "WORLD_SIZE": "2",
-        }
+        found = read_found(run.path, rank)
+        assert found["argv"] == [*ARGUMENTS, *SECRET] and expected.items() <= found["env"].items()
     assert run.outcome["state"] == "succeeded" and run.job_id == job
-    assert "launch: succeeded after" in (tmp_path / f"show-{job}.out").read_text()
+    assert "launch: succeeded after" in (tmp_path / f"program-{job}.out").read_text()
     text = (tmp_path / "job.sh").read_text()
     assert "sesame" not in text and "sesame" not in (run.path / "job.json").read_text()
     status = sandbox.launch("status", job, cwd=tmp_path)

@@ -1,20 +1,19 @@
 """The sandbox cluster, through its command line: what it gives to jobs, and that it leaves nothing behind."""
 
-import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.seam import clean_environ, find_processes, is_alive, wait_for
+from tests.seam import PATIENCE, clean_environ, drop_powers, find_processes, is_alive, wait_for
 
 from .conftest import (
     COMMAND,
-    STUBBORN,
     Sandbox,
     ask_command,
     demand_cgroups,
@@ -25,6 +24,7 @@ from .conftest import (
 )
 
 pytestmark = pytest.mark.slurm
+HOSTS = Path("/etc/hosts")
 
 
 def test_a_job_over_all_nodes_sees_each_nodes_gpus(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -38,14 +38,8 @@ def test_a_job_over_all_nodes_sees_each_nodes_gpus(sandbox: Sandbox, tmp_path: P
 def test_accounting_is_on_or_off(sandbox: Sandbox, accounted: Sandbox, tmp_path: Path) -> None:
     job = submit_script(accounted, tmp_path, "exit 3")
     accounted.wait(job, "FAILED")
-    words = (
-        "sacct",
-        "--noheader",
-        "--parsable2",
-        "--allocations",
-        f"--jobs={job}",
-        "--format=State,ExitCode",
-    )
+    shown = ("--noheader", "--parsable2", "--allocations", "--format=State,ExitCode")
+    words = ("sacct", *shown, f"--jobs={job}")
     wait_for(lambda: accounted.run(*words).strip() == "FAILED|3:0", "sacct to know the job's end")
     done = subprocess.run(words, env=sandbox.environ, capture_output=True, text=True, check=False)
     assert done.returncode
@@ -72,43 +66,22 @@ def test_a_killed_node_goes_down_and_comes_back(sandbox: Sandbox, tmp_path: Path
     assert ask_command("--folder", sandbox.folder, "status").returncode == 0
 
 
-@pytest.mark.parametrize("tracking", ["--cgroups", "--no-cgroups"])
-def test_down_leaves_nothing(tracking: str, short: Path, sandbox: Sandbox, tmp_path: Path) -> None:
-    if tracking == "--cgroups":
-        demand_cgroups(sandbox)
-    hosts = Path("/etc/hosts")
-    options = ("--nodes", "2", "--gpus", "0", "--kill-wait", "1", "--no-accounting", tracking)
-    done = ask_command("--folder", short, "up", *options)
-    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
-    assert f"# sandbox {short}\n" in hosts.read_text() or not os.access(hosts, os.W_OK)
-    cluster = Sandbox(short, {**sandbox.environ, "SLURM_CONF": str(short / "slurm.conf")})
-    submit_script(cluster, tmp_path, STUBBORN.format(folder=tmp_path))
-    wait_for(lambda: all((tmp_path / name).exists() for name in ("orphan", "batch")), "the job's start")
-    pids = [int((tmp_path / name).read_text()) for name in ("orphan", "batch")]
-    wait_for(lambda: "T" in Path(f"/proc/{pids[0]}/stat").read_text().split(")")[1][:3], "its stop")
-    group = read_group(short)
-    done = ask_command("--folder", short, "down")
-    # With cgroups, SLURM itself ends what has left the job's process group.
-    stuck = tracking == "--no-cgroups"
-    assert (done.returncode, "processes of jobs had to be killed" in done.stdout) == (0, stuck), done
-    assert not list_groups(short, group)
-    assert not any(map(is_alive, pids))
-    assert not short.exists()
-    assert not find_processes(str(short))
-    assert f"# sandbox {short}\n" not in hosts.read_text()
-    assert f"# sandbox {sandbox.folder}\n" in hosts.read_text() or not os.access(hosts, os.W_OK)
-    sandbox.run("sinfo")
-
-
 PLAIN = ("--nodes", "1", "--gpus", "0", "--kill-wait", "1", "--no-accounting")
 SYS_ADMIN = 21
 """The capability to mount (capabilities(7))."""
+STUBBORN = """
+srun true || exit
+env -i setsid sh -c 'trap "" TERM; echo $$ > {folder}/orphan; kill -STOP $$' &
+trap "" TERM
+echo $$ > {folder}/batch
+while true; do sleep 1; done
+"""
+"""A job that ends by SIGKILL alone, and a process that has left its session and its environment."""
 
 
-def start(folder: Path, sandbox: Sandbox, *options: str) -> Sandbox:
+def start(folder: Path, sandbox: Sandbox) -> Sandbox:
     """Another cluster than the session's."""
-    demand_cgroups(sandbox)
-    done = ask_command("--folder", folder, "up", *PLAIN, *options)
+    done = ask_command("--folder", folder, "up", *PLAIN)
     assert done.returncode == 0, done.stderr
     return Sandbox(folder, {**sandbox.environ, "SLURM_CONF": str(folder / "slurm.conf")})
 
@@ -118,7 +91,44 @@ def submit_stubborn(cluster: Sandbox, folder: Path) -> list[int]:
     submit_script(cluster, folder, STUBBORN.format(folder=folder))
     files = [folder / "batch", folder / "orphan"]
     wait_for(lambda: all(file.exists() and file.read_text() for file in files), "the job's start")
-    return [int(file.read_text()) for file in files]
+    batch, orphan = (int(file.read_text()) for file in files)
+    wait_for(lambda: "T" in Path(f"/proc/{orphan}/stat").read_text().split(")")[1][:3], "its stop")
+    return [batch, orphan]
+
+
+def take_down(cluster: Sandbox) -> bool:
+    """Take a cluster down, which leaves nothing, and return whether jobs' processes had to be killed."""
+    group = read_group(cluster.folder)
+    done = ask_command("--folder", cluster.folder, "down")
+    assert done.returncode == 0, done
+    assert not list_groups(cluster.folder, group) and not cluster.folder.exists()
+    assert not find_processes(str(cluster.folder))
+    assert f"# sandbox {cluster.folder}\n" not in HOSTS.read_text()
+    return "processes of jobs had to be killed" in done.stdout
+
+
+@pytest.mark.parametrize("tracking", ["--cgroups", "--no-cgroups", ""])
+def test_down_leaves_nothing(tracking: str, short: Path, sandbox: Sandbox, tmp_path: Path) -> None:
+    """With cgroups, without, and where one may not mount them, as in most containers: that is told."""
+    if tracking == "--cgroups":
+        demand_cgroups(sandbox)
+    may_mount = None if tracking else partial(drop_powers, SYS_ADMIN)
+    done = ask_command("--folder", short, "up", *PLAIN, *tracking.split(), preexec_fn=may_mount)
+    refused = "the controller memory cannot be used as version 1 (Operation not permitted)"
+    reason = "only root can mount cgroups" if os.geteuid() else refused
+    *told, last = done.stderr.splitlines()
+    assert (done.returncode, last) == (0, "sandbox: starting slurmctld and 1 slurmd"), done.stderr
+    assert len(told) == (not tracking)
+    assert all(f": jobs are tracked by process group, not by cgroup: {reason}" in line for line in told)
+    assert f"# sandbox {short}\n" in HOSTS.read_text() or not os.access(HOSTS, os.W_OK)
+    cluster = Sandbox(short, {**sandbox.environ, "SLURM_CONF": str(short / "slurm.conf")})
+    assert cluster.has_cgroups == bool(read_group(short)) == (tracking == "--cgroups")
+    pids = submit_stubborn(cluster, tmp_path)
+    # With cgroups, SLURM itself ends what has left the job's process group.
+    assert take_down(cluster) == (tracking != "--cgroups")
+    assert not any(map(is_alive, pids))
+    assert f"# sandbox {sandbox.folder}\n" in HOSTS.read_text() or not os.access(HOSTS, os.W_OK)
+    sandbox.run("sinfo")
 
 
 def read_cgroup(pid: int) -> str:
@@ -128,6 +138,7 @@ def read_cgroup(pid: int) -> str:
 def test_clusters_beside_one_another_have_cgroups_of_their_own(
     short: Path, sandbox: Sandbox, tmp_path: Path
 ) -> None:
+    demand_cgroups(sandbox)
     cluster = start(short, sandbox)
     (tmp_path / "other").mkdir()
     job = submit_script(sandbox, tmp_path / "other", "echo $$ > batch; sleep 600", "--nodelist=n0")
@@ -143,66 +154,10 @@ def test_clusters_beside_one_another_have_cgroups_of_their_own(
         )
     cluster.break_it("kill", "n0")
     assert not is_alive(pid) and is_alive(other)
-    assert ask_command("--folder", short, "down").returncode == 0
+    take_down(cluster)
     assert is_alive(other) and list_groups(sandbox.folder, others)
-    assert not list_groups(short, own)
     sandbox.run("scancel", job)
     sandbox.wait_empty()
-
-
-def test_down_after_every_daemon_and_keeper_was_killed(short: Path, sandbox: Sandbox, tmp_path: Path) -> None:
-    cluster, group = start(short, sandbox), read_group(short)
-    pids = submit_stubborn(cluster, tmp_path)
-    for pid in find_processes(str(short)):
-        os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not find_processes(str(short)), "the daemons' end")
-    assert is_alive(pids[1])
-    done = ask_command("--folder", short, "down")
-    assert (done.returncode, "processes of jobs had to be killed" in done.stdout) == (0, True), done
-    assert not any(map(is_alive, pids))
-    assert not list_groups(short, group)
-    assert not short.exists()
-
-
-def drop_mounting() -> None:
-    """Take the right to mount from this process for good, as most containers do; between fork and exec."""
-    if ctypes.CDLL(None, use_errno=True).prctl(24, SYS_ADMIN, 0, 0, 0):  # PR_CAPBSET_DROP
-        raise OSError(ctypes.get_errno(), "a capability cannot be dropped")
-
-
-def start_without(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    """Run `up` as one who may not mount: root in a container, or an ordinary user."""
-    words: list[str | Path] = [sys.executable, COMMAND, "--folder", folder, "up", *PLAIN, *options]
-    drop = None if os.geteuid() else drop_mounting
-    return subprocess.run(
-        words,
-        env=clean_environ(),
-        preexec_fn=drop,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def explain() -> str:
-    refused = "the controller memory cannot be used as version 1 (Operation not permitted)"
-    return "only root can mount cgroups" if os.geteuid() else refused
-
-
-def test_without_cgroups_it_says_why_and_does_without(short: Path, tmp_path: Path) -> None:
-    demand_programs("--no-accounting")
-    done = start_without(short)
-    assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
-    assert lines[0].startswith(f"sandbox: jobs are tracked by process group, not by cgroup: {explain()}")
-    assert lines[1:] == ["sandbox: starting slurmctld and 1 slurmd"]
-    cluster = Sandbox(short, {**clean_environ(), "SLURM_CONF": str(short / "slurm.conf")})
-    assert not cluster.has_cgroups and read_group(short) == ""
-    job = submit_script(cluster, tmp_path, "srun echo done")
-    cluster.wait(job, "COMPLETED")
-    assert (tmp_path / f"{job}.out").read_text() == "done\n"
-    assert ask_command("--folder", short, "down").returncode == 0
-    assert not list_groups(short, "") and not short.exists()
 
 
 @pytest.mark.parametrize("moment", ["log/mariadb.log", "log/slurmctld.log"])
@@ -213,30 +168,36 @@ def test_an_interrupted_up_leaves_nothing(moment: str, short: Path) -> None:
     wait_for((short / moment).exists, moment)
     group = read_group(short)
     process.terminate()
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 143, said
     assert "Traceback" not in said
     assert not short.exists()
     assert not find_processes(str(short))
     assert not list_groups(short, group)
-    assert f"# sandbox {short}\n" not in Path("/etc/hosts").read_text()
+    assert f"# sandbox {short}\n" not in HOSTS.read_text()
 
 
-def test_a_cluster_is_there_once_dies_and_goes(short: Path) -> None:
-    demand_programs("--no-accounting")
-    command = ("--folder", short)
-    assert ask_command(*command, "up", "--nodes", "1", "--no-accounting").returncode == 0
+@pytest.mark.parametrize("has_job", [False, True])
+def test_a_cluster_is_there_once_dies_and_goes(
+    has_job: bool, short: Path, sandbox: Sandbox, tmp_path: Path
+) -> None:
+    """What a job has left goes too: its cgroup tells of it."""
+    if has_job:
+        demand_cgroups(sandbox)
+    cluster, command = start(short, sandbox), ("--folder", short)
+    pids = submit_stubborn(cluster, tmp_path) if has_job else []
     done = ask_command(*command, "up")
-    assert (done.returncode, done.stderr) == (
-        1, f"sandbox: error: there is a cluster in {short} already: slurm/sandbox --folder {short} down\n",
-    )  # fmt: skip
+    there = f"sandbox: error: there is a cluster in {short} already: slurm/sandbox --folder {short} down\n"
+    assert (done.returncode, done.stderr) == (1, there)
     for pid in find_processes(str(short)):
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not find_processes(str(short)), "the daemons' end")
+    assert all(map(is_alive, pids[1:]))
     for verb in ("up", "status"):
         done = ask_command(*command, verb)
-        assert (done.returncode, "has died" in done.stderr) == (1, True), done
-    assert ask_command(*command, "down").returncode == 0
+        assert (done.returncode, has_job or "has died" in done.stderr) == (1, True), done
+    assert take_down(cluster) == has_job
+    assert not any(map(is_alive, pids))
     for verb in ("down", "status", "env", "ps", "restart-controller"):
         done = ask_command(*command, verb)
         expected = f"sandbox: error: there is no cluster in {short}: slurm/sandbox --folder {short} up\n"

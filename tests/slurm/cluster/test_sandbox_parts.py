@@ -110,18 +110,15 @@ def test_the_configuration(sandboxed: Any) -> None:
     assert leaves == "SwitchName=s0 Nodes=n0,n2\nSwitchName=s1 Nodes=n1\nSwitchName=top Switches=s0,s1\n"
 
 
-@pytest.mark.parametrize(
-    ("cpus", "shape"),
-    [
+def test_the_shape_of_a_node(sandboxed: Any) -> None:
+    for cpus, shape in (
         (16, "Sockets=2 CoresPerSocket=4 ThreadsPerCore=2"),
         (2, "Sockets=1 CoresPerSocket=2 ThreadsPerCore=1"),
         (1, "Sockets=1 CoresPerSocket=1 ThreadsPerCore=1"),
-    ],
-)
-def test_the_shape_of_a_node(cpus: int, shape: str, sandboxed: Any) -> None:
-    text = sandboxed.render(cpus=cpus)["slurm.conf"]
-    assert text.count(f" {shape} RealMemory=1000 ") == 2
-    assert f"DefMemPerCPU={1000 // cpus}\n" in text
+    ):
+        text = sandboxed.render(cpus=cpus)["slurm.conf"]
+        assert text.count(f" {shape} RealMemory=1000 ") == 2
+        assert f"DefMemPerCPU={1000 // cpus}\n" in text
 
 
 def test_jobs_are_tracked_with_cgroups_and_without(sandboxed: Any) -> None:

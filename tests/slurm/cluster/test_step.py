@@ -13,11 +13,11 @@ import pytest
 
 from tests.cli.make_runs import read_nodes
 from tests.launch.terminals import open_terminal
-from tests.seam import LAUNCH, Result, find_processes, find_run, wait_for, write_program
-from tests.slurm.cluster.conftest import Sandbox, demand_programs, start_sandbox
+from tests.seam import LAUNCH, PATIENCE, Result, find_processes, find_run, wait_for, write_program
+from tests.slurm.cluster.conftest import Sandbox, demand_programs, start_sandbox, submit_script
+from tests.slurm.cluster.test_submission import TABLES
 
 pytestmark = pytest.mark.slurm
-
 
 SHOW = """
 import json, os, sys
@@ -37,23 +37,7 @@ print("UP", flush=True)
 while True:
     time.sleep(0.05)
 """
-FAIL = """
-import os, sys, time
-if os.environ["RANK"] == "1":
-    sys.exit("the disk is on fire")
-time.sleep(300)
-"""
-HOSTILE = (
-    "two words",
-    "it's",
-    '"quoted"',
-    "$(touch hacked) `id`",
-    "line\nbreak",
-    "ünï→",
-    "a\\b",
-    "",
-    "-x=;&|",
-)
+HOSTILE = ("two words", "it's", '"q"', "$(touch hacked) `id`", "line\nbreak", "ünï→", "a\\b", "", "-x=;&|")
 
 
 def allocate(
@@ -74,7 +58,7 @@ def allocate(
 
 
 def finish(process: "subprocess.Popen[bytes]") -> Result:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE)
     return Result(process.returncode, out.decode(), err.decode())
 
 
@@ -90,15 +74,9 @@ def count_up(run: Path) -> int:
 
 
 def test_what_the_program_finds(sandbox: Sandbox, tmp_path: Path) -> None:
-    words = [
-        "nproc_per_node=2",
-        "env.HF_TOKEN=s3cret",
-        "env.NICE=a b",
-        "--",
-        write_program(tmp_path, SHOW),
-        *HOSTILE,
-    ]
-    done = finish(allocate(sandbox, tmp_path, f"launch {shlex.join(words)}", MINE="kept"))
+    settings = ("nproc_per_node=2", "env.HF_TOKEN=s3cret", "env.NICE=a b")
+    words = shlex.join([*settings, "--", write_program(tmp_path, SHOW), *HOSTILE])
+    done = finish(allocate(sandbox, tmp_path, f"launch {words}", MINE="kept"))
     assert done.code == 0, done
     run = find_run(tmp_path)
     hosts = json.loads((run / "manifest.json").read_text())["hosts"]
@@ -127,27 +105,13 @@ def test_what_the_program_finds(sandbox: Sandbox, tmp_path: Path) -> None:
 
 
 def test_a_job_script_whose_variables_contradict(sandbox: Sandbox, tmp_path: Path) -> None:
-    wrong = {
-        "SLURM_CPUS_PER_TASK": "7",
-        "SRUN_CPUS_PER_TASK": "99",
-        "SLURM_NTASKS": "9",
-        "SLURM_NTASKS_PER_NODE": "3",
-        "SLURM_MEM_PER_CPU": "1",
-        "SLURM_GRES": "gpu:9",
-        "SLURM_CPU_BIND": "cores",
-        "SLURM_EXPORT_ENV": "NONE",
-        "SLURM_WHOLE": "bogus",
-        "SBATCH_PARTITION": "nope",
-        "PMI_RANK": "3",
-        "MINE": "kept",
-    }
+    wrong = TABLES["job_script"]
     exports = "\n".join(f"export {name}={value}" for name, value in wrong.items())
     command = shlex.join([*LAUNCH, "nproc_per_node=1", "--", write_program(tmp_path, SHOW)])
-    (tmp_path / "job.sh").write_text(f"#!/bin/bash\ncd {shlex.quote(str(tmp_path))}\n{exports}\n{command}\n")
-    words = ["sbatch", "--parsable", "--nodes=2", "--cpus-per-task=4", "--gpus-per-node=2"]
-    out = tmp_path / "out"
-    job = sandbox.run(*words, f"--output={out}", f"--chdir={tmp_path}", tmp_path / "job.sh").strip()
-    assert sandbox.wait(job, "COMPLETED", "FAILED") == "COMPLETED", out.read_text()
+    options = ("--nodes=2", "--cpus-per-task=4", "--gpus-per-node=2")
+    job = submit_script(sandbox, tmp_path, f"{exports}\n{command}", *options)
+    state = sandbox.wait(job, "COMPLETED", "FAILED")
+    assert state == "COMPLETED", (tmp_path / f"{job}.out").read_text()
     run = find_run(tmp_path)
     for rank in range(2):
         env = read_found(run, rank)["env"]
@@ -217,13 +181,6 @@ def test_a_port_that_is_taken_is_no_failure(sandbox: Sandbox, tmp_path: Path) ->
     assert (manifest["earlier"], manifest["outcome"]["attempts"]) == ([], 2)
 
 
-PROGRAM = """
-import os
-names = ("RANK", "GROUP_RANK", "SLURMD_NODENAME", "MASTER_ADDR", "WORLD_SIZE")
-open(f"rank-{os.environ['RANK']}", "w").write(" ".join(os.environ[name] for name in names))
-"""
-
-
 @pytest.fixture(scope="module")
 def switched() -> Iterator[Sandbox]:
     """A cluster with switches."""
@@ -245,19 +202,15 @@ def test_ranks_follow_the_network(
     switched: Sandbox, tmp_path: Path, words: tuple[str, ...], hosts: str, source: str
 ) -> None:
     (tmp_path / "order.txt").write_text("n3\nn1\nn2\nn0\nn9\n")
-    (tmp_path / "train.py").write_text(PROGRAM)
-    program = ("--", "python", "train.py")
-    done = switched.launch(
-        "nodes=4", "nproc_per_node=2", "follow=true", "name=x", *words, *program, cwd=tmp_path
-    )
+    program = ("--", write_program(tmp_path, SHOW))
+    done = switched.launch("nodes=4", "nproc_per_node=2", "follow=true", *words, *program, cwd=tmp_path)
     assert done.code == 0, done.err
-    found = [(tmp_path / f"rank-{rank}").read_text().split() for rank in range(8)]
-    names = hosts.split()
-    assert [host for _, _, host, *_ in found] == [host for host in names for _ in range(2)]
-    assert [int(group) for _, group, *_ in found] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert {master for *_, master, _ in found} == {names[0]}
-    (path,) = tmp_path.glob("runs/x/*/manifest.json")
-    order = json.loads(path.read_text())["node_order"]
+    run, names = find_run(tmp_path), hosts.split()
+    found = [read_found(run, rank)["env"] for rank in range(8)]
+    assert [env["SLURMD_NODENAME"] for env in found] == [host for host in names for _ in range(2)]
+    assert [env["GROUP_RANK"] for env in found] == [*"00112233"]
+    assert {env["MASTER_ADDR"] for env in found} == {names[0]}
+    order = json.loads((run / "manifest.json").read_text())["node_order"]
     assert (order["source"], order["hosts"]) == (source, names)
     told = done.err + done.out
     assert ("ranks are in the order of" in told) == (source != "slurm"), told

@@ -1,9 +1,14 @@
-"""`launch` on a login node: what SLURM is asked for, what it answers, and what is left on the disk."""
+"""`launch` on a login node: what SLURM is asked for, what it answers, and what is left on the disk.
+
+Options and refusals are rows of `submission.toml`.
+"""
 
 import json
 import re
 import stat
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +19,7 @@ from tests.slurm.cluster.conftest import Sandbox
 
 pytestmark = pytest.mark.slurm
 
-
+TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("submission.toml").read_text())
 SLURM = ("cluster=slurm", "nproc_per_node=1")
 HELD = (*SLURM, "cluster.additional.hold=true", "--", "true")
 FILES = {"config.yaml", "job.json", "logs", "manifest.json", "submission.sh"}
@@ -69,68 +74,25 @@ def test_what_slurm_is_asked_for_and_what_is_written(sandbox: Sandbox, tmp_path:
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["nodes=1:3"], {"NumNodes": "1-3"}),
-        (
-            [
-                f"cluster.requeue.{cause}=0"
-                for cause in (
-                    "preempted",
-                    "timeout",
-                    "node_failure",
-                    "stopped",
-                    "requested",
-                    "sick_node",
-                    "hang",
-                )
-            ],
-            {"Requeue": "0"},
-        ),
-        (["nproc_per_node=auto"], {"CPUs/Task": "16", "MinMemoryNode": "0"}),
-        (["cluster.gpus_per_node=0", "cluster.mem=1G"], {"CPUs/Task": "16", "MinMemoryNode": "1G"}),
-        (["cluster.exclude=n[0-1],n3"], {"ExcNodeList": "n[0-1,3]"}),
-        (["cluster.partition=urgent", "cluster.additional.nice=7"], {"Partition": "urgent", "Nice": "7"}),
-        (["cluster.dependency=afterany:1?singleton"], {"JobState": "PENDING"}),
-    ],
-    ids=str,
-)
-def test_options(words: list[str], expected: dict[str, str], sandbox: Sandbox, tmp_path: Path) -> None:
-    done = sandbox.launch(*SLURM, *words, *HELD[2:], cwd=tmp_path)
+@pytest.mark.parametrize("case", TABLES["option"], ids=lambda case: case["words"][0])
+def test_options(case: dict[str, Any], sandbox: Sandbox, tmp_path: Path) -> None:
+    done = sandbox.launch(*SLURM, *case["words"], *HELD[2:], cwd=tmp_path)
     assert done.code == 0, done
     job = show(sandbox, find_job(done.out))
     sandbox.run("scancel", find_job(done.out))
-    assert {name: job.get(name) for name in expected} == expected
+    assert {name: job.get(name) for name in case["job"]} == case["job"]
 
 
 def test_variables_that_contradict_are_not_heard(sandbox: Sandbox, tmp_path: Path) -> None:
-    environ = {
-        "SBATCH_JOB_NAME": "other",
-        "SBATCH_TIMELIMIT": "5",
-        "SBATCH_ARRAY_INX": "0-3",
-        "SBATCH_WAIT": "1",
-        "SBATCH_NO_REQUEUE": "1",
-        "SBATCH_OUTPUT": "/no/such/place",
-        "SBATCH_MEM_PER_CPU": "1G",
-        "SBATCH_GPUS": "7",
-        "SBATCH_EXPORT": "NONE",
-        "SBATCH_PARTITION": "urgent",
-        "SLURM_HINT": "nomultithread",
-        "SLURM_EXIT_ERROR": "77",
-        "SLURM_NTASKS": "9",
-    }
     words = ["cluster.time=60", "cluster.mem=2G", "name=mine"]
-    done = sandbox.launch(*words, *HELD, cwd=tmp_path, env=environ)
+    done = sandbox.launch(*words, *HELD, cwd=tmp_path, env=TABLES["login_shell"])
     assert done.code == 0, done
     job = show(sandbox, find_job(done.out))
     sandbox.run("scancel", find_job(done.out))
     assert (job["JobName"], job["TimeLimit"], job["MinMemoryNode"]) == ("mine", "01:00:00", "2G")
-    assert (job["Requeue"], job["NumNodes"]) == ("1", "1-1")
+    assert (job["Requeue"], job["NumNodes"], job["Partition"]) == ("1", "1-1", "urgent")
     assert job["StdOut"].startswith(str(find_run(tmp_path)))
     assert "ArrayJobId" not in job
-    # What is not set here is the user's default.
-    assert job["Partition"] == "urgent"
 
 
 def test_a_program_gets_its_words_variables_and_secrets(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -162,40 +124,19 @@ def test_a_program_gets_its_words_variables_and_secrets(sandbox: Sandbox, tmp_pa
     state = sandbox.wait(job_id, "COMPLETED", "FAILED")
     log = (run / "logs" / f"slurm-{job_id}.out").read_text(encoding="utf-8")
     assert state == "COMPLETED", log
-    shown = "".join(
-        path.read_text(encoding="utf-8") for path in sorted((run / "logs" / "0").glob("rank-0.out"))
-    )
-    assert "".join(f"<{word}>" for word in words) + f"\nsesame-42|{odd}|yes|{odd}\n" in shown + log
+    shown = (run / "logs/0/rank-0.out").read_text(encoding="utf-8")
+    assert "".join(f"<{word}>" for word in words) + f"\nsesame-42|{odd}|yes|{odd}\n" in shown
     for path in run.rglob("*"):
         if path.is_file() and path.parent.name != "0" and not path.name.startswith("slurm-"):
             assert "sesame-42" not in path.read_text(encoding="utf-8"), path
 
 
-REFUSALS = {
-    "partition": (
-        ["cluster.partition=nope"],
-        ["Invalid partition", "cluster.partition: --partition=nope", "main, urgent"],
-    ),
-    "account": (["cluster.partition=nope", "cluster.account=x"], ["main, urgent"]),
-    "nodes": (["nodes=5"], ["5 nodes are wanted, and partition main has 4 "]),
-    "gpus": (["cluster.gpus_per_node=3"], ["--gpus-per-node=3", "4 with 16 CPUs, 16000 MiB, gpu:2"]),
-    "gpu type": (["cluster.gpus_per_node=h100:1"], ["--gpus-per-node=h100:1", "gpu:2"]),
-    "cpus": (["cluster.cpus_per_task=17"], ["--cpus-per-task=17", "4 with 16 CPUs"]),
-    "memory": (["cluster.mem=1T"], ["--mem=1T", "16000 MiB"]),
-    "feature": (["cluster.constraint=a&b"], ["--constraint=a&b", "nodes have the features sandbox"]),
-    "too few left": (["nodes=2", "cluster.exclude=n[0-2]"], ["cluster.exclude: --exclude=n[0-2]"]),
-    "node": (["cluster.nodelist=zz"], ["Invalid node name", "--nodelist=zz"]),
-    "reservation": (["cluster.reservation=r"], ["--reservation=r", "change cluster.reservation, or leave"]),
-    "unknown option": (["cluster.additional.no_such=1"], ["cluster.additional.no_such: --no-such=1"]),
-    "mail": (["cluster.mail_type=FOO"], ["cluster.mail_type: --mail-type=FOO"]),
-}
-
-
-@pytest.mark.parametrize(("words", "parts"), REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize("case", TABLES["refusal"], ids=lambda case: case["words"][-1])
 def test_a_refusal_is_one_line_and_leaves_nothing(
-    words: list[str], parts: list[str], sandbox: Sandbox, tmp_path: Path
+    case: dict[str, Any], sandbox: Sandbox, tmp_path: Path
 ) -> None:
-    sandbox.launch(*SLURM, *words, "runs_dir=deep/er", "--", "true", cwd=tmp_path).assert_error(4, *parts)
+    words = (*SLURM, *case["words"], "runs_dir=deep/er", "--", "true")
+    sandbox.launch(*words, cwd=tmp_path).assert_error(4, *case["says"])
     assert not list(tmp_path.iterdir())
 
 
@@ -244,11 +185,8 @@ def test_a_sweep_is_one_array(sandbox: Sandbox, tmp_path: Path) -> None:
     for path in tmp_path.glob("runs/*/*"):
         manifest = json.loads((path / "manifest.json").read_text())
         request = json.loads((path / "job.json").read_text())
-        members[manifest["slurm"]["job_id"]] = (
-            request["choices"]["model"],
-            float(request["config"]["program"]["lr"]),
-            path,
-        )
+        rate = float(request["config"]["program"]["lr"])
+        members[manifest["slurm"]["job_id"]] = (request["choices"]["model"], rate, path)
         assert (path / "submission.sh").read_text() == script
     assert {number: value[:2] for number, value in members.items()} == {
         f"{job_id}_0": ("tiny", 1e-3),

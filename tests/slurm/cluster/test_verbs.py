@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.cli.make_runs import make_run, read_manifest, write_log
-from tests.seam import LAUNCH, Result, wait_for, write_program
-from tests.slurm.cluster.conftest import Sandbox, forget, start_forgetful, stop_controller
+from tests.seam import LAUNCH, PATIENCE, Result, wait_for, write_program
+from tests.slurm.cluster.conftest import Sandbox, demand_programs, start_sandbox
 from tests.slurm.cluster.jobs import Run, submit
 
 pytestmark = pytest.mark.slurm
@@ -19,23 +19,39 @@ STEPS = """
 import os, sys, time
 for step in range(1, int(sys.argv[1]) + 1):
     print(f"step {step}/{sys.argv[1]} loss {1 / step:.3f}", flush=True)
+    while step == 3 and os.path.exists("wait"):
+        time.sleep(0.05)
     time.sleep(0.1)
 if os.environ["RANK"] == sys.argv[2]:
     sys.exit("the last words")
 """
 SMALL = ("cluster=slurm", "nproc_per_node=1", "cluster.cpus_per_task=1", "cluster.mem=1G")
+LIKED = {
+    **{"SQUEUE_FORMAT": "%i", "SQUEUE_STATES": "RUNNING", "SQUEUE_USERS": "nobody"},
+    **{"SQUEUE_PARTITION": "urgent", "SLURM_TIME_FORMAT": "relative", "LC_ALL": "de_DE.UTF-8"},
+}
+"""How a user likes what squeue shows, which changes nothing."""
+
+
+BRIEF = "MinJobAge=2\nMessageTimeout=2\n"
+"""In seconds; the defaults are 300 and 10."""
 
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Sandbox]:
-    """A forgetful cluster without accounting."""
-    with start_forgetful("--no-accounting") as cluster:
+    """A cluster that forgets jobs soon."""
+    demand_programs("--no-accounting")
+    with start_sandbox("--no-accounting") as cluster:
+        text = cluster.conf.read_text().replace("MinJobAge=3600\n", BRIEF)
+        assert BRIEF in text
+        cluster.conf.write_text(text)
+        cluster.run("scontrol", "reconfigure")
         yield cluster
 
 
 def ask(cluster: Sandbox, cwd: Path, *names: str, warning: str = "") -> list[dict[str, Any]]:
     """The runs that `launch status` tells of, in their order."""
-    result = cluster.launch("status", "format=json", *names, cwd=cwd)
+    result = cluster.launch("status", "format=json", *names, cwd=cwd, env=LIKED)
     assert result.code == 0 and (warning in result.err if warning else not result.err), result
     runs: list[dict[str, Any]] = json.loads(result.out)["runs"]
     return runs
@@ -64,11 +80,13 @@ def test_a_job_from_the_queue_to_its_failure(sandbox: Sandbox, tmp_path: Path) -
     expected |= {"reason": "JobHeldUser", "slurm_state": "PENDING", "partition": "main", "step": None}
     assert {key: found[key] for key in expected} == expected
     assert found["seconds"] < 60 and found["attempts"] == []
+    (tmp_path / "wait").touch()
     sandbox.run("scontrol", "release", run.job_id)
     sandbox.wait(run.job_id, "RUNNING")
     wait_for(lambda: ask(sandbox, tmp_path, run.job_id)[0]["step"], "a step")
     (found,) = ask(sandbox, tmp_path, run.job_id)
     assert found["state"] == "running" and found["nodelist"].startswith("n[")
+    (tmp_path / "wait").unlink()
     assert run.await_end() == "failed"
     (found,) = ask(sandbox, tmp_path, "held")
     expected = {"state": "failed", "step": 5, "total": 5, "restarts": 0, "exit_code": 1, "nodes": 2}
@@ -113,23 +131,25 @@ def test_a_sweep_has_a_row_for_each_and_one_or_all_can_be_cancelled(sandbox: San
 def test_what_slurm_says_of_an_end_that_nobody_wrote_down(plain: Sandbox, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     ends = {"exits": "exit 3", "killed": "kill -9 $$", "done": "true", "cancelled": "exec sleep 300"}
+    make_run(runs, "unknown", state="running", slurm={"job_id": "999999"})
     jobs = {name: make_job(plain, runs, name, wrap=text, state="running")[1] for name, text in ends.items()}
     plain.wait(jobs["cancelled"], "RUNNING")
     plain.run("scancel", jobs["cancelled"])
     for job_id in jobs.values():
         plain.wait(job_id, "FAILED", "COMPLETED", "CANCELLED")
     found = {row["run"].partition("/")[0]: row for row in ask(plain, tmp_path)}
-    told = {name: (found[name]["state"], found[name]["exit_code"]) for name in ends}
+    told = {name: (row["state"], row["exit_code"]) for name, row in found.items()}
     assert told == {
         "exits": ("failed", 3),
         "killed": ("failed", 137),
         "done": ("succeeded", 0),
         "cancelled": ("stopped", 143),
+        "unknown": ("lost", None),
     }
     assert found["exits"]["reason"] == "FAILED; exit code 3"
     assert (found["done"]["reason"], found["cancelled"]["reason"]) == ("", "cancelled")
-    for job_id in jobs.values():
-        forget(plain, job_id)
+    words = ("squeue", "--noheader", "--states=all", "--format=%A")
+    wait_for(lambda: not {*jobs.values()} & {*plain.run(*words).split()}, "all to be forgotten")
     rows = ask(plain, tmp_path)
     assert {row["state"] for row in rows} == {"lost"}
     assert "SLURM no longer knows job" in rows[0]["reason"]
@@ -138,7 +158,8 @@ def test_what_slurm_says_of_an_end_that_nobody_wrote_down(plain: Sandbox, tmp_pa
 def test_while_the_controller_is_down_the_files_tell(plain: Sandbox, tmp_path: Path) -> None:
     path, job_id = make_job(plain, tmp_path / "runs", "job", wrap="exec sleep 300", state="running")
     write_log(path, 0, "step 3/9 loss 1\n")
-    with stop_controller(plain):
+    plain.break_it("restart-controller")  # in good order: it saves that the job runs
+    with plain.without("slurmctld"):
         (row,) = ask(plain, tmp_path, warning="launch: warning: squeue: ")
         assert (row["state"], row["step"], row["slurm_state"]) == ("running", 3, None)
         plain.launch("cancel", "yes=true", "job", cwd=tmp_path).assert_error(4, "Unable to contact")
@@ -157,10 +178,12 @@ def test_following_from_the_queue_over_a_requeue_to_the_end(sandbox: Sandbox, tm
         process = subprocess.Popen(words, cwd=tmp_path, env=sandbox.environ, stdout=out, stderr=err)
     try:
         wait_for(lambda: "is queued" in (tmp_path / "err").read_text(), "the wait to be told")
+        (tmp_path / "wait").touch()
         sandbox.run("scontrol", "release", run.job_id)
         wait_for(lambda: "step 3/" in (tmp_path / "out").read_text(), "three steps")
         sandbox.run("scontrol", "requeue", run.job_id)
-        assert process.wait(90) == 0
+        (tmp_path / "wait").unlink()
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.wait()
