@@ -63,6 +63,7 @@ class Terminal:
     """When a key last sent the program each signal, in seconds since the epoch."""
     is_raw: bool = False
     """The user's terminal is raw: its keys are to be read here."""
+    size: bytes = NO_SIZE
     log: int = -1
     """Descriptor."""
     is_complete: bool = True
@@ -73,6 +74,8 @@ class Terminal:
     """What waits to be shown: one thread adds, and another takes."""
     typed: bytes = b""
     """Input that the program's terminal has not taken yet."""
+    hung_up: bool = False
+    """The user's terminal is gone."""
     interrupts: deque[float] = field(default_factory=lambda: deque([-SPAN] * PRESSES, PRESSES))
     """When Ctrl-C was pressed, in monotonic seconds."""
     wakeup: int = field(default_factory=lambda: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
@@ -114,7 +117,7 @@ class Terminal:
                 poller.register(self.wakeup, select.POLLIN)
                 wanted = select.POLLIN if len(self.output) < MOST_WAITING else 0
                 poller.register(self.master, wanted | (select.POLLOUT if self.typed else 0))
-                if self.is_raw and len(self.typed) < CHUNK:
+                if self.is_raw and not self.hung_up and len(self.typed) < CHUNK:
                     poller.register(0, select.POLLIN)
                 ready = [descriptor for descriptor, _ in poller.poll(1000 * TICK)]
                 self.update()  # whoever sees what follows may answer with a key
@@ -145,7 +148,10 @@ class Terminal:
             if not self.is_raw or termios.tcgetattr(0)[tty.LFLAG] & termios.ICANON:
                 tty.setraw(0, termios.TCSANOW)
                 self.is_raw = True
-            copy_size(self.master)
+            size = fcntl.ioctl(0, termios.TIOCGWINSZ, NO_SIZE)
+            if size != self.size:
+                self.size = size
+                fcntl.ioctl(self.master, termios.TIOCSWINSZ, size)
 
     def restore(self) -> None:
         """Set the user's terminal as it was; not one that a shell has given to somebody else."""
@@ -194,6 +200,7 @@ class Terminal:
         data = b""
         with contextlib.suppress(OSError):
             data = os.read(0, CHUNK)
+        self.hung_up = not data  # the end of the input is a byte here: this is the terminal's
         self.typed += data
         settings = termios.tcgetattr(self.master)
         for number, index in KEYS.items() if settings[tty.LFLAG] & termios.ISIG else ():
@@ -221,13 +228,10 @@ def open_terminal(run: RunDir) -> Terminal | None:
         os.set_blocking(master, False)
     except (OSError, termios.error):
         return None
-    copy_size(master)
-    return Terminal(master, slave, streams, cooked, run, run.first_attempt)
-
-
-def copy_size(master: int) -> None:
-    """Give a pseudo-terminal the size of the user's; the kernel tells the program if it is another one."""
-    fcntl.ioctl(master, termios.TIOCSWINSZ, fcntl.ioctl(0, termios.TIOCGWINSZ, NO_SIZE))
+    found = Terminal(master, slave, streams, cooked, run, run.first_attempt)
+    found.size = fcntl.ioctl(0, termios.TIOCGWINSZ, NO_SIZE)
+    fcntl.ioctl(master, termios.TIOCSWINSZ, found.size)
+    return found
 
 
 def is_foreground() -> bool:

@@ -168,7 +168,9 @@ CPU_BIND_COMPLAINT = "cluster configuration lacks support for cpu binding"
 """srun's answer to --cpu-bind=none, even with --quiet, if no TaskPlugin can bind."""
 STEP_BEGUN = re.compile(r"\btasks? \d|Node failure|slurmstepd|Job step aborted|io error")
 """In its messages on a step that has begun."""
-TEMPORARY = re.compile(r"contact|imed out|Connection refused|temporar|busy|Zero Bytes")
+TEMPORARY = re.compile(
+    r"contact|imed out|Connection refused|temporar|busy|Zero Bytes|Memory required by task"
+)
 """In its messages if slurmctld is away, or the nodes are not ready for another step."""
 NOT_STARTED = "srun did not start the step"
 """How the record of a step begins that SLURM has refused."""

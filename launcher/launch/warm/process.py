@@ -133,9 +133,8 @@ def start_warm(
     None if the ranks are to be executed: with `start.warm=off`, for a program that does not use torch, unless
     it has modules to preload, and for one that cannot be forked, of which a line tells.
     """
-    is_plain = (
-        config.warm != "off" and not config.preload
-    )  # the early one has imported torch and nothing else
+    # The early one has imported torch and nothing else.
+    is_plain = config.warm != "off" and not config.preload
     if early and is_plain and not early.refusal and early.argv == tuple(argv):
         with contextlib.suppress(ExecNeededError):
             check_environment(early.environ, environ)
