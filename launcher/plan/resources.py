@@ -181,7 +181,8 @@ def budget_workers(
     is_limited = source.startswith("dataloader=") and not loader.measured
     chosen, warnings = [], []
     for each in cores:
-        own = WorkerLimit(each.room, f"its {each.own_cores + each.worker_cores:.3g} cores")
+        count = f"{each.own_cores + each.worker_cores:.3g}"
+        own = WorkerLimit(each.room, f"its {count} core{'' if count == '1' else 's'}")
         limit = min((own, *limits), key=lambda limit: limit.max_workers)
         most = max(0, limit.max_workers)
         workers = min(requested, max(1, most)) if is_limited else requested
