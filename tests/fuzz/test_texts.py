@@ -5,13 +5,13 @@ import json
 import logging
 import subprocess
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from launcher.codec import dump
 from launcher.config.program import fill_env
 from launcher.config.settings import Settings
 from launcher.config.start import read_machine
@@ -71,7 +71,7 @@ def test_no_secret_is_written_and_all_arrive(
         config = Settings(env={"A": own[0]}, program={"command": [*words, 3], "x": {"y": words}})
         request = JobRequest(config, {}, tuple(words), tuple(mask_words(words)), folder, 1, 1)
         carried = write_job_request(request, Path(folder))
-        manifest = dump(begin_run(RunDir(Path(folder)), words, {}))
+        manifest = json.dumps(asdict(begin_run(RunDir(Path(folder)), words, {})))
         written = (Path(folder) / "job.json").read_text()
         environ = {LAUNCH_SECRETS: json.dumps({folder: carried})}
         assert read_job_request(Path(folder), environ) == request

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config.settings import Settings
-from launcher.runs import manifest
+from launcher.runs.manifest import read_own_manifest
 from launcher.runs.run_directory import open_run_dir
 from launcher.slurm import lost_nodes
 from launcher.slurm.attempt import Attempt
@@ -73,7 +73,7 @@ def make_attempt(environ: dict[str, str], folder: Path, *hosts: str, requeues: i
     run.manifest_path.write_text(json.dumps(written))
     (run.path / "logs/0").mkdir(parents=True, exist_ok=True)
     (run.path / "logs/slurm-7.out").touch()
-    return Attempt(request, run, environ, manifest.read_manifest(run.path), requeues=True)
+    return Attempt(request, run, environ, read_own_manifest(run.path), requeues=True)
 
 
 @contextmanager
