@@ -68,13 +68,9 @@ def test_no_run_yet_and_mistakes(launch: Launch, here: Path) -> None:
 
 
 def test_a_run_that_failed(launch: Launch, here: Path) -> None:
-    failure: dict[str, Any] = {"rank": 3, "local_rank": 1, "host": "n2"}
+    failure: dict[str, Any] = {"rank": 3, "local_rank": 1, "host": "n2", "attempt": 1, "exit_code": 137}
     failure["reason"] = "was killed by SIGKILL (signal 9)"
-    failure |= {
-        "attempt": 1,
-        "exit_code": 137,
-        "last_lines": ["Traceback", "RuntimeError: \x1b[31moh\x1b[0m"],
-    }
+    failure["last_lines"] = ["Traceback", "RuntimeError: \x1b[31moh\x1b[0m"]
     outcome = {"exit_code": 137, "cause": "crash", "first_failure": failure}
     checked = {"lines": ["sick: n3: limits: \x1b[2J", "light checks of 3 nodes in 9.9 s: 1 sick (n3)"]}
     path = make_run(here / "runs", state="failed", hosts=["n1", "n2"], outcome=outcome, preflight=checked)

@@ -219,8 +219,7 @@ def test_two_ranks_are_tuned_and_later_runs_use_it(tmp_path: Path) -> None:
     assert again.code == 0, "a file of ours is replaced"
     assert find_working_in(tmp_path) == []
     (run,) = tmp_path.glob("runs/train-tune/*")
-    outcome = read_manifest(run)["outcome"]
-    assert (outcome["state"], outcome["exit_code"]) == ("succeeded", 0)
+    assert read_manifest(run)["outcome"].items() >= {"state": "succeeded", "exit_code": 0}.items()
     plan = run_outside(["plan", "dataloader=tuned", "nproc_per_node=2", "format=json"], tmp_path)
     ranks = json.loads(plan.out)["ranks"]
     assert [rank["num_workers"] for rank in ranks] == [chosen] * 2
@@ -310,8 +309,7 @@ def test_a_trial_that_the_system_refuses_ends_the_search(tmp_path: Path) -> None
     assert done.code == 3 and "0 workers: " in done.err and "waiting for data" in done.err, done
     assert "launch: error: the trial could not be started (" in done.err
     (run,) = tmp_path.glob("runs/a-tune/*")
-    outcome = read_manifest(run)["outcome"]
-    assert (outcome["state"], outcome["exit_code"]) == ("failed", 3)
+    assert read_manifest(run)["outcome"].items() >= {"state": "failed", "exit_code": 3}.items()
 
 
 def test_a_trial_fails_before_it_could_need_memory(

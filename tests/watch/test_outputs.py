@@ -185,8 +185,7 @@ def test_what_cannot_be_given_out_is_a_warning_each_and_the_job_goes_on(tmp_path
 
 # Notifications, as the end of a job posts them
 
-FAILURE = FirstFailure(3, 0, "n<2>", 0, 1, "exited with code 1", ())
-FAILED = Outcome("failed", exit_code=1, first_failure=FAILURE)
+FAILED = Outcome("failed", exit_code=1, first_failure=FirstFailure(3, 0, "n<2>", reason="exited with code 1"))
 
 
 @pytest.fixture

@@ -166,9 +166,8 @@ def test_while_the_controller_is_down_the_files_tell(plain: Sandbox, tmp_path: P
         assert plain.launch("logs", "job", cwd=tmp_path) == Result(0, "[?:0] step 3/9 loss 1\n", "")
     done = plain.launch("cancel", "yes=true", "job", cwd=tmp_path)
     assert done.code == 0 and f"job {job_id}, is cancelled" in done.err
-    outcome = read_manifest(path)["outcome"]
     expected = {"state": "stopped", "cause": "cancelled", "reason": "cancelled", "exit_code": 143}
-    assert {name: value for name, value in outcome.items() if value not in (None, [])} == expected
+    assert read_manifest(path)["outcome"].items() >= expected.items()
 
 
 def test_following_from_the_queue_over_a_requeue_to_the_end(sandbox: Sandbox, tmp_path: Path) -> None:
