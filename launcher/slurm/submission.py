@@ -106,7 +106,7 @@ def submit_jobs(specs: Sequence[JobSpec], argv: Sequence[str]) -> int:
     for path, number in zip(paths, numbers, strict=True):
         try:
             write_job_id(path, number)
-        except (OSError, KeyError) as error:
+        except (OSError, ValueError) as error:
             logger.warning(f"{path}/manifest.json does not tell the job's number {number} ({error})")
     if any(spec.fit_model for spec in specs):
         logger.info("the first node judges whether the model fits: cluster.machine=NAME does it before")
@@ -162,9 +162,11 @@ def stage_run(
 
 
 def write_job_id(path: Path, job_id: str) -> None:
-    """Add the job's number to a run's manifest, unless the job has done so; raises OSError or KeyError."""
+    """Add the job's number to a run's manifest, unless the job has done so; raises OSError or ValueError."""
     with hold_manifest(path):
         found = read_manifest(path)
+        if not found.id:
+            raise ValueError("it cannot be read")
         if found.last.outcome.state == "submitted":
             found.last.slurm = SlurmJob(job_id)
             write_manifest(RunDir(path), found)
