@@ -78,10 +78,14 @@ def salvage(kind: Any, data: object) -> Any:  # noqa: ANN401 - see convert
     That is an entry of a list, or a field, which then has its default. Raises DecodeError if nothing is left:
     a field without default is missing, or the whole is of another type.
     """
+    try:
+        return convert(kind, data)
+    except DecodeError:
+        if not (isinstance(data, dict | list) and (is_dataclass(kind) or hasattr(kind, "__args__"))):
+            raise
     if isinstance(kind, UnionType):
         (kind,) = (one for one in kind.__args__ if one is not NoneType)
-        return None if data is None else salvage(kind, data)
-    arguments = getattr(kind, "__args__", ())
+        return salvage(kind, data)
     if is_dataclass(kind) and isinstance(kind, type):
         found, values = _check_type(dict, data, ""), dict[str, Any]()
         for item, key, is_required in _list_fields(kind):
@@ -90,13 +94,11 @@ def salvage(kind: Any, data: object) -> Any:  # noqa: ANN401 - see convert
             if is_required and item.name not in values:
                 raise _misfit(f".{key}", "is missing")
         return kind(**values)
-    if arguments and kind.__origin__ in (list, tuple):
-        made = []
-        for item in _check_type(list, data, ""):
-            with suppress(DecodeError):
-                made.append(salvage(arguments[0], item))
-        return kind.__origin__(made)
-    return convert(kind, data)
+    made = []
+    for item in _check_type(list, data, ""):
+        with suppress(DecodeError):
+            made.append(salvage(kind.__args__[0], item))
+    return kind.__origin__(made)
 
 
 def take_dict(found: Mapping[str, object], key: str) -> dict[str, Any]:
@@ -146,6 +148,8 @@ def _misfit(place: str, words: str) -> DecodeError:
 
 
 def _convert(kind: Any, data: Any, least: float, place: str) -> Any:  # noqa: ANN401 - see convert
+    if kind is str:
+        return _check_type(kind, data, place)
     if isinstance(kind, UnionType):
         if data is None:
             return None
@@ -197,6 +201,8 @@ def _convert_items(origin: Any, arguments: tuple[Any, ...], data: Any, least: fl
     if origin is tuple and isinstance(data, dict):
         data = list(map(list, data.items()))
     entries: Any = _check_type(dict if is_mapping else list, data, place)
+    if is_mapping and arguments[1] is Any:
+        return entries
     kinds: Iterable[Any] = repeat(arguments[-1 if is_mapping else 0])
     if origin is tuple and arguments[-1] is not ...:
         kinds = arguments
