@@ -78,27 +78,26 @@ def salvage(kind: Any, data: object) -> Any:  # noqa: ANN401 - see convert
     That is an entry of a list, or a field, which then has its default. Raises DecodeError if nothing is left:
     a field without default is missing, or the whole is of another type.
     """
+    if isinstance(kind, UnionType) and data is not None:
+        (kind,) = (one for one in kind.__args__ if one is not NoneType)
     try:
         return convert(kind, data)
     except DecodeError:
-        if not (isinstance(data, dict | list) and (is_dataclass(kind) or hasattr(kind, "__args__"))):
-            raise
-    if isinstance(kind, UnionType):
-        (kind,) = (one for one in kind.__args__ if one is not NoneType)
-        return salvage(kind, data)
-    if is_dataclass(kind) and isinstance(kind, type):
-        found, values = _check_type(dict, data, ""), dict[str, Any]()
-        for item, key, is_required in _list_fields(kind):
-            with suppress(KeyError, DecodeError):
-                values[item.name] = salvage(item.type, found[key])
-            if is_required and item.name not in values:
-                raise _misfit(f".{key}", "is missing")
-        return kind(**values)
-    made = []
-    for item in _check_type(list, data, ""):
-        with suppress(DecodeError):
-            made.append(salvage(kind.__args__[0], item))
-    return kind.__origin__(made)
+        if isinstance(data, dict) and is_dataclass(kind) and isinstance(kind, type):
+            values: dict[str, Any] = {}
+            for item, key, is_required in _list_fields(kind):
+                with suppress(KeyError, DecodeError):
+                    values[item.name] = salvage(item.type, data[key])
+                if is_required and item.name not in values:
+                    raise
+            return kind(**values)
+        if isinstance(data, list) and getattr(kind, "__origin__", None) in (list, tuple):
+            made = []
+            for one in data:
+                with suppress(DecodeError):
+                    made.append(salvage(kind.__args__[0], one))
+            return kind.__origin__(made)
+        raise
 
 
 def take_dict(found: Mapping[str, object], key: str) -> dict[str, Any]:
