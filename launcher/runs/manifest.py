@@ -23,8 +23,6 @@ CLOSED = ("succeeded", "failed", "stopped")
 """States after which no attempt follows."""
 JOB = re.compile(r"\d+(?:_\d+)?")
 """A job of SLURM's: `12`, `12_3`."""
-
-
 IF_ANY: Mapping[str, bool] = {OPTIONAL: True}
 """Metadata of a field that is in JSON if there is something in it."""
 
@@ -136,7 +134,7 @@ class Run:
     name: str = ""
     directory: str = ""
     """Where `launch` was called."""
-    choices: dict[str, str] = field(default_factory=dict)
+    choices: dict[str, Any] = field(default_factory=dict)
     """Option chosen for each group of the configuration."""
     submitted: str = field(default="", metadata=IF_ANY)
     agent: str = field(default="", metadata=IF_ANY)
