@@ -64,7 +64,7 @@ def test_what_slurm_is_asked_for_and_what_is_written(sandbox: Sandbox, tmp_path:
     assert job["Command"] == f"{run}/submission.sh"
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["outcome"]["state"] == "submitted"
-    assert manifest["slurm"] == {"job_id": job_id}
+    assert manifest["slurm"]["job_id"] == job_id
     assert manifest["packages"]["launch"]
     assert {path.name for path in run.iterdir()} == FILES
     for path in (run, *run.iterdir()):
@@ -169,7 +169,7 @@ def test_a_refused_run_that_was_to_go_on_is_as_it_was(sandbox: Sandbox, tmp_path
     sandbox.run("scancel", find_job(again.out))
     assert "other settings" in again.err
     manifest = json.loads((run / "manifest.json").read_text())
-    assert manifest["slurm"] == {"job_id": find_job(again.out)}
+    assert manifest["slurm"]["job_id"] == find_job(again.out)
 
 
 def test_a_sweep_is_one_array(sandbox: Sandbox, tmp_path: Path) -> None:
