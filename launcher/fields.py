@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 from launcher.errors import UsageError
 
-LARGEST = 10**9
+LARGEST_NUMBER = 10**9
 """Of numbers whose field has no maximum; timers take no more than some 10**10 seconds."""
 LONGEST_SHOWN = 60
 """Characters of a refused value."""
@@ -74,7 +74,7 @@ def find_fault(value: Any, takes: Mapping[str, Any]) -> str:  # noqa: ANN401 - o
     if pattern := takes.get("pattern"):
         return "" if re.fullmatch(pattern, str(value), re.DOTALL) else f"give {takes['give']}"
     words, above = takes.get("words", ()), takes.get("above")
-    low, high = takes.get("minimum", -math.inf), takes.get("maximum", LARGEST)
+    low, high = takes.get("minimum", -math.inf), takes.get("maximum", LARGEST_NUMBER)
     if value in words:
         return ""
     is_number = isinstance(value, int if takes.get("whole") else int | float) and not isinstance(value, bool)

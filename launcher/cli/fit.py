@@ -143,15 +143,18 @@ def estimate_fit(call: Call, config: Settings, plan: Plan) -> FitReport | None:
 
 
 def predict_memory(job: FitJob) -> int:
-    """Return the bytes that the hook of a rank is expected to measure, 0 if not known.
-
-    A mistake in the estimate ends no run, and the job's own estimate has told of it.
-    """
-    with contextlib.suppress(Exception):
-        if training := make_training(job):
-            estimate = estimate_memory(training)
-            return (estimate.reserved if training.on_gpu else estimate.total).expected
-    return 0
+    """Return the bytes that the hook of a rank is expected to measure, 0 if not known."""
+    try:
+        if (training := make_training(job)) is None:
+            return 0
+        estimate = estimate_memory(training)
+    except UsageError:  # of which the job's own estimate has told
+        return 0
+    except Exception as error:  # a mistake of the estimate ends no run
+        what = f"{type(error).__name__}: {error}"
+        logger.warning(f"later estimates learn nothing of this run ({what}): report it")
+        return 0
+    return (estimate.reserved if training.on_gpu else estimate.total).expected
 
 
 def _learn(config: Settings, argv: Sequence[str], device: str, ranks: int, predicted: int) -> Learned | None:

@@ -62,7 +62,7 @@ class RequeueConfig:
     stopped: int = setting(10, minimum=0)
     """A SIGTERM from neither launch nor SLURM's queue."""
     requested: int = setting(100, minimum=0)
-    """The first rank that failed ended with one of `exit_codes`."""
+    """The first rank that failed ended with one of `exit_codes`, and nobody had asked for a stop."""
     hang: int = setting(3, minimum=0)
     """`watch.on_hang=stop` ended the ranks."""
     crash: int = setting(0, minimum=0)
@@ -194,7 +194,8 @@ class ProgressConfig:
     """What counts as progress, besides steps that rank 0 prints and RUN_DIR/checkpoints."""
 
     paths: list[str] = setting([], pattern=".+", give="paths that are not empty")
-    """Patterns of checkpoints elsewhere, such as `/scratch/me/ckpt/*`; `**` is any depth."""
+    """Patterns of checkpoints elsewhere, such as `/scratch/me/ckpt/*`; `**` is any depth; relative to the
+    working directory."""
 
 
 @dataclass
@@ -213,7 +214,7 @@ class TorchrunConfig:
     event_log_handler: str | None = None
     signals_to_handle: str | None = None
     shutdown_timeout: int = setting(30, minimum=0)
-    """Seconds between the signals to ranks that are to end."""
+    """Seconds that ranks have to end after a signal, before the next signal."""
 
 
 @dataclass
@@ -244,7 +245,7 @@ class WatchConfig:
 
 @dataclass
 class NotifyConfig:
-    """Whom a job tells how it goes."""
+    """Whom a job tells how it goes. A message that cannot be sent is a warning."""
 
     url: str | None = None
     """Gets a POST with JSON for each event."""

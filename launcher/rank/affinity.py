@@ -12,6 +12,7 @@ from launcher.rank.entry import Identity, PlanEntry
 SYSCALLS = {
     "x86_64": (238, 239),
     "aarch64": (237, 236),
+    "riscv64": (237, 236),
     "ppc64le": (261, 260),
 }
 """Numbers of set_mempolicy and get_mempolicy for each machine, from the kernel's syscall tables."""
